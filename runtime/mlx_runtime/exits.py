@@ -29,7 +29,7 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
         except (MlxError, OSError, KeyboardInterrupt) as error:
             if debug or Settings.read().debug:
                 raise
-            code = _report(error)
+            code = _print_error(error)
             if not isinstance(error, OSError):  # a second Ctrl-C must not disturb the other exit handlers
                 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
             if isinstance(error, RunStopped) and code and (job := Settings.read().job):
@@ -39,7 +39,7 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
             sys.exit(code)
 
 
-def _report(error: MlxError | OSError | KeyboardInterrupt) -> int:
+def _print_error(error: MlxError | OSError | KeyboardInterrupt) -> int:
     """Print an error, and return its exit code."""
     if isinstance(error, MlxError):
         print(printable(f"error: {error}" if error.exit_code else str(error)), file=sys.stderr)

@@ -101,7 +101,7 @@ def _remove_prepared(older_than: float | None, larger_than: float | None, yes: b
     default = -1.0 if older_than is None and larger_than is None else float("inf")
     days = default if older_than is None else older_than
     gigabytes = default if larger_than is None else larger_than
-    unwanted = store.unwanted(max_age_s=days * 86_400, max_bytes=gigabytes * 1e9)
+    unwanted = store.unwanted_entries(max_age_s=days * 86_400, max_bytes=gigabytes * 1e9)
     if not unwanted:
         say(f"nothing to remove in {store.root}")
         return

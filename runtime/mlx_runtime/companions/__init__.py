@@ -54,7 +54,7 @@ def commands(group: str) -> dict[str, str]:
     return {command: name for name, where, command in words if where == group}
 
 
-def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
+def extensions_of(cfg: Mapping[str, Any]) -> list[Any]:
     """Return the modules `extension` of the companions enabled in the node `cfg`. Each has three functions:
 
     extension(config)                the `RunExtension` of a run that is about to begin; it may reject the run

@@ -11,7 +11,7 @@ __all__, __getattr__ = door(
     "pretrained projects variants",
     building="DUMMY_PARAMS Context Tree build build_cfg build_group build_optimizers declare declare_group",
     checks="Checker",
-    composition="Composition Config check parse_overrides quoted raise_if read storage_override",
-    interpolation="parsed resolved unset_variables",
+    composition="Composition Config check parse_overrides quote raise_if read storage_override",
+    interpolation="parse_config resolve_config unset_variables",
     overrides="override",
 )

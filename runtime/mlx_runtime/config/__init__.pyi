@@ -13,11 +13,11 @@ from mlx_runtime.config.composition import Composition as Composition
 from mlx_runtime.config.composition import Config as Config
 from mlx_runtime.config.composition import check as check
 from mlx_runtime.config.composition import parse_overrides as parse_overrides
-from mlx_runtime.config.composition import quoted as quoted
+from mlx_runtime.config.composition import quote as quote
 from mlx_runtime.config.composition import raise_if as raise_if
 from mlx_runtime.config.composition import read as read
 from mlx_runtime.config.composition import storage_override as storage_override
-from mlx_runtime.config.interpolation import parsed as parsed
-from mlx_runtime.config.interpolation import resolved as resolved
+from mlx_runtime.config.interpolation import parse_config as parse_config
+from mlx_runtime.config.interpolation import resolve_config as resolve_config
 from mlx_runtime.config.interpolation import unset_variables as unset_variables
 from mlx_runtime.config.overrides import override as override

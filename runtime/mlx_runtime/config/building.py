@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.config.constructors import fitted, object_at, parameters, path_of, statements
+from mlx_runtime.config.constructors import object_at, parameters, path_of, statements, try_convert
 from mlx_runtime.config.constructors.declarations import (
     Declaration,
-    declared,
-    declared_with_arguments,
+    declare_callee,
+    declare_with_arguments,
     is_dataset,
     is_pretrained,
     made_on_read,
@@ -51,7 +51,7 @@ def _builder(target: Any) -> Callable[..., Any]:
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
     """Build an object like `build`, with a Declaration in place of each torch Dataset."""
-    return _build(node, key, declared, objects)
+    return _build(node, key, declare_callee, objects)
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
@@ -75,7 +75,7 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
             return made_on_read(cls, context)
         if inspect.isroutine(target) or is_dataset(target):
             return functools.partial(Declaration, target)
-        return functools.partial(declared_with_arguments, target)
+        return functools.partial(declare_with_arguments, target)
 
     return _build(node, key, callee, {})
 
@@ -94,8 +94,8 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
     args = arguments.pop("_args_", [])
     known = parameters(target) or []
     hints = {item.name: item.annotation for item in known if item.kind is not item.VAR_KEYWORD}
-    args = [fitted(value, item.annotation) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
-    kwargs = {name: fitted(value, hints.get(name, Any)) for name, value in arguments.items()} | dict(objects)
+    args = [try_convert(value, item.annotation) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
+    kwargs = {name: try_convert(value, hints.get(name, Any)) for name, value in arguments.items()} | dict(objects)
     if node.get("_partial_"):
         return callee(functools.partial)(target, *args, **kwargs)
     try:

@@ -153,10 +153,10 @@ class Checker:
                 for index, argument in enumerate(value):
                     yield from self._value(argument, Any, f"{here}[{index}]", path)
             elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-                from mlx_runtime.config.constructors import renamed
+                from mlx_runtime.config.constructors import describe_move
 
                 text = f"{here}: {path} has no such argument.{suggest(name, by_name)}"
-                yield Problem(here, renamed(here) or text)
+                yield Problem(here, describe_move(here) or text)
         if node.get("_partial_") or "_args_" in node:
             return
         for item in items:

@@ -22,15 +22,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
-from mlx_runtime.config.constructors import base_of, fitted, groups, parameters
-from mlx_runtime.config.interpolation import resolved
+from mlx_runtime.config.constructors import base_of, groups, parameters, try_convert
+from mlx_runtime.config.interpolation import resolve_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import DEPTH
-from mlx_runtime.storage.secrets import redacted_tree
+from mlx_runtime.storage.secrets import redact_tree
 
 SELECTED = "mlx-selected"
 """Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""
@@ -60,7 +60,7 @@ class Config:
     @property
     def shown(self) -> Tree:
         """The config without secrets, for records, checkpoints and trackers."""
-        tree: Tree = redacted_tree(self.unresolved)
+        tree: Tree = redact_tree(self.unresolved)
         return tree
 
     def yaml(self) -> str:
@@ -99,12 +99,12 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
             problems[index] = Problem(key, f"{key} is newer than {title}, which does not have it yet; {cure}")
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
     words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]
-    raise_if([*words, *(_blaming(problem, selection) for problem in problems)], title)
+    raise_if([*words, *(_blame(problem, selection) for problem in problems)], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     files = " and ".join(map(str, [title, *selection.files]))
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(selection.override, keys), ""), text) for text, keys in mentioned]
-    raise_if([*(_blaming(item, selection) for item in limits), *literal_mapping_problems(tree, classes)], files)
+    raise_if([*(_blame(item, selection) for item in limits), *literal_mapping_problems(tree, classes)], files)
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
 
 
@@ -112,7 +112,7 @@ def _in(file: Path | None) -> str:
     return f" (in {file})" if file else ""
 
 
-def _blaming(problem: Problem, selection: Selection) -> str:
+def _blame(problem: Problem, selection: Selection) -> str:
     """Return the text of a problem, with the override or variant that causes it."""
     override = selection.override(problem.key)
     return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + _in(selection.source(problem.key))
@@ -165,12 +165,12 @@ def read(
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
-                from mlx_runtime.config.constructors import renamed
+                from mlx_runtime.config.constructors import describe_move
 
                 above = next((top for top in _parents(key) if top in values), "")
                 free = isinstance(node := values.get(above), dict) and "_target_" not in node and "." in above
                 cure = f" To add it, write +{item.input_line}" if free else suggest(key, keys)
-                problems.append(Problem(key, renamed(key) or f"there is no key {key!r} in {title}.{cure}"))
+                problems.append(Problem(key, describe_move(key) or f"there is no key {key!r} in {title}.{cure}"))
         ConfigStore.instance().store(SELECTED, selection.tree)
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=SELECTED, overrides=known)
@@ -182,7 +182,7 @@ def read(
                 problems.append(Problem(key, f"{key}: {short_message(error)}"))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
-        unresolved = resolved(config, environment=False)
+        unresolved = resolve_config(config, environment=False)
         return Composition(tree, unresolved, problems, selection, path, title, project)
     except ValueError as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
@@ -234,7 +234,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
             raise ConfigError(f"the override {item!r} has no key; write key=value without spaces")
         if not _is_unicode(item):
             raise ConfigError(f"the override {item!a:.100} holds text that is not Unicode; type it again")
-        if _nesting(item) > DEPTH:
+        if _nesting_depth(item) > DEPTH:
             raise ConfigError(f"the override {item!r:.100} is nested more than {DEPTH} levels deep")
     try:
         return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
@@ -255,17 +255,17 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _nesting(text: str) -> int:
+def _nesting_depth(text: str) -> int:
     """Return the maximum number of open brackets and braces."""
     return max(itertools.accumulate((letter in "[{") - (letter in "]}") for letter in text), default=0)
 
 
 def storage_override(root: str) -> str:
     """Return the override that sets the storage path."""
-    return f"cfg.storage_path={quoted(root)}"
+    return f"cfg.storage_path={quote(root)}"
 
 
-def quoted(value: Any) -> str:
+def quote(value: Any) -> str:
     """Quote any string for an override."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
@@ -284,7 +284,7 @@ def _own_settings(node: Tree, base: type) -> Any:
         if isinstance(hint, type) and issubclass(hint, Section):
             values[name] = _own_settings(node.get(name, {}), hint)
         elif name in node and not _names_code(node[name]):
-            values[name] = fitted(node[name], hint)
+            values[name] = try_convert(node[name], hint)
     return base(**values)
 
 

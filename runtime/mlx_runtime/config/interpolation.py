@@ -12,20 +12,20 @@ from mlx_runtime.errors import short_message
 from mlx_runtime.storage.documents import from_yaml
 
 
-def parsed(text: str | bytes, *, environment: bool = True) -> dict[str, Any]:
+def parse_config(text: str | bytes, *, environment: bool = True) -> dict[str, Any]:
     """Parse YAML as a run does. `???` is kept; without `environment`, so is `${oc.env:NAME}`.
 
     Raise ValueError, with a message of one line, if it is not YAML, too large, too deep, or not a mapping.
     """
     config = from_yaml(text.encode() if isinstance(text, str) else text)
     try:
-        tree: dict[str, Any] = resolved(config, environment=environment)
+        tree: dict[str, Any] = resolve_config(config, environment=environment)
     except (OmegaConfBaseException, RecursionError) as error:
         raise ValueError(short_message(error)) from error
     return tree
 
 
-def resolved(config: Any, *, environment: bool) -> Any:
+def resolve_config(config: Any, *, environment: bool) -> Any:
     """Convert a config of OmegaConf to plain dicts and lists, with interpolations resolved.
 
     Interpolations that need an unset variable, directly or indirectly, are kept unresolved; without `environment`, so
@@ -67,7 +67,7 @@ def resolved(config: Any, *, environment: bool) -> Any:
 
 
 def unset_variables(node: Any) -> set[str]:
-    """Return the environment variables in a config from `parsed` that are not set here."""
+    """Return the environment variables in a config from `parse_config` that are not set here."""
     if isinstance(node, dict | list):
         return {name for item in (node.values() if isinstance(node, dict) else node) for name in unset_variables(item)}
     return set(re.findall(r"\$\{oc\.env:\s*(\w+)", node)) if isinstance(node, str) else set()

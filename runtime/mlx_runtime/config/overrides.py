@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mlx_runtime.config.composition import parse_overrides, quoted
+from mlx_runtime.config.composition import parse_overrides, quote
 from mlx_runtime.errors import ConfigError
 
 
@@ -40,5 +40,5 @@ def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
     if isinstance(value, str):
-        return quoted(value)
+        return quote(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -77,7 +77,7 @@ def builder(target: Any) -> Callable[..., Any]:
 def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function that loads weights, so that processes of this machine do not download the same file twice."""
     try:
-        return _called(target, *args, **kwargs)
+        return _call(target, *args, **kwargs)
     except OSError as error:
         if library_of(target) not in FROM_PRETRAINED or not offline():
             raise
@@ -91,7 +91,7 @@ def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
         raise OSError(f"{files} is damaged: {short_message(error)}. Put a good copy in its place") from error
 
 
-def _called(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _call(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     if not f"{target.__module__}.".startswith(DOWNLOADING):
         return target(*args, **kwargs)
     with one_at_a_time(Settings.read().cache / "locks", target.__name__):
@@ -149,14 +149,14 @@ def _of_torchvision(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """Return the model with initial values, from its builder with the loading of weights disabled."""
     api = importlib.import_module("torchvision.models._api")
     with (
-        _replaced(api.WeightsEnum, "get_state_dict", lambda self, *_, **__: {}),
-        _replaced(nn.Module, "load_state_dict", lambda self, *_, **__: None),
+        _replace_method(api.WeightsEnum, "get_state_dict", lambda self, *_, **__: {}),
+        _replace_method(nn.Module, "load_state_dict", lambda self, *_, **__: None),
     ):
         return target(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def _replaced(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replace_method(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
     own, before = name in vars(cls), vars(cls).get(name)
     setattr(cls, name, function)
     try:

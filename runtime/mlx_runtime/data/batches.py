@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.data.collation import culprit, stacked
+from mlx_runtime.data.collation import culprit, stack
 from mlx_runtime.errors import DatasetError
 
 Batch = dict[str, Any]
@@ -62,7 +62,7 @@ class BatchReader:
         method = "ray_map_batches" if hasattr(self.dataset, "ray_map_batches") else "collate"
         function = getattr(self.dataset, method, None)
         if function is None:
-            return _tensors(stacked(samples, rows, self.name), len(samples), f"datasets.{self.name}: rows are")
+            return _tensors(stack(samples, rows, self.name), len(samples), f"datasets.{self.name}: rows are")
         try:
             batch = function({"item": samples} if method == "ray_map_batches" else samples)
         except Exception as error:

@@ -16,7 +16,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 PAD = "Pad them with a `collate` of the dataset, like DataCollatorWithPadding(tokenizer), or return equal shapes"
 
 
-def stacked(rows: Sequence[Any], numbers: Sequence[int], name: str) -> dict[str, Any]:
+def stack(rows: Sequence[Any], numbers: Sequence[int], name: str) -> dict[str, Any]:
     """Return a batch of rows that are dicts with the same keys: {key: tensor (rows, ...), or a list}.
 
     Args:
@@ -36,7 +36,7 @@ def stacked(rows: Sequence[Any], numbers: Sequence[int], name: str) -> dict[str,
             )
         if row.keys() != rows[0].keys():
             raise DatasetError(
-                f"datasets.{name}: row {number} has {_listed(row)}, but row {numbers[0]} has {_listed(rows[0])}; "
+                f"datasets.{name}: row {number} has {_keys_of(row)}, but row {numbers[0]} has {_keys_of(rows[0])}; "
                 "return the same keys for all rows, or add a `collate`"
             )
     batch = {}
@@ -98,5 +98,5 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _listed(row: Mapping[str, Any]) -> str:
+def _keys_of(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "nothing"

@@ -9,7 +9,7 @@ from mlx_runtime import companions
 from mlx_runtime.config import Context
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.constructors.declarations import is_hf_dataset, returns_hf_dataset
-from mlx_runtime.distributed.randomness import seeded
+from mlx_runtime.distributed.randomness import temporary_seed
 
 
 def dataset_nodes(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -24,21 +24,21 @@ def stream_names(tree: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
+def construction(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
     """Seed the construction of a dataset within the block, so that random data is the same in all processes.
 
     Only one process on a machine at a time loads a Hugging Face dataset.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(seeded(seed))
+        stack.enter_context(temporary_seed(seed))
         if node is not None and loads_hf(object_at(node["_target_"])):
-            stack.enter_context(companions.part("hub").loading(node))
+            stack.enter_context(companions.part("hub").loading_lock(node))
         yield
 
 
-def constructing_each(nodes: Mapping[str, Any], seed: int) -> Context:
-    """Return `constructing` for the datasets of a group by name, for `build_group`."""
-    return lambda name: constructing(nodes[name], seed)
+def constructions(nodes: Mapping[str, Any], seed: int) -> Context:
+    """Return `construction` for the datasets of a group by name, for `build_group`."""
+    return lambda name: construction(nodes[name], seed)
 
 
 def loads_hf(target: Any) -> bool:
@@ -46,7 +46,7 @@ def loads_hf(target: Any) -> bool:
     return hasattr(target, "to_hf") or is_hf_dataset(getattr(target, "__self__", None)) or returns_hf_dataset(target)
 
 
-def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
+def adopt_dataset(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
     """Return the rows of a Hugging Face dataset, or of one with `to_hf()`, as loaders read them; others are unchanged.
 
     Args:
@@ -59,4 +59,4 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
     """
     if "datasets" not in sys.modules and not hasattr(type(dataset), "to_hf"):
         return dataset
-    return companions.part("hub").adopted(dataset, name, node)
+    return companions.part("hub").adopt_dataset(dataset, name, node)

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime import companions
 from mlx_runtime.data.batches import Batch, device_copies, row_lengths
-from mlx_runtime.data.definitions import adopted, constructing
+from mlx_runtime.data.definitions import adopt_dataset, construction
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
 from mlx_runtime.distributed import Topology
@@ -104,8 +104,8 @@ class DatasetShard:
     def dataset(self) -> Any:
         """The dataset object, or the Hugging Face dataset that it returns."""
         dataset = getattr(self.group, self.name)
-        with constructing(self.node, self.options.seed):
-            return adopted(dataset, self.name, self.node)
+        with construction(self.node, self.options.seed):
+            return adopt_dataset(dataset, self.name, self.node)
 
     @property
     def training(self) -> bool:
@@ -243,7 +243,7 @@ class DatasetShards:
 class LoaderObserver(Protocol):
     """Observer of the passes over a loader. The value that it returns for a pass is passed to its other methods."""
 
-    def iterated(self, loader: "Loader") -> None:
+    def loader_iterated(self, loader: "Loader") -> None:
         """`iter(loader)` was called."""
 
     def advances(self, loader: "Loader") -> bool:
@@ -365,7 +365,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self.observer is not None:
-            self.observer.iterated(self)
+            self.observer.loader_iterated(self)
         return self._read()
 
     def _read(self) -> Iterator[Batch]:

@@ -127,7 +127,7 @@ class ReadingThread(threading.Thread):
         try:
             batch = next(self._batches, None)
             if batch is not None and self._gpu is not None:
-                batch = move_tensors(batch, _pinned)
+                batch = move_tensors(batch, _pin)
         except BaseException as error:
             self._read.put((None, error))
             return False
@@ -135,5 +135,5 @@ class ReadingThread(threading.Thread):
         return batch is not None
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor

@@ -17,8 +17,8 @@ from mlx_runtime.distributed.randomness import (
     random_state,
     same_random_state,
     seed_everything,
-    seeded,
     set_random_state,
+    temporary_seed,
 )
 from mlx_runtime.errors import DatasetError, short_message
 
@@ -51,7 +51,7 @@ class ReadingProcesses:
         return DataLoader(
             dataset,
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             pin_memory=self.pin_memory,
             prefetch_factor=DEFAULT_PREFETCH if prefetch is None else max(1, prefetch),  # 0 would read nothing
             generator=torch.Generator(),  # otherwise each pass would advance the random state of training
@@ -59,7 +59,7 @@ class ReadingProcesses:
         )
 
 
-def _unchanged(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -82,7 +82,7 @@ class _Failure:
         return cls(f"datasets.{name} cannot be read: {type(error).__name__}: {short_message(error)}{notes}{where}")
 
 
-def _received(loader: DataLoader[Any]) -> Iterator[Batch]:
+def _receive(loader: DataLoader[Any]) -> Iterator[Batch]:
     """Yield the batches of reading processes. Raises DatasetError if reading failed."""
     for batch in loader:
         if isinstance(batch, _Failure):
@@ -125,7 +125,7 @@ class MapReader:
         sampler, loader = own
         sampler.part = part
         try:
-            yield from _received(loader)
+            yield from _receive(loader)
         finally:
             self._idle = own
 
@@ -176,7 +176,7 @@ class IterableReader:
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
         batches = _IterableBatches(self._dataset, self._name, part)
         if self._processes.count:
-            return _received(self._processes.loader(batches, prefetch, num_workers=1))
+            return _receive(self._processes.loader(batches, prefetch, num_workers=1))
         if not prefetch:
             return batches.read()
         pin_memory = self._processes.pin_memory
@@ -250,7 +250,7 @@ class _Randomness:
     """A separate random state: code in its `with` block does not affect the random numbers of training."""
 
     def __init__(self, seed: int) -> None:
-        with seeded(seed):
+        with temporary_seed(seed):
             self._own = self._first = random_state()
 
     @property

@@ -50,7 +50,7 @@ GROUPS = 50
 """Number of groups formed from one window of rows: more mean more similar lengths, but less random batches."""
 
 
-def grouped_by_length(order: torch.Tensor, lengths: torch.Tensor, group: int, seed: int | None) -> torch.Tensor:
+def group_by_length(order: torch.Tensor, lengths: torch.Tensor, group: int, seed: int | None) -> torch.Tensor:
     """Return an order in which each group of consecutive rows has similar lengths; int64.
 
     Rows are sorted within windows of `GROUPS` groups, and all groups are then shuffled. Rows that do not fill a group
@@ -326,7 +326,7 @@ class WorkerPass:
         order = epoch_order(self.plan.rows, self.seed, self.epoch, shuffle=self.shuffle)
         if self.plan.group and self.lengths is not None:
             seed = mix_seeds(self.epoch_seed, self.plan.group) if self.shuffle else None
-            order = grouped_by_length(order, self.lengths, self.plan.group, seed)
+            order = group_by_length(order, self.lengths, self.plan.group, seed)
         skipped = sum(self.plan.sizes(self.rank)[: self.skip])
         rows = order[self.plan.positions(self.rank)[skipped:]]
         return rows if self.subset is None else self.subset[rows]

@@ -4,7 +4,7 @@ from mlx_runtime.distributed.collectives import broadcast as broadcast
 from mlx_runtime.distributed.collectives import data_parallel_group as data_parallel_group
 from mlx_runtime.distributed.collectives import gather as gather
 from mlx_runtime.distributed.collectives import mean_of as mean_of
-from mlx_runtime.distributed.handshake import listening as listening
+from mlx_runtime.distributed.handshake import listening_sockets as listening_sockets
 from mlx_runtime.distributed.messages import decode as decode
 from mlx_runtime.distributed.messages import encode as encode
 from mlx_runtime.distributed.peers import lost_peer as lost_peer
@@ -16,7 +16,7 @@ from mlx_runtime.distributed.wrapping import by_mesh as by_mesh
 from mlx_runtime.distributed.wrapping import is_sharded as is_sharded
 from mlx_runtime.distributed.wrapping import local_part as local_part
 from mlx_runtime.distributed.wrapping import prepare_model as prepare_model
-from mlx_runtime.distributed.wrapping import raised_by_shards as raised_by_shards
+from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors as raised_by_sharded_tensors
 from mlx_runtime.distributed.wrapping import total_norm as total_norm
 from mlx_runtime.distributed.wrapping import unwrap as unwrap
 from mlx_runtime.distributed.wrapping import whole as whole

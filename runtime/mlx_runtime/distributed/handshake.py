@@ -64,7 +64,7 @@ def _wait(work: Any, rank: int, peer: int) -> None:
         raise WorkerLostError(text) from error
 
 
-def listening() -> set[int]:
+def listening_sockets() -> set[int]:
     """Return the file descriptors of this process's listening sockets, if the system lists them."""
     found = set()
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():

@@ -25,7 +25,7 @@ def encode(value: Any) -> bytes:
         TypeError: It contains another type.
     """
     tensors: list[torch.Tensor] = []
-    text = json.dumps(_described(value, tensors), separators=(",", ":")).encode()
+    text = json.dumps(_describe(value, tensors), separators=(",", ":")).encode()
     return b"".join((len(text).to_bytes(8, "big"), text, *map(_content, tensors)))
 
 
@@ -46,7 +46,7 @@ def decode(message: bytes) -> Any:
     return value
 
 
-def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a value for JSON, with types that JSON lacks as `{type: content}`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -54,11 +54,11 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return {"tensor": [_NAMES[value.dtype], list(value.shape)]}
     if isinstance(value, list):
-        return [_described(item, tensors) for item in value]
+        return [_describe(item, tensors) for item in value]
     if type(value) is tuple:
-        return {"tuple": [_described(item, tensors) for item in value]}
+        return {"tuple": [_describe(item, tensors) for item in value]}
     if type(value).__name__ in _DICTS:
-        return {type(value).__name__: [[_described(part, tensors) for part in item] for item in value.items()]}
+        return {type(value).__name__: [[_describe(part, tensors) for part in item] for item in value.items()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, complex):

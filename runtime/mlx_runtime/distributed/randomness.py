@@ -41,7 +41,7 @@ def same_random_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
+def temporary_seed(seed: int) -> Iterator[None]:
     """Seed everything inside the block, and restore all states after it.
 
     Generators of GPUs are included only if this process already uses CUDA, which must not be initialized here: a

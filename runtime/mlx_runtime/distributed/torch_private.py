@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
-from mlx_runtime.distributed.handshake import listening, prove, refuse_connections
+from mlx_runtime.distributed.handshake import listening_sockets, prove, refuse_connections
 from mlx_runtime.distributed.wrapping import by_mesh
 
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
@@ -68,7 +68,7 @@ def drop_unreduced_gradients(model: Any) -> None:
                         param._unsharded_param.grad = None
 
 
-class ShardScaler(torch.amp.GradScaler):
+class ShardedGradScaler(torch.amp.GradScaler):
     """A gradient scaler for optimizers that may have both sharded and unsharded parameters.
 
     If the gradient of a shard overflows, all workers skip the step.
@@ -95,9 +95,9 @@ class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        before = listening()
+        before = listening_sockets()
         options._devices = [ProcessGroupGloo.create_device(interface=LOOPBACK)]
-        added = listening() - before
+        added = listening_sockets() - before
         options._threads, options._timeout = 2, timeout  # as by default
         super().__init__(store, rank, size, options)
         prove(self, store, rank, size)

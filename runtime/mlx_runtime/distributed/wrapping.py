@@ -60,7 +60,7 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, fsdp.FSDPModule | tensor.DTensor)
 
 
-def raised_by_shards(error: BaseException) -> bool:
+def raised_by_sharded_tensors(error: BaseException) -> bool:
     """Return True if an operation on sharded tensors has raised an error."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return _MIXED in full_message(error) or any(name.startswith("torch.distributed.tensor.") for name in modules)

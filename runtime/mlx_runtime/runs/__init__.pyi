@@ -12,7 +12,7 @@ from mlx_runtime.runs.folder import list_runs as list_runs
 from mlx_runtime.runs.folder import list_sweeps as list_sweeps
 from mlx_runtime.runs.folder import named_run as named_run
 from mlx_runtime.runs.folder import names_run as names_run
-from mlx_runtime.runs.folder import reading as reading
+from mlx_runtime.runs.folder import read_errors as read_errors
 from mlx_runtime.runs.folder import refuse_empty as refuse_empty
 from mlx_runtime.runs.folder import run_folder as run_folder
 from mlx_runtime.runs.remote import RemoteReader as RemoteReader

@@ -33,7 +33,7 @@ from typing import Any
 
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, is_uri, joined, split_options, storage_at, storage_errors, to_json
+from mlx_runtime.storage import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
 from mlx_runtime.storage.leases import claim_folder
 from mlx_runtime.storage.local import open_regular, regular
@@ -94,7 +94,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> str:
         """Folder or URI of the checkpoints."""
-        return joined(self.location, "checkpoints")
+        return join_path(self.location, "checkpoints")
 
     def read(self, *parts: str) -> bytes:
         """Return the content of a file of the run; raise OSError if it is missing or the storage does not answer."""
@@ -196,7 +196,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def reading(run: RunFolder, name: str) -> Iterator[None]:
+def read_errors(run: RunFolder, name: str) -> Iterator[None]:
     """Raise errors of the block as a StorageError about a file of the run."""
     try:
         yield
@@ -210,7 +210,7 @@ def run_folder(root: str, experiment: str, run: str) -> RunFolder:
     if not is_uri(root):
         return RunFolder(Path(root, experiment, run))
     copies = Settings.read().cache / "runs" / hashlib.sha256(root.encode()).hexdigest()[:12]
-    return RunFolder(copies / experiment / run, joined(root, experiment, run))
+    return RunFolder(copies / experiment / run, join_path(root, experiment, run))
 
 
 def claim_run(
@@ -274,7 +274,7 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
     with storage_errors(f"cannot read {root}"):
         experiments = storage.names() if experiment is None else [experiment]
         runs = {
-            name: _numbered(storage, name)
+            name: _run_names(storage, name)
             for name in experiments
             if not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
         }
@@ -347,7 +347,7 @@ def attempt_name(number: int) -> str:
     return f"{ATTEMPT}{number:03d}"
 
 
-def _numbered(storage: Storage, experiment: str) -> list[str]:
+def _run_names(storage: Storage, experiment: str) -> list[str]:
     """Return the names of the runs in an experiment's folder."""
     runs = [name for name in storage.names(experiment) if _number(name)]
     if storage.local:

@@ -49,7 +49,7 @@ class LogFile:
                 self._file = None
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capture(self) -> Iterator[None]:
         """Within the block, redirect the output of this process and its native libraries to the log; then close it."""
         streams = (1, sys.stdout), (2, sys.stderr)
         before = [os.dup(descriptor) for descriptor, _ in streams]

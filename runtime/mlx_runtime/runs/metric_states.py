@@ -84,7 +84,7 @@ def merge_states(metric: AnyMetric, states: Sequence[State]) -> State:
     for path, part in metric_parts(metric).items():
         updates = [state[path]["updates"] for state in states]
         values = {
-            name: _merged([state[path]["states"][name] for state in states], reduction, updates)
+            name: _merge([state[path]["states"][name] for state in states], reduction, updates)
             for name, reduction in part._reductions.items()
         }
         merged[path] = {"states": values, "updates": sum(updates)}
@@ -149,7 +149,7 @@ def _stand_in(metric: Any, state: State, path: str) -> Any:
     return made
 
 
-def _merged(values: Sequence[Any], reduction: Any, updates: Sequence[int]) -> Any:
+def _merge(values: Sequence[Any], reduction: Any, updates: Sequence[int]) -> Any:
     if isinstance(values[0], list):
         return [item for value in values for item in value]
     if len(values) == 1:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError, UsageError
-from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, reading
+from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, read_errors
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import joined, split_options, storage_at, storage_errors, to_json
+from mlx_runtime.storage import join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import (
     COUNT,
     FLAG,
@@ -229,20 +229,20 @@ class Record:
         return not self._ours
 
 
-def recorded(folder: RunFolder) -> dict[str, Any]:
+def load_record(folder: RunFolder) -> dict[str, Any]:
     """Return the stored record of a run; raise StorageError if it cannot be read."""
-    with reading(folder, folder.record.name):
-        return located(parsed(folder.document(folder.record.name)), folder)
+    with read_errors(folder, folder.record.name):
+        return relocate(parse_record(folder.document(folder.record.name)), folder)
 
 
-def located(record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+def relocate(record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
     """Return a record whose checkpoint paths are in this folder, which may be a copy of the original one."""
     found = {name: entry for name in ("best", "latest") if (entry := record.get(name)) and entry.get("path")}
     names = {name: split_options(entry["path"])[0].rpartition("/")[2] for name, entry in found.items()}
-    return record | {name: found[name] | {"path": joined(folder.checkpoints, names[name])} for name in found}
+    return record | {name: found[name] | {"path": join_path(folder.checkpoints, names[name])} for name in found}
 
 
-def parsed(content: bytes) -> dict[str, Any]:
+def parse_record(content: bytes) -> dict[str, Any]:
     """Return the fields of a record, with the types in `SHAPE`; raise ValueError if it is not a record."""
     record = from_json(content, SHAPE, needs=("status",))
     if record["status"] in LIVING and "heartbeat" not in record:
@@ -267,7 +267,7 @@ def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
 
 def refuse_living(folder: RunFolder) -> dict[str, Any]:
     """Return the record of a run; raise UsageError if a driver is training it."""
-    record = recorded(folder)
+    record = load_record(folder)
     name = f"{folder.experiment} {folder.name}"
     job = record.get("job") or {}
     status = status_of(record)
@@ -278,7 +278,7 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
                 f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}"
             )
         status = "STALE"  # its launcher has ended
-    driver = record if status in LIVING else resuming(folder, record)
+    driver = record if status in LIVING else claiming_driver(folder, record)
     if driver:
         raise UsageError(
             f"{name} is being trained by {holder(driver)}. Wait for it, or end it with: mlx xp stop {name}"
@@ -286,7 +286,7 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
     return record
 
 
-def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
+def claiming_driver(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the lease of a live driver that has claimed a run but not changed its record yet, or {}."""
     newest = folder.attempts()
     if newest <= record.get("attempt", newest):
@@ -296,7 +296,7 @@ def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
         time.sleep(CLAIM_S)  # it will write its lease soon, unless it died
         content = _read_lease(folder, newest)
     with contextlib.suppress(ValueError):
-        driver = parsed(content)
+        driver = parse_record(content)
         return driver if driver["status"] in LIVING and is_alive(driver) else {}
     return {}
 

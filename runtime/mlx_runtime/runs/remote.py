@@ -9,7 +9,7 @@ class RemoteRun(Protocol):
     """A run in a repository, in the state in which it was found."""
 
     @property
-    def listed(self) -> RunFolder:
+    def listing_folder(self) -> RunFolder:
         """A folder for listings that represents the run; it does not exist on this machine."""
 
     @property
@@ -19,7 +19,7 @@ class RemoteRun(Protocol):
     def record(self) -> dict[str, Any]:
         """Return the fields of its record; raise StorageError if it is damaged."""
 
-    def cached(self) -> RunFolder:
+    def fetch(self) -> RunFolder:
         """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
 
     def fetch_checkpoint(self, name: str) -> None:
@@ -32,11 +32,11 @@ class RemoteReader(Protocol):
     def find(self, uri: str) -> RemoteRun:
         """Return the run in a repository."""
 
-    def fetched_checkpoint(self, uri: str) -> tuple[RunFolder, str]:
+    def fetch_checkpoint(self, uri: str) -> tuple[RunFolder, str]:
         """Return a copy of a run on this machine, and the name of a checkpoint that is complete in the copy.
 
         The URI names the run, for its latest checkpoint, or ends in `/checkpoints/NAME`.
         """
 
-    def pinned_checkpoint(self, uri: str) -> str:
+    def pin_checkpoint(self, uri: str) -> str:
         """Download a checkpoint. Return a URI of its current state, so that all workers read the same."""

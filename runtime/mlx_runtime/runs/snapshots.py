@@ -80,7 +80,7 @@ def refuse_unmatched(project: Path, listed: Sequence[str]) -> None:
             raise ConfigError(f"cfg.code_files names {line!r}, which matches no file that a launch would upload")
 
 
-def unpacked(folder: RunFolder) -> Path:
+def unpack(folder: RunFolder) -> Path:
     """Unpack the stored code of a run into a temporary folder, once per process and version of the code."""
     try:
         content = folder.read(CODE)
@@ -118,15 +118,15 @@ def project_of(cls: type) -> Path:
 def _files(project: Path, listed: Sequence[str]) -> list[tuple[Path, int]]:
     """Return the files of a project that belong to its code, with their sizes in bytes."""
     files = Upload.of(project).files
-    known = _tracked(project)
+    known = _tracked_files(project)
     chosen = GitIgnoreSpec.from_lines(listed)
     known |= {path for path, _ in files if WITH_CODE.match_file(path) or chosen.match_file(path)}
     if any(path.suffix == ".py" and path not in known for path, _ in files):
-        known |= _imported(project)
+        known |= _imported_files(project)
     return [(path, size) for path, size in files if path in known]
 
 
-def _tracked(project: Path) -> set[Path]:
+def _tracked_files(project: Path) -> set[Path]:
     """Return the files of a project that git tracks; empty outside a repository."""
     command = ["git", "ls-files", "-z", "--recurse-submodules", "--", "."]
     try:
@@ -136,7 +136,7 @@ def _tracked(project: Path) -> set[Path]:
     return {Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name} if not done.returncode else set()
 
 
-def _imported(project: Path) -> set[Path]:
+def _imported_files(project: Path) -> set[Path]:
     """Return the modules of a project that this process has imported, its experiment imports, or conf.yaml names."""
     root = project.resolve()
     finder = modulefinder.ModuleFinder([str(root)])
@@ -159,7 +159,7 @@ def _below(root: Path, modules: Iterable[Any]) -> set[Path]:
 
 def changed_files(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> list[str]:
     """Return the files in `src` of a project, and its imported scripts, that differ from the stored code of a run."""
-    stored, scripts = unpacked(folder), _below(project.resolve(), list(sys.modules.values()))
+    stored, scripts = unpack(folder), _below(project.resolve(), list(sys.modules.values()))
     before = {path.relative_to(stored): path.read_bytes() for path in (stored / "src").rglob("*") if path.is_file()}
     before |= {path: (stored / path).read_bytes() for path in scripts if (stored / path).is_file()}
     files = {path for path, size in _files(project, listed) if path.parts[0] == "src" and size <= FILE_BYTES}
@@ -180,7 +180,7 @@ def private(tree: Any, project: Path) -> Any:
         package = types.ModuleType(prefix)
         package.__path__ = [str(project)]
         sys.modules[prefix] = package
-    return _renamed(tree, prefix)
+    return _rename_targets(tree, prefix)
 
 
 def public(text: str) -> str:
@@ -188,12 +188,12 @@ def public(text: str) -> str:
     return re.sub(rf"{PREFIX}\w+\.", "", text)
 
 
-def _renamed(node: Any, prefix: str) -> Any:
+def _rename_targets(node: Any, prefix: str) -> Any:
     if isinstance(node, list):
-        return [_renamed(item, prefix) for item in node]
+        return [_rename_targets(item, prefix) for item in node]
     if not isinstance(node, dict):
         return node
-    made = {name: _renamed(item, prefix) for name, item in node.items()}
+    made = {name: _rename_targets(item, prefix) for name, item in node.items()}
     target = made.get("_target_")
     if isinstance(target, str) and target.startswith("src."):
         made["_target_"] = f"{prefix}.{target}"

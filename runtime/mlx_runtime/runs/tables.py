@@ -57,7 +57,7 @@ def format_number(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """Return `1 trial`, or `2 trials`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 

@@ -69,7 +69,7 @@ class Upload:
         return sorted(self.files, key=lambda item: item[1], reverse=True)[:count]
 
     @contextlib.contextmanager
-    def staged(self) -> Iterator[Path]:
+    def stage(self) -> Iterator[Path]:
         """Copy the files and the runtime to a temporary folder for the duration of the block."""
         with tempfile.TemporaryDirectory(prefix="mlx-upload-") as temporary:
             for path, _ in self.files:
@@ -116,7 +116,7 @@ class _IgnoreRules:
         self._of_ray: list[tuple[Path, GitIgnoreSpec]] = []
         for file, base in _ignore_files_above(root):
             self.add(file, base)
-        if self._named(root, is_folder=True):  # the whole project is ignored, so rules of parent folders do not apply
+        if self._ignores(root, is_folder=True):  # the whole project is ignored, so rules of parent folders do not apply
             self._of_git.clear()
 
     def add(self, file: Path, base: Path) -> None:
@@ -127,9 +127,9 @@ class _IgnoreRules:
 
     def matches(self, path: Path, *, is_folder: bool) -> bool:
         name = f"{path.name}/" if is_folder else path.name
-        return self._never.match_file(name) or self._named(path, is_folder=is_folder)
+        return self._never.match_file(name) or self._ignores(path, is_folder=is_folder)
 
-    def _named(self, path: Path, *, is_folder: bool) -> bool:
+    def _ignores(self, path: Path, *, is_folder: bool) -> bool:
         """Return True if git or Ray ignores a path: for each, the nearest file with a rule for it decides."""
         for chain in (self._of_git, self._of_ray):
             for base, spec in reversed(chain):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_runtime.storage.leases import this_process
-from mlx_runtime.storage.secrets import FILES, redacted, redacted_override
+from mlx_runtime.storage.secrets import FILES, redact, redact_override
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 """Packages whose versions are recorded."""
@@ -18,8 +18,8 @@ PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the origin of a run with these overrides, as fields of its record, without secrets."""
     return {
-        "command": shlex.join(redacted_override(word) for word in sys.orig_argv),
-        "overrides": [redacted_override(item) for item in overrides],
+        "command": shlex.join(redact_override(word) for word in sys.orig_argv),
+        "overrides": [redact_override(item) for item in overrides],
         "git": _git(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -54,4 +54,4 @@ def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
     diff = git("diff", "HEAD", "--", ".", *hidden) or ""
     if len(diff) > limit_bytes:  # cut after whole lines, so that every secret in them is recognized
         diff = diff[: diff.rfind("\n", 0, limit_bytes) + 1]
-    return {"commit": commit.strip(), "diff": redacted(diff)}
+    return {"commit": commit.strip(), "diff": redact(diff)}

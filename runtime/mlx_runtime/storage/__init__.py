@@ -6,9 +6,9 @@ __all__, __getattr__ = door(
     __name__,
     "documents leases local",
     files=(
-        "Storage Stored is_uri joined parent_of prepared_root size_text split_options storage_at storage_errors "
+        "Storage Stored is_uri join_path parent_of prepared_root size_text split_options storage_at storage_errors "
         "storage_root to_json"
     ),
-    hashing="BlockReader BlockWriter HashingReader HashingWriter",
+    hashing="HashingReader HashingWriter SegmentReader SegmentWriter",
     publishing="Publication leftovers recover unpublish",
 )

@@ -2,7 +2,7 @@
 from mlx_runtime.storage.files import Storage as Storage
 from mlx_runtime.storage.files import Stored as Stored
 from mlx_runtime.storage.files import is_uri as is_uri
-from mlx_runtime.storage.files import joined as joined
+from mlx_runtime.storage.files import join_path as join_path
 from mlx_runtime.storage.files import parent_of as parent_of
 from mlx_runtime.storage.files import prepared_root as prepared_root
 from mlx_runtime.storage.files import size_text as size_text
@@ -11,10 +11,10 @@ from mlx_runtime.storage.files import storage_at as storage_at
 from mlx_runtime.storage.files import storage_errors as storage_errors
 from mlx_runtime.storage.files import storage_root as storage_root
 from mlx_runtime.storage.files import to_json as to_json
-from mlx_runtime.storage.hashing import BlockReader as BlockReader
-from mlx_runtime.storage.hashing import BlockWriter as BlockWriter
 from mlx_runtime.storage.hashing import HashingReader as HashingReader
 from mlx_runtime.storage.hashing import HashingWriter as HashingWriter
+from mlx_runtime.storage.hashing import SegmentReader as SegmentReader
+from mlx_runtime.storage.hashing import SegmentWriter as SegmentWriter
 from mlx_runtime.storage.publishing import Publication as Publication
 from mlx_runtime.storage.publishing import leftovers as leftovers
 from mlx_runtime.storage.publishing import recover as recover

@@ -91,7 +91,7 @@ def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind
 def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> str | None:
     """Describe the first field that is missing or has the wrong type; return None if there is none."""
     if not isinstance(document, dict):
-        return f"it is {_shown(document)}, not a mapping"
+        return f"it is {_format_value(document)}, not a mapping"
     for name in needs:
         if name not in document:
             return f"{name} is missing"
@@ -99,11 +99,11 @@ def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()
         kind = shape.get(name)
         if kind is not None and not kind.fits(value):
             wanted = f"{kind.title} of the right shape" if isinstance(value, dict) else kind.title
-            return f"{name} is {_shown(value)}, not {wanted}"
+            return f"{name} is {_format_value(value)}, not {wanted}"
     return None
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a mapping"
     if type(value) is int and abs(value) >= LARGEST:
@@ -146,7 +146,7 @@ def from_yaml(content: bytes) -> Any:
     return document
 
 
-def selected(content: bytes, key: str) -> str | None:
+def select_text(content: bytes, key: str) -> str | None:
     """Return a string or number of a YAML document as text, with `${...}` resolved; None if the key is missing.
 
     Raises ValueError with a message of one line if the document or the value cannot be read.

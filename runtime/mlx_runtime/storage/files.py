@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from mlx_runtime import companions
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
-from mlx_runtime.storage.local import IrregularError, open_regular, opened, remove_tree, write_atomic
+from mlx_runtime.storage.local import IrregularError, open_folder, open_regular, remove_tree, write_atomic
 
 DOCUMENT_BYTES = 64 << 20
 """Maximum size of a document; the record of a sweep of 100,000 trials takes a third of it."""
@@ -32,7 +32,7 @@ def is_uri(root: str) -> bool:
     return "://" in root
 
 
-def joined(root: str, *parts: str) -> str:
+def join_path(root: str, *parts: str) -> str:
     """Return a path or URI below a root. In a URI, the parts precede the options."""
     if not is_uri(root):
         return os.path.join(root, *parts)  # noqa: PTH118 - listings do this for each run
@@ -190,14 +190,14 @@ class LocalStorage(Storage):
             except (FileNotFoundError, NotADirectoryError):  # removed in the meantime
                 continue
             for entry in entries:
-                item = _stored(f"{folder}/{entry.name}".lstrip("/"), entry.stat)
+                item = _entry(f"{folder}/{entry.name}".lstrip("/"), entry.stat)
                 if item is not None:
                     found.append(item)
                     waiting += [item.path] if recursive and entry.is_dir(follow_symlinks=False) else []
         return found
 
     def find(self, *parts: str) -> Stored | None:
-        return _stored("/".join(parts), Path(self.of(*parts)).stat)
+        return _entry("/".join(parts), Path(self.of(*parts)).stat)
 
     def names(self, *parts: str) -> list[str]:
         try:
@@ -233,14 +233,14 @@ class LocalStorage(Storage):
     def remove_folder(self, *parts: str) -> None:
         with (
             contextlib.suppress(FileNotFoundError),
-            opened(self.path, *parts[:-1]) if parts else opened(str(Path(self.path).parent)) as above,
+            open_folder(self.path, *parts[:-1]) if parts else open_folder(str(Path(self.path).parent)) as above,
         ):
             error = remove_tree(parts[-1] if parts else Path(self.path).name, above)
             if error is not None:
                 raise error
 
 
-def _stored(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:
+def _entry(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:
     """Return the entry of a path on this machine, or None if it is missing or a link that leads nowhere."""
     try:
         facts = facts_of()
@@ -321,7 +321,7 @@ def storage_root(storage_path: str) -> str:
 
 def prepared_root(storage_path: str, prepared_path: str | None) -> str:
     """Return the folder or URI of prepared datasets: `cfg.preparation.path`, by default a folder in the storage."""
-    return prepared_path or joined(storage_root(storage_path), ".prepared")
+    return prepared_path or join_path(storage_root(storage_path), ".prepared")
 
 
 def size_text(size_bytes: float) -> str:

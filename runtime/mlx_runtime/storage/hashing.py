@@ -10,10 +10,10 @@ import os
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-BLOCK_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 
-VERIFIED_BYTES = 8 << 20
-"""Size of the blocks that are verified one by one; the last block of a file may be smaller."""
+SEGMENT_BYTES = 8 << 20
+"""Size of the segments that are verified one by one; the last block of a file may be smaller."""
 
 
 class HashingWriter:
@@ -48,35 +48,35 @@ class HashingWriter:
                 os.fsync(self._file.fileno())
 
 
-class BlockWriter(HashingWriter):
-    """A `HashingWriter` that hashes each block on its own."""
+class SegmentWriter(HashingWriter):
+    """A `HashingWriter` that hashes each segment on its own."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
-        self._finished: list[str] = []  # hashes of complete blocks
+        self._finished: list[str] = []  # hashes of complete segments
 
     def write(self, data: Any) -> int:
         whole = memoryview(data).cast("B")
         rest = whole
         while rest.nbytes:
-            part = rest[: VERIFIED_BYTES - self.size_bytes % VERIFIED_BYTES]
+            part = rest[: SEGMENT_BYTES - self.size_bytes % SEGMENT_BYTES]
             rest = rest[super().write(part) :]
-            if self.size_bytes % VERIFIED_BYTES == 0:
+            if self.size_bytes % SEGMENT_BYTES == 0:
                 self._finished.append(self._digest.hexdigest())
                 self._digest = hashlib.sha256()
         return whole.nbytes
 
     @property
-    def blocks(self) -> list[str]:
-        """SHA-256 of each block of the written bytes, in hexadecimal."""
-        return [*self._finished, self.sha256] if self.size_bytes % VERIFIED_BYTES else [*self._finished]
+    def digests(self) -> list[str]:
+        """SHA-256 of each segment of the written bytes, in hexadecimal."""
+        return [*self._finished, self.sha256] if self.size_bytes % SEGMENT_BYTES else [*self._finished]
 
 
-class BlockReader:
-    """Reads parts of a seekable file, and verifies the SHA-256 of their blocks."""
+class SegmentReader:
+    """Reads parts of a seekable file, and verifies the SHA-256 of their digests."""
 
-    def __init__(self, file: Any, blocks: Sequence[str]) -> None:
-        self._file, self._blocks = file, blocks
+    def __init__(self, file: Any, digests: Sequence[str]) -> None:
+        self._file, self._digests = file, digests
         self._number, self._content = -1, memoryview(b"")
 
     def read_into(self, target: memoryview, start: int) -> None:
@@ -86,19 +86,19 @@ class BlockReader:
             ValueError: the file is too short, or its content has changed.
         """
         while target.nbytes:
-            number, offset = divmod(start, VERIFIED_BYTES)
+            number, offset = divmod(start, SEGMENT_BYTES)
             if number != self._number:
-                self._number, self._content = number, self._block(number)
+                self._number, self._content = number, self._segment(number)
             part = self._content[offset : offset + target.nbytes]
             if not part.nbytes:
                 raise ValueError(f"it ends before byte {start:,}")
             target[: part.nbytes] = part
             target, start = target[part.nbytes :], start + part.nbytes
 
-    def _block(self, number: int) -> memoryview:
-        self._file.seek(number * VERIFIED_BYTES)
-        content = self._file.read(VERIFIED_BYTES)
-        if number >= len(self._blocks) or hashlib.sha256(content).hexdigest() != self._blocks[number]:
+    def _segment(self, number: int) -> memoryview:
+        self._file.seek(number * SEGMENT_BYTES)
+        content = self._file.read(SEGMENT_BYTES)
+        if number >= len(self._digests) or hashlib.sha256(content).hexdigest() != self._digests[number]:
             raise ValueError("its SHA-256 is not the one it was saved with")
         return memoryview(content)
 
@@ -130,7 +130,7 @@ class HashingReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            if self._hashed < self._position <= self._hashed + BLOCK_BYTES:
+            if self._hashed < self._position <= self._hashed + READ_BYTES:
                 self._hash_until(self._position)
             self._file.seek(self._position)
             size: int = self._file.readinto(buffer)
@@ -150,6 +150,6 @@ class HashingReader(io.RawIOBase):
 
     def _hash_until(self, stop: int | None) -> None:
         self._file.seek(self._hashed)
-        while block := self._file.read(BLOCK_BYTES if stop is None else min(BLOCK_BYTES, stop - self._hashed)):
-            self._digest.update(block)
-            self._hashed += len(block)
+        while data := self._file.read(READ_BYTES if stop is None else min(READ_BYTES, stop - self._hashed)):
+            self._digest.update(data)
+            self._hashed += len(data)

@@ -86,7 +86,7 @@ def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
+def open_folder(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
     """Open a folder below a root, or below an open folder, while the block runs. Yield its descriptor.
 
     The root may be a link. A link below it raises OSError, even if it was created during this call. With `create`,
@@ -109,20 +109,20 @@ def size_below(folder: int, path: str) -> int | None:
     """Return the size of a file below an open folder; None if it is missing, irregular, or reached through a link."""
     *above, name = path.split("/")
     try:
-        with opened(folder, *above) as parent:
+        with open_folder(folder, *above) as parent:
             facts = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except OSError:
         return None
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
-def place(file: Path, folder: int, path: str) -> None:
+def replace_file(file: Path, folder: int, path: str) -> None:
     """Move a file to a path below an open folder, replacing a file or a link there.
 
     Each step goes through the descriptor of a folder, so that no link redirects it; OSError is raised instead.
     """
     *above, name = path.split("/")
-    with opened(folder, *above, create=True) as parent:
+    with open_folder(folder, *above, create=True) as parent:
         try:
             os.rename(file, name, dst_dir_fd=parent)
         except OSError as error:

@@ -10,5 +10,5 @@ __all__, __getattr__ = door(
     metric_sync="UPDATED_ON_SOME MetricSync Snapshot SyncMessage SyncedMetric numbers snapshots",
     report_writer="ReportWriter",
     tables="CSV",
-    trackers="JSONL TensorBoard flatten remembered",
+    trackers="JSONL TensorBoard flatten read_or_create",
 )

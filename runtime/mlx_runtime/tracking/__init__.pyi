@@ -20,4 +20,4 @@ from mlx_runtime.tracking.tables import CSV as CSV
 from mlx_runtime.tracking.trackers import JSONL as JSONL
 from mlx_runtime.tracking.trackers import TensorBoard as TensorBoard
 from mlx_runtime.tracking.trackers import flatten as flatten
-from mlx_runtime.tracking.trackers import remembered as remembered
+from mlx_runtime.tracking.trackers import read_or_create as read_or_create

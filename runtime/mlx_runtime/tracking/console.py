@@ -56,7 +56,7 @@ class Display:
             case WorkerOutput():
                 return self._output(event)
             case PreparationProgress(name, done, rows):
-                return self.counting(f"prepare {name}", done, rows, " rows")
+                return self.show_progress(f"prepare {name}", done, rows, " rows")
         if self._copy is not None:
             self._copy.handle(event)
         if self._quiet and not isinstance(event, WarningNotice):
@@ -77,10 +77,10 @@ class Display:
         if always or not self._quiet:
             self._line(text)
 
-    def counting(self, title: str, done: int, total: int, unit: str = "") -> None:
+    def show_progress(self, title: str, done: int, total: int, unit: str = "") -> None:
         """Show progress: with a bar on a terminal, otherwise with at most one line per 10 %."""
         if self._copy is not None:
-            self._copy.counting(title, done, total, unit)
+            self._copy.show_progress(title, done, total, unit)
         if self._quiet:
             return
         if self._bars.enabled:

@@ -119,7 +119,7 @@ def layout(names: Sequence[str], width: int | None, first: int, unit: str) -> La
     stages = list(dict.fromkeys(_stage(name) for name in names))
     ordered = sorted(names, key=lambda name: (bool(_stage(name)), stages.index(_stage(name))))
     for shown, roomy in ((unit, True), (unit, False), ("", True), ("", False)):
-        columns = _arranged(ordered, [], first, shown, roomy=roomy)
+        columns = _arrange(ordered, [], first, shown, roomy=roomy)
         if width is None or columns.width <= width:
             return columns
     assert width is not None
@@ -130,16 +130,16 @@ def layout(names: Sequence[str], width: int | None, first: int, unit: str) -> La
         others = [name for name in reversed(training or ordered) if name != ordered[0]]
         left_out.insert(0, others[0] if others else ordered[-1])
         ordered.remove(left_out[0])
-        columns = _arranged(ordered, left_out, first, "", roomy=False)
+        columns = _arrange(ordered, left_out, first, "", roomy=False)
     return columns
 
 
-def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, unit: str, *, roomy: bool) -> Layout:
+def _arrange(names: Sequence[str], left_out: Sequence[str], first: int, unit: str, *, roomy: bool) -> Layout:
     narrowest = NATURAL if roomy else NARROWEST
     columns = [Column(("epoch",), first, gap=0)]
     stage = None
     for name in names:
-        title = _wrapped(name.partition("/")[2] or name, narrowest, whole_words=roomy)
+        title = _wrap(name.partition("/")[2] or name, narrowest, whole_words=roomy)
         begins, previous, stage = _stage(name) != stage, stage, _stage(name)
         gap = 2 if roomy and begins and previous is not None else 1
         columns.append(Column(title, max(narrowest, *map(len, title)), gap, stage if begins else ""))
@@ -148,7 +148,7 @@ def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, unit: s
     return Layout(tuple(names), tuple(left_out), tuple(columns), unit)
 
 
-def _wrapped(title: str, least: int, *, whole_words: bool) -> tuple[str, ...]:
+def _wrap(title: str, least: int, *, whole_words: bool) -> tuple[str, ...]:
     """Wrap a name after `_` and `/`, and within long words unless they must stay whole."""
     words = re.findall(r"[^_/]*[_/]?", title)[:-1]
     if not whole_words:

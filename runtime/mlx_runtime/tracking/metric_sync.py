@@ -129,7 +129,7 @@ class SyncedMetric:
             return None
         state = state_of(self.metric)
         for part in state.values():
-            part["states"] = {name: _copied(value) for name, value in part["states"].items()}
+            part["states"] = {name: _copy(value) for name, value in part["states"].items()}
         return state
 
     @cached_property
@@ -137,7 +137,7 @@ class SyncedMetric:
         """True if the data since an earlier state has a value of its own; see `state_since`."""
         return is_average(self.metric)
 
-    def merged(self, name: str, snapshots: Sequence[Snapshot]) -> Snapshot:
+    def merge(self, name: str, snapshots: Sequence[Snapshot]) -> Snapshot:
         """Return its state over all workers; None if none of them has updated it."""
         states = [item for item in snapshots if item is not None]
         if not states:
@@ -172,9 +172,9 @@ def numbers(name: str, value: Any) -> dict[str, float]:
     return {key: float(item) for key, item in named.items() if torch.as_tensor(item).numel() == 1}
 
 
-def _copied(state: Any) -> Any:
+def _copy(state: Any) -> Any:
     if isinstance(state, list):
-        return [_copied(item) for item in state]
+        return [_copy(item) for item in state]
     return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
 
 

@@ -133,7 +133,7 @@ def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, config
 
 
-def remembered(file: Path, make: Callable[[], str]) -> str:
+def read_or_create(file: Path, make: Callable[[], str]) -> str:
     """Return the content of a file, created with the result of `make` if it does not exist."""
     if not file.exists():
         file.write_text(make())

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_runtime import events
 from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs.checkpoints import position
-from mlx_runtime.runs.tables import counted, format_duration
+from mlx_runtime.runs.tables import format_duration, plural
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.secrets import secret_keys
 from mlx_runtime.tracking import Display
@@ -47,7 +47,7 @@ class ConsoleLines:
                 if before != rows:
                     self._print(f"changed   datasets.{name} has {rows:,} rows; before, it had {before:,}", always=True)
                 if training:
-                    number = counted(steps, "step") + (f", {counted(updates, 'update')}" if updates != steps else "")
+                    number = plural(steps, "step") + (f", {plural(updates, 'update')}" if updates != steps else "")
                     self._print(f"{name:<9} {rows:,} rows in {number}, global batch {global_batch:,}")
             case events.WorkersLost(ranks, why):
                 self._print(f"lost      rank {', '.join(map(str, ranks))}: {why:.200}")
@@ -78,7 +78,7 @@ class ConsoleLines:
         if config.run is not None:
             from mlx_runtime.training.resuming import change_lines  # here, because a new run changes nothing
 
-            self._rows_before = records.recorded(config.run).get("datasets") or {}
+            self._rows_before = records.load_record(config.run).get("datasets") or {}
             for line in change_lines(config.run, self._plan.project, config.changes, config.overrides, cfg.code_files):
                 self._print(line)
         self._workers()
@@ -90,7 +90,7 @@ class ConsoleLines:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
         number, (fewest, most) = cfg.start_workers, self._sizes
         elastic = f"{fewest} to " if fewest < most else ""
-        workers = f"{elastic}{counted(most, f'{_class_name(cfg.strategy)} worker')} " if number else ""
+        workers = f"{elastic}{plural(most, f'{_class_name(cfg.strategy)} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({cluster.why})' if cluster.why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")
@@ -117,7 +117,7 @@ class ConsoleLines:
         if self._sizes[0] < self._sizes[1]:
             self._print(f"workers   {event.world_size} started")
         cfg = self._plan.config.cfg
-        threads = f"{counted(cfg.cpus_per_worker, 'thread')} per worker"
+        threads = f"{plural(cfg.cpus_per_worker, 'thread')} per worker"
         precision = "fp32" if cfg.precision == 32 else cfg.precision
         self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters")
         for line in event.sharded:

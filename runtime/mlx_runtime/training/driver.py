@@ -101,7 +101,7 @@ class Driver:
             recorder = self.recorder = RunRecorder(record, self._plan)
             try:
                 with (
-                    self.control.watching(record.folder, record["attempt"]),
+                    self.control.watch(record.folder, record["attempt"]),
                     contextlib.ExitStack() as stack,
                     record.alive(),
                 ):
@@ -122,7 +122,7 @@ class Driver:
                 self._extensions.exit(taken_over=self.control.taken_over, interrupted=self._interrupted)
                 self._receive()
         self._emit(ended)
-        yield from self._pending()
+        yield from self._take_unread()
         if ended.error is not None and not isinstance(ended.error, Terminated):
             raise ended.error
 
@@ -144,8 +144,8 @@ class Driver:
         self._emit(events.RunStarted(run))
         self._receive()
         self._warn_of_leaks()
-        sets = self._prepared_datasets(stack)
-        yield from self._pending()
+        sets = self._prepare_datasets(stack)
+        yield from self._take_unread()
         self.control.check()
         with contextlib.closing(_inbox(plan.cluster)) as receiver:
             job = Job(
@@ -171,7 +171,7 @@ class Driver:
         if warning := companions.part("sweeps.folds").leak_warning(self._plan.config.tree):
             self._emit(events.Notice(warning))
 
-    def _prepared_datasets(self, stack: contextlib.ExitStack) -> "dict[str, PreparedSet]":
+    def _prepare_datasets(self, stack: contextlib.ExitStack) -> "dict[str, PreparedSet]":
         """Return the prepared datasets of the run, protected from removal until `stack` is closed."""
         if not may_be_prepared(self._plan.config):
             return {}
@@ -216,7 +216,7 @@ class Driver:
                     if deadlocks is not None:
                         deadlocks.check(recorder.world_size)
                     self._receive()
-                    yield from self._pending()
+                    yield from self._take_unread()
                 for event in receiver.drain():
                     self._emit(event)
             except MlxError:  # the record needs the events that workers sent before they failed
@@ -256,7 +256,7 @@ class Driver:
             self._unread.pop()  # nobody has read it yet
         self._unread.append(event)
 
-    def _pending(self) -> Iterator[events.Event]:
+    def _take_unread(self) -> Iterator[events.Event]:
         while self._unread:
             yield self._unread.popleft()
 

@@ -56,22 +56,22 @@ class Extensions:
     def __init__(self, extensions: Iterable[RunExtension]) -> None:
         self._extensions = tuple(extensions)
         self._run: AccompaniedRun | None = None
-        self._entered: list[_Entered] = []
+        self._entered: list[_EnteredExtension] = []
         self._calling = threading.RLock()  # because without workers, another thread reports checkpoints
 
     def enter(self, run: AccompaniedRun) -> None:
         self._run = run
         for extension in self._extensions:
-            with self._reporting(extension):
+            with self._catch_errors(extension):
                 context = extension.accompany(run)
-                self._entered.append(_Entered(extension, context, context.__enter__()))
+                self._entered.append(_EnteredExtension(extension, context, context.__enter__()))
 
     def handle(self, event: Event) -> None:
         """Call the listeners with an event. A listener that fails is not called again."""
         with self._calling:
             for entered in self._entered:
                 if (listener := entered.listener) is not None:
-                    with self._reporting(entered.extension, entered):
+                    with self._catch_errors(entered.extension, entered):
                         listener(event)
 
     def received(self) -> Iterator[Event]:
@@ -84,14 +84,14 @@ class Extensions:
         while self._entered:
             entered = self._entered.pop()
             try:
-                with self._reporting(entered.extension, entered):
+                with self._catch_errors(entered.extension, entered):
                     entered.context.__exit__(None, None, None)
             except KeyboardInterrupt:  # exit the others, too, without waiting
                 assert self._run is not None
                 self._run.interrupted = True
 
     @contextlib.contextmanager
-    def _reporting(self, extension: RunExtension, entered: "_Entered | None" = None) -> Iterator[None]:
+    def _catch_errors(self, extension: RunExtension, entered: "_EnteredExtension | None" = None) -> Iterator[None]:
         """Report an exception of an extension, and send it no more events."""
         try:
             yield
@@ -106,7 +106,7 @@ class Extensions:
 
 
 @dataclass
-class _Entered:
+class _EnteredExtension:
     extension: RunExtension
     context: contextlib.AbstractContextManager[Listener | None]
     listener: Listener | None

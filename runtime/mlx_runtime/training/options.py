@@ -13,7 +13,7 @@ from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.strategies import STRATEGIES
 
 
-class _Checked:
+class _CheckedSettings:
     """Settings whose values have ranges."""
 
     @staticmethod
@@ -31,7 +31,7 @@ class _Checked:
             limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
         engines = ("auto", *(name for name in ENGINES if name != "in_process"))
-        problems += [*_unknown("engine", cfg.engine, engines), *_strategy_problems(cfg)]
+        problems += [*_name_problems("engine", cfg.engine, engines), *_strategy_problems(cfg)]
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
@@ -53,13 +53,13 @@ class _Checked:
 def _strategy_problems(cfg: Any) -> list[str]:
     """Return one line per setting that contradicts `cfg.strategy`. Other packages' strategies are checked later."""
     if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
-        return [] if name is None else _unknown("strategy", name, STRATEGIES)
+        return [] if name is None else _name_problems("strategy", name, STRATEGIES)
     from mlx_runtime.training.strategies import problems  # here, because data jobs have no strategy
 
     return problems(cfg)
 
 
-def _unknown(setting: str, name: str, known: Iterable[str]) -> list[str]:
+def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
     """Return a line if a setting is neither a known word nor an import path."""
     if name in known or "." in name:
         return []
@@ -67,7 +67,7 @@ def _unknown(setting: str, name: str, known: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class TrainConfig(_Checked):
+class TrainConfig(_CheckedSettings):
     """Settings of a run, `cfg` in conf.yaml. Add your own by inheriting in `src/config.py`.
 
     Attributes:
@@ -181,7 +181,7 @@ class TrainConfig(_Checked):
 
 
 @dataclass
-class DataConfig(_Checked):
+class DataConfig(_CheckedSettings):
     """Settings of a data job, `cfg` in conf.yaml. Add your own by inheriting in `src/job.py`.
 
     Attributes:

@@ -67,7 +67,7 @@ def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Iterator[RunPlan]:
+def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Iterator[RunPlan]:
     """Check that a run can be carried out, and provide its plan within the block.
 
     Call it in the main thread, before others are started: the engine may fork this process.
@@ -177,7 +177,7 @@ def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
 
 def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
     """Refuse to resume a run whose checkpoints are missing, instead of starting it from scratch."""
-    latest = records.recorded(run).get("latest")
+    latest = records.load_record(run).get("latest")
     if latest and not checkpoints.CheckpointStore(run.checkpoints).any():
         raise ConfigError(
             f"{run.title} has saved checkpoints, the last one as {latest.get('path')}, but none is left in "
@@ -187,7 +187,7 @@ def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
 
 def _extensions(config: RunConfig) -> Iterator[RunExtension]:
     """Yield the extensions of a run: those of companions, which may refuse it, and callbacks that are extensions."""
-    for companion in companions.asked_for(config.tree["cfg"]):
+    for companion in companions.extensions_of(config.tree["cfg"]):
         yield companion.extension(config)
     yield from (item for item in config.cfg.callbacks.values() if hasattr(item, "accompany"))
 
@@ -199,7 +199,7 @@ def _fold(config: RunConfig) -> "Fold | None":
     folds = companions.part("sweeps.folds")
     fold: Fold = folds.fold_rows(config)[number]
     run = config.run
-    recorded = (records.recorded(run).get("fold") or {}).get("rows") if run is not None else None
+    recorded = (records.load_record(run).get("fold") or {}).get("rows") if run is not None else None
     if run is not None and recorded not in (None, folds.rows_digest([fold])):
         raise ConfigError(
             f"fold {number} has different rows than when {run.title} started: the data, its labels or the splitter has "

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
-from mlx_runtime.config import Composition, Config, check, parsed, quoted, read, storage_override
+from mlx_runtime.config import Composition, Config, check, parse_config, quote, read, storage_override
 from mlx_runtime.config.constructors import names_repositories, settings_of
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
-from mlx_runtime.runs import RunFolder, list_runs, named_run, names_run, reading, refuse_empty, snapshots
+from mlx_runtime.runs import RunFolder, list_runs, named_run, names_run, read_errors, refuse_empty, snapshots
 from mlx_runtime.runs.checkpoints import list_checkpoints
-from mlx_runtime.storage import joined, prepared_root, storage_root
+from mlx_runtime.storage import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.secrets import LEFT_OUT
 from mlx_runtime.training.options import TrainConfig
@@ -142,7 +142,7 @@ def load_config(
     choice = _choose(request, experiment, composition, look=look or request.fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
-        implied = (*implied, f"++cfg.restore_checkpoint_path={quoted(checkpoint)}", "++cfg.restore_strict=true")
+        implied = (*implied, f"++cfg.restore_checkpoint_path={quote(checkpoint)}", "++cfg.restore_strict=true")
     if request.fast and run is not None:
         raise UsageError(f"{FAST_DEV_RUN} keeps nothing, so it cannot resume a run; leave out --resume")
     changes: tuple[Change, ...] = ()
@@ -163,15 +163,15 @@ def load_config(
         if not look and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
         if not look and names_repositories(config.tree):
-            file = parsed(read_from.read_text(encoding="utf-8"))
-            before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
-            companions.part("hub.pins").pinned(config.tree, config.unresolved, file, before)
+            file = parse_config(read_from.read_text(encoding="utf-8"))
+            before = parse_config(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
+            companions.part("hub.pins").pin_revisions(config.tree, config.unresolved, file, before)
         if run is not None:
             assert conf is not None
             another = new_run(run, config.cfg)
             if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed
                 resuming.refuse_finished(run, conf, config.cfg, another, declared=True)
-            changes = resuming.allowed(run, conf, config, another)
+            changes = resuming.allowed_changes(run, conf, config, another)
             if not choice.declared:
                 resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
     return RunConfig(
@@ -214,13 +214,13 @@ def _choose(request: Request, cls: type, composition: Composition, *, look: bool
     if request.origin or claimed:
         origin = None
         if request.origin and is_remote(request.origin):
-            origin = reader_of(request.origin).find(request.origin).cached()
+            origin = reader_of(request.origin).find(request.origin).fetch()
         elif request.origin:
             origin = named_run(request.origin, root, experiment)
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = request.resume or request.claimed or cfg.get("resume")
-    for companion in companions.asked_for(cfg) if name == "auto" and not look else ():
+    for companion in companions.extensions_of(cfg) if name == "auto" and not look else ():
         check(cls, composition, look=True)
         with sigterm_stops(StopRequests()):  # an interrupted download is removed
             latest, notes = companion.latest(cfg, root, experiment)
@@ -244,7 +244,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         yield None
         return
     try:
-        with reading(folder, folder.conf.name):
+        with read_errors(folder, folder.conf.name):
             content = folder.document(folder.conf.name)
             if not content.strip():
                 raise ValueError("it is empty")
@@ -252,7 +252,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         if not isinstance(error.__cause__, ValueError | FileNotFoundError | IsADirectoryError | IrregularError):
             raise
         saved = list_checkpoints(folder.checkpoints)
-        weights = f" with cfg.restore_checkpoint_path={joined(folder.checkpoints, saved[-1].name)}" if saved else ""
+        weights = f" with cfg.restore_checkpoint_path={join_path(folder.checkpoints, saved[-1].name)}" if saved else ""
         raise StorageError(f"{error}. Put a good copy back, or start a new run{weights}") from error
     if folder.uri is None:
         yield folder.conf
@@ -266,7 +266,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 def _pin_checkpoint(config: Config) -> None:
     """Pin a mirror to start from to its current state, because a new one may be uploaded while workers start."""
     uri = str(config.cfg.restore_checkpoint_path)
-    pinned_uri = reader_of(uri).pinned_checkpoint(uri)
+    pinned_uri = reader_of(uri).pin_checkpoint(uri)
     config.cfg.restore_checkpoint_path = pinned_uri
     for tree in (config.tree, config.unresolved):
         tree["cfg"]["restore_checkpoint_path"] = pinned_uri

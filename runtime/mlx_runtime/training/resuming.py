@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mlx_runtime.config import Config, build, parsed
+from mlx_runtime.config import Config, build, parse_config
 from mlx_runtime.config.constructors import MISSING, object_at, parameters, plain
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError, MlxError, RunFinished, StorageError
-from mlx_runtime.runs import RunFolder, reading, records, snapshots
+from mlx_runtime.runs import RunFolder, read_errors, records, snapshots
 from mlx_runtime.runs.checkpoints import State, best_first, list_checkpoints, state_of
-from mlx_runtime.storage import joined
+from mlx_runtime.storage import join_path
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets import HIDDEN, LEFT_OUT, is_secret, redacted, redacted_override
+from mlx_runtime.storage.secrets import HIDDEN, LEFT_OUT, is_secret, redact, redact_override
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {
@@ -55,7 +55,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        before, after = (HIDDEN if is_secret(self.key) else _shown(value) for value in (self.before, self.after))
+        before, after = (HIDDEN if is_secret(self.key) else _format_value(value) for value in (self.before, self.after))
         return f"{self.key}: {before} → {after}"
 
 
@@ -68,7 +68,7 @@ def change_lines(
     for item in overrides:
         key = item.lstrip("+~").partition("=")[0]
         if not key.startswith("-") and not any(f"{change.key}.".startswith(f"{key}.") for change in found):
-            yield f"unchanged {redacted_override(item)}"
+            yield f"unchanged {redact_override(item)}"
     with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
         files = snapshots.changed_files(project, run, code_files)
         if files := [name for name in files if not name.endswith(".yaml")]:
@@ -80,7 +80,7 @@ def best_kept(run: RunFolder, monitor: str | None, mode: str) -> dict[str, Any] 
     for item in best_first(list_checkpoints(run.checkpoints), monitor, mode):
         step = {} if item.finished else {"step": item.global_step}
         value = item.metrics[monitor or ""]
-        return {"epoch": item.epoch, "path": joined(run.checkpoints, item.name), "value": value, **step}
+        return {"epoch": item.epoch, "path": join_path(run.checkpoints, item.name), "value": value, **step}
     return None
 
 
@@ -105,8 +105,8 @@ def refusals(found: Iterable[Change], cfg: type) -> list[str]:
 
 def check_stored(run: RunFolder, conf: Path) -> None:
     """Raise StorageError if the config of a run, which is not trusted, cannot be compared with another one."""
-    with reading(run, run.conf.name):
-        cfg = parsed(conf.read_bytes()).get("cfg", {})
+    with read_errors(run, run.conf.name):
+        cfg = parse_config(conf.read_bytes()).get("cfg", {})
         if problem := misfit(cfg, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
             raise ValueError(f"cfg: {problem}")
 
@@ -117,13 +117,13 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
     A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
     """
     try:
-        record, before = records.refuse_living(run), parsed(conf.read_bytes()).get("cfg", {})
+        record, before = records.refuse_living(run), parse_config(conf.read_bytes()).get("cfg", {})
     except StorageError as error:
         lost = isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError)
         saved = list_checkpoints(run.checkpoints) if lost else []
         if not saved:
             raise
-        checkpoint = f"cfg.restore_checkpoint_path={joined(run.checkpoints, saved[-1].name)}"
+        checkpoint = f"cfg.restore_checkpoint_path={join_path(run.checkpoints, saved[-1].name)}"
         raise StorageError(
             f"{error}. Put a good copy back, or train on in a new run: {another} {checkpoint}"
         ) from error
@@ -144,12 +144,12 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
         raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
 
 
-def allowed(run: RunFolder, conf: Path, config: Config, another: str) -> tuple[Change, ...]:
+def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) -> tuple[Change, ...]:
     """Return the changes from the previous config of a run. Refuse those that a resumed run cannot apply.
 
     `another` is the command that starts a new run with them.
     """
-    found = changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
+    found = changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
     found = [change for change in found if not LEFT_OUT.search(str(change.before))]
     if problems := refusals(found, type(config.cfg)):
         listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
@@ -179,7 +179,7 @@ def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[A
             if not _set(optimizer, change):
                 raise ConfigError(
                     f"{key} cannot change when a run resumes: the loop or a schedule has set a value other than "
-                    f"{_shown(change.before)}"
+                    f"{_format_value(change.before)}"
                 )
             if change.key == "lr":
                 _set_base_lrs(schedulers, optimizer, change)
@@ -200,17 +200,17 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
     first = _fresh(then, key)
     for change in found:
         full = Change(f"{key}.{change.key}", change.before, change.after)
-        depends = _differing(first, _fresh(_replaced(then, change), key))
+        depends = _differing_names(first, _fresh(_replace(then, change), key))
         if not depends:
             raise ConfigError(f"{full} cannot change when a run resumes: no attribute of the tool shows it")
         for name in depends:
             if name in saved and not _same(saved[name], first.get(name)):
                 raise ConfigError(
                     f"{full} cannot change when a run resumes: {key}.{name}, which depends on it, is "
-                    f"{_shown(saved[name])} by now and part of the checkpoint"
+                    f"{_format_value(saved[name])} by now and part of the checkpoint"
                 )
     last = _fresh(now, key)
-    return {**saved, **{name: last[name] for name in _differing(first, last) if name in last}}
+    return {**saved, **{name: last[name] for name in _differing_names(first, last) if name in last}}
 
 
 def _why_refused(change: Change, cfg: type) -> str | None:
@@ -275,7 +275,7 @@ def _set(optimizer: Optimizer, change: Change) -> bool:
 
 
 def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Change) -> None:
-    for scheduler in _nested(schedulers):
+    for scheduler in _walk(schedulers):
         if getattr(scheduler, "optimizer", None) is not optimizer or not hasattr(scheduler, "base_lrs"):
             continue
         rates = [change.after if _same_number(base, change.before) else base for base in scheduler.base_lrs]
@@ -283,10 +283,10 @@ def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Chang
         scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _nested(schedulers: Iterable[Any]) -> Iterator[Any]:
+def _walk(schedulers: Iterable[Any]) -> Iterator[Any]:
     for scheduler in schedulers:
         yield scheduler
-        yield from _nested(getattr(scheduler, "_schedulers", ()))
+        yield from _walk(getattr(scheduler, "_schedulers", ()))
 
 
 def _put(group: dict[str, Any], key: str, value: Any) -> None:
@@ -314,7 +314,7 @@ def _default(node: Mapping[str, Any], name: str) -> Any:
     return default if isinstance(default, str) else plain(default)
 
 
-def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
+def _replace(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
     """Return a node with one value changed."""
     changed = copy.deepcopy(dict(node))
     *above, last = change.key.split(".")
@@ -330,13 +330,13 @@ def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
 
 def _fresh(node: Any, key: str) -> State:
     """Return the plain state of a newly constructed tool."""
-    with randomness.seeded(0):
+    with randomness.temporary_seed(0):
         made = build(node, key)
     state: State = state_of(SimpleNamespace(tool=made))[0].get("tool", {})
     return state
 
 
-def _differing(one: State, other: State) -> list[str]:
+def _differing_names(one: State, other: State) -> list[str]:
     return [name for name in {**one, **other} if not _same(one.get(name, MISSING), other.get(name, MISSING))]
 
 
@@ -352,5 +352,5 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-def _shown(value: Any) -> str:
-    return "nothing" if value is MISSING else redacted(f"{value!r:.60}")
+def _format_value(value: Any) -> str:
+    return "nothing" if value is MISSING else redact(f"{value!r:.60}")

@@ -14,8 +14,8 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import EVALUATIONS, claim_run, provenance, records, snapshots
 from mlx_runtime.runs.checkpoints import score
-from mlx_runtime.storage import documents, joined, leases, storage_at, storage_root, to_json
-from mlx_runtime.storage.secrets import redacted
+from mlx_runtime.storage import documents, join_path, leases, storage_at, storage_root, to_json
+from mlx_runtime.storage.secrets import redact
 from mlx_runtime.training.planning import RunPlan
 from mlx_runtime.training.request import RunConfig
 
@@ -35,7 +35,7 @@ class RunRecorder:
     def _note_repositories(self) -> None:
         """Record the commits of the config's repositories on the Hugging Face Hub."""
         tree = self._plan.config.tree
-        if names_repositories(tree) and (hub := companions.part("hub.pins").recorded(tree)):
+        if names_repositories(tree) and (hub := companions.part("hub.pins").repositories_of(tree)):
             self.record.update(hub=hub)
 
     def handle(self, event: events.Event) -> None:
@@ -57,7 +57,7 @@ class RunRecorder:
             case events.EpochEnded(epoch, epochs, values):
                 self.record.note(epoch=epoch, epochs=epochs, metrics={**(self.record["metrics"] or {}), **values})
             case events.CheckpointSaved():
-                self._checkpoint(event)
+                self._record_checkpoint(event)
             case events.WorkersLost():
                 self.record.update(failures=(self.record["failures"] or 0) + 1)
             case events.LoopEnded(metrics, stopped):
@@ -86,7 +86,7 @@ class RunRecorder:
 
     def end_early(self, status: str, error: BaseException) -> events.RunEnded:
         """Record an early end. A run that has not resumed yet stays unchanged, unless it is pruned."""
-        fields = {"error": redacted(full_message(error))} if status == "FAILED" else {}
+        fields = {"error": redact(full_message(error))} if status == "FAILED" else {}
         try:
             if status == "PRUNED":
                 self.begin()
@@ -99,7 +99,7 @@ class RunRecorder:
                 raise  # otherwise the storage may be what failed, as the error reports
         return events.RunEnded(status, self.metrics or self.record["metrics"] or {}, self.best, error)
 
-    def _checkpoint(self, event: events.CheckpointSaved) -> None:
+    def _record_checkpoint(self, event: events.CheckpointSaved) -> None:
         cfg = self._plan.config.cfg
         entry: dict[str, Any] = {"epoch": event.epoch, "path": event.path, "value": event.metrics.get(cfg.monitor)}
         if not event.finished:
@@ -122,7 +122,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     facts = _facts(plan)
     if config.run is not None:
         folder, attempt = config.run, records.take_over(config.run)
-        previous = records.recorded(folder)
+        previous = records.load_record(folder)
         before = previous.get(records.REPLACED) or previous
         if (before.get("monitor"), before.get("mode")) != (config.cfg.monitor, config.cfg.mode):
             from mlx_runtime.training.resuming import best_kept  # here, because few runs need it
@@ -186,4 +186,4 @@ def _store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
         storage.write(to_json(facts).encode(), *parts)
     except OSError as error:
         raise StorageError(f"cannot write {config.origin.location}/{EVALUATIONS}: {short_message(error)}") from error
-    return joined(config.origin.location, *parts)
+    return join_path(config.origin.location, *parts)

@@ -92,7 +92,7 @@ class StopRequests:
             raise Terminated
 
     @contextlib.contextmanager
-    def watching(self, folder: RunFolder, attempt: int) -> Iterator[None]:
+    def watch(self, folder: RunFolder, attempt: int) -> Iterator[None]:
         """Watch the run folder within the block for stop requests and for drivers with a higher attempt."""
         done = threading.Event()
         threading.Thread(target=self._watch, args=(folder, attempt, done), name="control", daemon=True).start()

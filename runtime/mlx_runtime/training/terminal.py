@@ -32,7 +32,7 @@ from mlx_runtime.training.console_lines import ConsoleLines, resume_command
 from mlx_runtime.training.driver import Driver
 from mlx_runtime.training.engines import Cluster
 from mlx_runtime.training.loop import BaseModule, at_breakpoint
-from mlx_runtime.training.planning import RunPlan, planned
+from mlx_runtime.training.planning import RunPlan, prepare_run
 from mlx_runtime.training.request import RunConfig
 from mlx_runtime.training.stop_requests import (
     OUTPUT_CLOSED,
@@ -88,13 +88,13 @@ def fit(
         HangError: the workers deadlocked.
         RunStopped: Ctrl-C, SIGTERM, a closed terminal or pipe, or `mlx xp stop`; the run is marked STOPPED.
     """
-    with planned(experiment, config, cluster) as plan:
+    with prepare_run(experiment, config, cluster) as plan:
         terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main))
         ended = terminal.run()
         return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
 
 
-def _closed(stream: TextIO | None) -> str:
+def _lost_reader(stream: TextIO | None) -> str:
     """Return `pipe` or `terminal` if the reader of a stream is gone, otherwise an empty string."""
     try:
         descriptor = stream.fileno() if stream is not None else -1
@@ -124,13 +124,13 @@ class _Terminal:
             except KeyboardInterrupt as error:
                 if self.driver.recorder is None:
                     raise  # before there was a run to stop
-                raise RunStopped(self._stopped(), self._exit_code if isinstance(error, Terminated) else 130) from None
+                raise RunStopped(self._message(), self._exit_code if isinstance(error, Terminated) else 130) from None
             except MlxError as error:
                 error.hint = error.hint or self._hint(error)
                 raise
             assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":
-                raise RunStopped(self._stopped(), self._exit_code)
+                raise RunStopped(self._message(), self._exit_code)
             return ended
 
     def _handle(self, event: Event) -> None:
@@ -151,7 +151,7 @@ class _Terminal:
         A closed terminal sends SIGHUP instead, and a run that ignores that signal continues.
         """
         for stream in (sys.__stdout__, sys.__stderr__):
-            if closed := _closed(stream):
+            if closed := _lost_reader(stream):
                 assert stream is not None
                 with Path(os.devnull).open("w") as nowhere:
                     os.dup2(nowhere.fileno(), stream.fileno())
@@ -187,7 +187,7 @@ class _Terminal:
 
         self._stack.push(log_error)
 
-    def _stopped(self) -> str:
+    def _message(self) -> str:
         """Return a message about the state of a run that was stopped."""
         if not self._plan.config.kept:
             return "stopped; nothing of this run is kept"

@@ -117,12 +117,12 @@ def verdict(positions: Mapping[int, WorkerPosition], world_size: int, busy_s: fl
     return "\n  ".join(
         f"rank {rank} does not answer: its process is stopped, or its node is unreachable"
         if rank in silent
-        else _described(positions[rank])
+        else _describe(positions[rank])
         for rank in range(world_size)
     )
 
 
-def _described(position: WorkerPosition) -> str:
+def _describe(position: WorkerPosition) -> str:
     activity = f"has been waiting in {position.waits_in}" if position.waits_in else "has been busy"
     stage = f"{position.stage} step {position.step}" if position.stage else "before the first pass"
     at = f", {position.at}" if position.at else ""

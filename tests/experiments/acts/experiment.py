@@ -66,7 +66,7 @@ class Experiment(BaseModule):
             waited=waited,
             environment={name: os.environ.get(name) for name in TORCHRUN},
             timeout_s=timeout_s(),
-            listening=[socket.socket(fileno=os.dup(item)).getsockname()[0] for item in handshake.listening()],
+            listening=[socket.socket(fileno=os.dup(item)).getsockname()[0] for item in handshake.listening_sockets()],
         )
 
     def barrier(self):

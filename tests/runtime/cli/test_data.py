@@ -23,7 +23,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.outputs import Filling, filling, remove, survey
 from mlx_runtime.runs.outputs.filling import job_record
 from mlx_runtime.runs.queries import StoragePath
-from mlx_runtime.storage import documents, joined, leases, storage_at, to_json
+from mlx_runtime.storage import documents, join_path, leases, storage_at, to_json
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 def test_nothing_is_there_until_all_is(root: str) -> None:
     """The folder appears at the end; on S3, its job.json reports the end."""
-    place = joined(root, "data", "made")
+    place = join_path(root, "data", "made")
     with Filling(place, overwrite=False, name="made") as target:
         target.output.write("x", "deep", "a.txt")
         whole = job_record(storage_at(place))
@@ -48,7 +48,7 @@ def test_nothing_is_there_until_all_is(root: str) -> None:
 
 
 def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
-    place = joined(root, "data", "made")
+    place = join_path(root, "data", "made")
 
     def fail() -> None:
         with Filling(place, overwrite=False) as target:
@@ -72,7 +72,7 @@ def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
 
 
 def test_what_is_there_is_kept_unless_it_may_be_replaced(root: str) -> None:
-    place = joined(root, "data", "made")
+    place = join_path(root, "data", "made")
     for number, overwrite in ((1, False), (2, True)):
         with Filling(place, overwrite=overwrite) as target:
             target.output.write("x", f"{number}.txt")
@@ -81,11 +81,11 @@ def test_what_is_there_is_kept_unless_it_may_be_replaced(root: str) -> None:
     with pytest.raises(UsageError, match=r"made.* already exists, made 20\d\d-.*cfg.overwrite=true"):
         Filling(place, overwrite=False)
     with pytest.raises(UsageError, match="already exists, and no data job made it"):
-        Filling(joined(root, "data", "digits"), overwrite=True)
+        Filling(join_path(root, "data", "digits"), overwrite=True)
 
 
 def test_two_jobs_do_not_fill_the_same_folder(root: str) -> None:
-    place = joined(root, "data", "made")
+    place = join_path(root, "data", "made")
     with Filling(place, overwrite=False) as target:
         with pytest.raises(UsageError, match=r"is being filled by process \d+ on .*; wait for it"):
             Filling(place, overwrite=True)
@@ -96,7 +96,7 @@ def test_two_jobs_do_not_fill_the_same_folder(root: str) -> None:
 
 def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs that do not see each other: one wins, the other fails with an error."""
-    place = joined(root, "data", "made")
+    place = join_path(root, "data", "made")
     monkeypatch.setattr(filling, "refuse_present", lambda location, overwrite: None)
     monkeypatch.setattr(filling, "recover", lambda *_: None)
     first, second = Filling(place, overwrite=False), Filling(place, overwrite=False)
@@ -182,7 +182,7 @@ def test_a_job_that_ends_while_it_replaces_gives_back_what_was(folder: Path, mon
 
 
 def test_files_that_went_missing_are_seen(root: str) -> None:
-    place = joined(root, "data", "made")
+    place = join_path(root, "data", "made")
     with Filling(place, overwrite=False) as target:
         for name in "abc":
             target.output.write("x", name)
@@ -193,7 +193,7 @@ def test_files_that_went_missing_are_seen(root: str) -> None:
 
 
 def test_an_output_travels_to_tasks(root: str) -> None:
-    with Filling(joined(root, "data", "made"), overwrite=False) as target:
+    with Filling(join_path(root, "data", "made"), overwrite=False) as target:
         pickle.loads(pickle.dumps(target.output)).write(b"x", "there", "a")
         assert target.output.read("there", "a") == b"x"
         target.commit()
@@ -414,7 +414,7 @@ def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_p
     root = s3.format(tmp_path.name)
     done = mlx(job.project, "data", "run", MLX_STORAGE=root)
     assert done.returncode == 0, done.stderr
-    assert files(joined(root, "data", "lines")) == [
+    assert files(join_path(root, "data", "lines")) == [
         "job.json",
         *(f"lines/{number}.txt" for number in range(4)),
         "total.txt",

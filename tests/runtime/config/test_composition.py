@@ -593,7 +593,7 @@ def test_other_files_that_are_pipes_or_folders(make: Callable[[Path], None], con
 def test_the_environment_is_named_as_an_origin(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_STORAGE", "/mnt/here")
     defaults = Description(Experiment).tree
-    text = origins.shown(conf, defaults, [], "cfg", as_json=False)
+    text = origins.dump(conf, defaults, [], "cfg", as_json=False)
     assert 'storage_path: /mnt/here  # MLX_STORAGE (default: "runs")' in text
-    text = origins.shown(conf, defaults, ["cfg.storage_path=there"], "cfg", as_json=False)
+    text = origins.dump(conf, defaults, ["cfg.storage_path=there"], "cfg", as_json=False)
     assert 'storage_path: there  # override (default: "runs")' in text

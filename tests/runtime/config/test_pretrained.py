@@ -17,7 +17,7 @@ from tiny_bert import save_tiny_bert
 from torch import nn
 
 from mlx_runtime.companions.hub import pins
-from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pinned, recorded
+from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pin_revisions, repositories_of
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.text import commented_map
@@ -110,21 +110,23 @@ class TestPins:
     def test_a_run_is_pinned_even_to_the_commit_of_a_tag_and_keeps_it_when_it_resumes(self) -> None:
         for asked in ({}, {"revision": "v1.0"}, {"revision": None}):
             tree, unresolved = conf(**asked), conf(**asked)
-            pinned(tree, unresolved, conf(), find=found)
+            pin_revisions(tree, unresolved, conf(), find=found)
             assert tree == unresolved == conf(revision="b" * 40)
         tree = conf()
-        pinned(tree, conf(), conf(), conf(revision="d" * 40), found)
-        assert recorded(tree) == {"models.net": {"repository": "org/bert", "kind": "model", "revision": "d" * 40}}
+        pin_revisions(tree, conf(), conf(), conf(revision="d" * 40), found)
+        assert repositories_of(tree) == {
+            "models.net": {"repository": "org/bert", "kind": "model", "revision": "d" * 40}
+        }
         with pytest.raises(ConfigError, match=r"models.net: the Hub cannot be reached"):
-            pinned(conf(), conf(), conf(), find=missing)
+            pin_revisions(conf(), conf(), conf(), find=missing)
         with pytest.raises(ConfigError, match=r"models.net.revision is 5, which is no text; write it in quotes"):
-            pinned(conf(revision=5), conf(), conf())
+            pin_revisions(conf(revision=5), conf(), conf())
 
     def test_the_commit_in_the_file_is_not_that_of_a_repository_that_an_override_names(self) -> None:
         file, chosen = conf(revision="b" * 40), {"pretrained_model_name_or_path": "org/gpt"}
         for revision, commit in (("b" * 40, "a" * 40), ("c" * 40, "c" * 40)):
             tree = conf(**chosen, revision=revision)
-            pinned(tree, conf(**chosen), file, find=found)
+            pin_revisions(tree, conf(**chosen), file, find=found)
             assert tree == conf(**chosen, revision=commit)
 
 
@@ -502,7 +504,7 @@ def test_a_folder_that_does_not_exist_is_one_line(revision: str | None, tmp_path
     tree = {"models": {"net": node | ({"revision": revision} if revision else {})}}
     file = {"models": {"net": {**tree["models"]["net"], "pretrained_model_name_or_path": "org/bert"}}}
     with pytest.raises(ConfigError) as caught:
-        pins.pinned(tree, tree, file)
+        pins.pin_revisions(tree, tree, file)
     cure = "name another, or a repository of the Hugging Face Hub"
     assert str(caught.value) == f"models.net: there is no folder {tmp_path}/none with a model; {cure}"
     assert [pin.repository for pin in pins.pins({"_target_": "datasets.load_dataset", "path": "./none"})] == []
@@ -529,7 +531,7 @@ def test_a_node_is_looked_up_with_its_own_token_and_cache(
     commit = pins.commit_of(Pin("tools.it", chosen, "alice/own", "model"))
     assert re.fullmatch("[0-9a-f]{40}", commit)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    pins._looked_up.cache_clear()
+    pins._look_up.cache_clear()
     assert pins.commit_of(Pin("tools.it", chosen, "alice/own", "model")) == commit
     with pytest.raises(ConfigError, match="is not in the cache"):
         pins.commit_of(Pin("tools.it", {"token": "token-alice"}, "alice/own", "model"))

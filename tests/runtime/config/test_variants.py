@@ -278,7 +278,7 @@ class TestPatches:
         assert loaded(conf, "models.net.width=7", "models.net=wide").tree["models"]["net"] == net | {"width": 7}
         both = loaded(conf, "models=both").tree["models"]
         assert both == {"_target_": f"{HERE}.Models", "net": net, "spare": net | {"width": 5}}
-        text = origins.shown(conf, Description(Experiment).tree, ["models.net=wide"], "models.net", as_json=False)
+        text = origins.dump(conf, Description(Experiment).tree, ["models.net=wide"], "models.net", as_json=False)
         assert f"width: 64 # {file} (default: 8)" in " ".join(text.split())
 
     def test_it_changes_a_variant_that_conf_yaml_names(self, conf: Path) -> None:
@@ -452,7 +452,7 @@ def test_problems_name_the_file_they_are_in(conf: Path) -> None:
 
 class TestOrigins:
     def changed(self, conf: Path, *overrides: str) -> dict[str, Any]:
-        text = origins.shown(conf, Description(Experiment).tree, overrides, None, as_json=True)
+        text = origins.dump(conf, Description(Experiment).tree, overrides, None, as_json=True)
         return {
             name: entry["from"].replace(f"{conf.parent}/", "") for name, entry in json.loads(text)["changed"].items()
         }
@@ -496,11 +496,11 @@ class TestOrigins:
         }
 
     def test_as_comments(self, conf: Path) -> None:
-        text = origins.shown(conf, Description(Experiment).tree, ["models.net=small"], "models.net", as_json=False)
+        text = origins.dump(conf, Description(Experiment).tree, ["models.net=small"], "models.net", as_json=False)
         small = conf.parent / "variants" / "models.net" / "small.yaml"
         assert text.splitlines()[0] == f'_target_: {HERE}.Net  # {small} (default: "{HERE}.Net")'
         assert text.splitlines()[1].split() == ["width:", "2", "#", str(small), "(default:", "8)"]
-        text = origins.shown(conf, Description(Experiment).tree, ["models.net=deep"], "models.net", as_json=False)
+        text = origins.dump(conf, Description(Experiment).tree, ["models.net=deep"], "models.net", as_json=False)
         assert text.splitlines()[1].split() == ["depth:", "18", "#", str(small.with_name("deep.yaml"))]
 
 

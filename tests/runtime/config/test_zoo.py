@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.equality import unlike
-from mlx_runtime.config.binding.expressions import recorded_default
+from mlx_runtime.config.binding.expressions import record_default
 from mlx_runtime.config.building import build, declare
 from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.config.constructors.signatures import groups
-from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.errors import BindError
 
 pytestmark = pytest.mark.pure
@@ -48,7 +48,7 @@ def bound_text(group: type, tmp_path: Path) -> str:
 def declared(group: type) -> Any:
     default = inspect.signature(group).parameters["it"].default
     if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
-        recorded = recorded_default(group, "it")
+        recorded = record_default(group, "it")
         assert recorded is not None
         return recorded[0]
     return default
@@ -74,7 +74,7 @@ class Catch:
 @pytest.mark.filterwarnings("ignore")  # libraries deprecate much of their API
 @pytest.mark.parametrize("group", KEPT, ids=lambda group: group.__name__)
 def test_kept(group: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = parsed(bound_text(group, tmp_path))
+    tree = parse_config(bound_text(group, tmp_path))
     problems = list(Checker().check(tree, groups(experiment(group)), TrainConfig))
     assert "???" in str(tree) or not problems
     node = tree["tools"]
@@ -118,6 +118,6 @@ def test_the_zoo_is_large_and_binding_loads_no_data() -> None:
 )
 def test_hydra_reads_the_nodes_as_we_do(group: type, tmp_path: Path) -> None:
     text = bound_text(group, tmp_path)
-    ours = build(parsed(text)["tools"]["it"])
+    ours = build(parse_config(text)["tools"]["it"])
     theirs = hydra_zen.instantiate(OmegaConf.create(text).tools.it, _convert_="all")
     assert unlike(ours, lambda: theirs) is None

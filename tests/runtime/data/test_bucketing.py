@@ -8,7 +8,7 @@ import torch
 from test_loaders import Rows, shard
 
 from mlx_runtime.data.loaders import Loader
-from mlx_runtime.data.sampling import GROUPS, ShardPlan, grouped_by_length
+from mlx_runtime.data.sampling import GROUPS, ShardPlan, group_by_length
 from mlx_runtime.errors import DatasetError
 
 pytestmark = pytest.mark.pure
@@ -47,16 +47,16 @@ def padding(batches: Sequence[Sequence[int]]) -> float:
 @pytest.mark.parametrize("seed", [None, 3])
 def test_an_order_stays_a_permutation(rows: int, seed: int | None) -> None:
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    grouped = grouped_by_length(order, LENGTHS, 8, seed)
+    grouped = group_by_length(order, LENGTHS, 8, seed)
     assert grouped.sort().values.tolist() == list(range(rows))
-    assert torch.equal(grouped, grouped_by_length(order, LENGTHS, 8, seed))
+    assert torch.equal(grouped, group_by_length(order, LENGTHS, 8, seed))
     rest = rows % 8
     assert grouped[rows - rest :].tolist() == order[rows - rest :].tolist()
 
 
 def test_rows_of_a_window_stay_in_it_without_a_seed() -> None:
     window = 8 * GROUPS
-    grouped = grouped_by_length(torch.arange(984), LENGTHS, 8, None)
+    grouped = group_by_length(torch.arange(984), LENGTHS, 8, None)
     for start in range(0, 984, window):
         part = grouped[start : start + window]
         assert part.sort().values.tolist() == list(range(start, min(start + window, 984)))

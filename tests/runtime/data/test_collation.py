@@ -8,7 +8,7 @@ import torch
 from test_loaders import shard
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.data.collation import stacked
+from mlx_runtime.data.collation import stack
 from mlx_runtime.errors import DatasetError
 
 pytestmark = pytest.mark.pure
@@ -31,7 +31,7 @@ def test_numbers_of_one_shape_are_stacked_and_the_rest_stays_as_it_is() -> None:
         }
         for row in range(2)
     ]
-    batch = stacked(rows, [4, 7], "train")
+    batch = stack(rows, [4, 7], "train")
     shapes = {key: (value.dtype, tuple(value.shape)) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     assert shapes == {
         "tensor": (torch.bfloat16, (2, 2)),
@@ -49,8 +49,8 @@ def test_numbers_of_one_shape_are_stacked_and_the_rest_stays_as_it_is() -> None:
 @pytest.mark.parametrize(("first", "shape"), [([], r"\(0,\)"), ([[]], r"\(1, 0\)")])
 def test_a_first_row_that_is_empty_does_not_hide_the_values_of_others(first: list[Any], shape: str) -> None:
     with pytest.raises(DatasetError, match=rf"row 9 has 'x' of shape .*, but row 3 has {shape}. Pad"):
-        stacked([{"x": first}, {"x": [[1]] if first else [1, 1]}], [3, 9], "train")
-    assert stacked([{"x": first}] * 2, [3, 9], "train")["x"].numel() == 0
+        stack([{"x": first}, {"x": [[1]] if first else [1, 1]}], [3, 9], "train")
+    assert stack([{"x": first}] * 2, [3, 9], "train")["x"].numel() == 0
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_first_row_that_is_empty_does_not_hide_the_values_of_others(first: lis
 def test_a_row_that_does_not_fit_is_named_in_one_line(odd: Any, message: str, kind: Any) -> None:
     rows = [{"x": kind([1, 2, 3])}, {"x": kind([4, 5, 6])}, odd]
     with pytest.raises(DatasetError, match=message) as caught:
-        stacked(rows, [3, 5, 9], "train")
+        stack(rows, [3, 5, 9], "train")
     assert "\n" not in str(caught.value)
 
 

@@ -22,7 +22,7 @@ from mlx_runtime.companions.sharding import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoints import store
-from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merged, state_of
+from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merge_ranks, state_of
 from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder
@@ -556,7 +556,7 @@ def test_metrics_of_several_ranks_merge_into_one() -> None:
     for seed, rank in enumerate(ranks):
         update(rank, seed)
         update(whole, seed)
-    states = merged([state_of(rank)[0] for rank in ranks], whole)
+    states = merge_ranks([state_of(rank)[0] for rank in ranks], whole)
     assert set(vars(whole)) - set(states) == {"pearson"}  # its states have a custom reduction
     one = some_metrics()
     load_into(one, states, "metrics", only=set(states))

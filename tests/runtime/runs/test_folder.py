@@ -18,7 +18,7 @@ from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.lookup import StoragePath
-from mlx_runtime.runs.records import recorded
+from mlx_runtime.runs.records import load_record
 from mlx_runtime.storage import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.training import request
@@ -164,7 +164,7 @@ def test_a_run_whose_record_is_a_pipe_is_found_by_its_path(tmp_path: Path) -> No
     os.mkfifo(run.record)
     assert named_run(run.location, "elsewhere", "other") == run
     with pytest.raises(StorageError, match="run.json: it is not a regular file"):
-        recorded(run)
+        load_record(run)
 
 
 @pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])

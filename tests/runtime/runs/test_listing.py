@@ -369,7 +369,7 @@ def test_living_runs_are_joined_with_their_jobs(made: Made, cluster: str) -> Non
         made(status="RUNNING", **driver, job={"id": "mlx-1", "address": "http://127.0.0.1:9"}),  # it is gone
         made(status="SUCCEEDED", **driver, job={"id": "mlx-1", "address": cluster}),
     ]
-    runs[1].record.write_text(json.dumps(records.recorded(runs[1]) | {"heartbeat": ago(1_000)}))
+    runs[1].record.write_text(json.dumps(records.load_record(runs[1]) | {"heartbeat": ago(1_000)}))
     assert [row.status for row in listing.list_rows(ask=job_statuses)] == [
         "FAILED",
         "PENDING",
@@ -392,7 +392,7 @@ class TestLogs:
     @pytest.fixture
     def run(self, made: Made, driver: subprocess.Popen) -> RunFolder:
         """A running run that has printed one line."""
-        process = {"pid": driver.pid, "pid_started": leases._started(driver.pid)}
+        process = {"pid": driver.pid, "pid_started": leases._start_time(driver.pid)}
         folder = made(status="RUNNING", **leases.this_process() | process)
         (folder.path / "logs").mkdir()
         (folder.path / "logs/driver.log").write_text("one\n")
@@ -411,7 +411,7 @@ class TestLogs:
                 with (run.path / "logs/driver.log").open("a") as log:
                     log.write(["two\n", "three\n"][len(told) - 1])  # the last line after the end is recorded
             if len(told) == 1:
-                records.Record(run, records.recorded(run)).finish(status)
+                records.Record(run, records.load_record(run)).finish(status)
             if len(told) == 3:
                 driver.kill() if status != "SUCCEEDED" else driver.stdin and os.write(driver.stdin.fileno(), b"\n")
 
@@ -632,11 +632,11 @@ class TestRm:
         done = mlx(tmp_path, "xp", "rm", "digits", "1", "-y", MLX_STORAGE=storage)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "error: digits run_001 is RUNNING; stop it first: mlx xp stop digits run_001\n"
-        assert records.recorded(folder)["status"] == "RUNNING"
+        assert records.load_record(folder)["status"] == "RUNNING"
 
     def test_one_whose_job_waits_is_refused(self, made: Made, cluster: str) -> None:
         folder = made(status="PENDING", boot="elsewhere", job={"id": "mlx-2", "address": cluster})
-        folder.record.write_text(json.dumps(records.recorded(folder) | {"heartbeat": ago(1_000)}))
+        folder.record.write_text(json.dumps(records.load_record(folder) | {"heartbeat": ago(1_000)}))
         with pytest.raises(UsageError, match="digits run_001 is PENDING; stop it first"):
             removal.plan_run(resolve_run("digits", "1"), job_statuses)
 
@@ -666,7 +666,7 @@ class TestRm:
     def test_one_that_has_changed_while_it_was_asked_about_stays(self, made: Made, fields: dict[str, Any]) -> None:
         folder = made(status="FAILED")
         found = removal.plan_run(resolve_run("digits", "1"))
-        folder.record.write_text(json.dumps(records.recorded(folder) | fields))
+        folder.record.write_text(json.dumps(records.load_record(folder) | fields))
         with pytest.raises(UsageError, match=r"is RUNNING; stop it first|has changed since it was measured"):
             removal.remove_run(found)
         assert folder.record.is_file()

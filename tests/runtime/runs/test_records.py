@@ -115,7 +115,7 @@ class TestOneDriver:
 
     def test_the_living_is_left_alone(self, run: RunFolder) -> None:
         records.Record(run, status="RUNNING", **leases.this_process())
-        assert records.status_of(records.recorded(run)) == "RUNNING"
+        assert records.status_of(records.load_record(run)) == "RUNNING"
         with pytest.raises(
             UsageError, match=r"digits run_001 is being trained by process \d+ on .* mlx xp stop digits"
         ):
@@ -124,22 +124,22 @@ class TestOneDriver:
     @pytest.mark.process
     def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
         with subprocess.Popen(["sleep", "9"]) as process:
-            started = leases._started(process.pid)
+            started = leases._start_time(process.pid)
             process.kill()
         records.Record(run, status="RUNNING", **leases.this_process() | {"pid": process.pid, "pid_started": started})
-        assert records.status_of(records.recorded(run)) == "STALE"
+        assert records.status_of(records.load_record(run)) == "STALE"
         assert records.take_over(run) == 2
 
     def test_another_process_with_its_number_is_not_taken_for_it(self, run: RunFolder) -> None:
         records.Record(run, status="RUNNING", **leases.this_process() | {"pid_started": "1"})
-        assert records.status_of(records.recorded(run)) == "STALE"
+        assert records.status_of(records.load_record(run)) == "STALE"
 
     @pytest.mark.parametrize(("age", "status"), [(5, "RUNNING"), (61, "STALE")])
     def test_of_another_machine_the_heartbeat_counts(self, run: RunFolder, age: int, status: str) -> None:
         records.Record(run, status="RUNNING", **leases.this_process() | {"boot": "elsewhere"})
         then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=age)
-        run.record.write_text(json.dumps(records.recorded(run) | {"heartbeat": then.isoformat()}))
-        assert records.status_of(records.recorded(run)) == status
+        run.record.write_text(json.dumps(records.load_record(run) | {"heartbeat": then.isoformat()}))
+        assert records.status_of(records.load_record(run)) == status
 
     def test_of_two_that_follow_one_wins(self, run: RunFolder) -> None:
         records.Record(run, status="STOPPED")
@@ -161,7 +161,7 @@ class TestOneDriver:
         records.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
         before = run.record.read_bytes()
         number = records.take_over(run)
-        record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=number)
+        record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
         record.update(device="cpu")
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
             records.take_over(run)
@@ -189,7 +189,7 @@ class TestOneDriver:
     def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
         number = records.take_over(run)
-        record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=number)
+        record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(xp.stop, str(run.path), "latest")
             while not run.asked_to_stop() and not stopped.done():
@@ -201,11 +201,11 @@ class TestOneDriver:
 
     def test_a_job_that_fails_to_resume_puts_the_record_back(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
-        before, text = records.recorded(run), run.record.read_bytes()
+        before, text = records.load_record(run), run.record.read_bytes()
         records.Record(run, before, **{records.REPLACED: before}, status="PENDING", job={"id": "x", "address": "y"})
-        assert records.recorded(run)["status"] == "PENDING"
+        assert records.load_record(run)["status"] == "PENDING"
         run.claim_attempt(2)
-        record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=2)
+        record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=2)
         record.withdraw()
         assert run.record.read_bytes() == text
 
@@ -224,11 +224,11 @@ class TestOneDriver:
         def freeze() -> None:
             look()
             assert records.take_over(run) == 2
-            records.Record(run, records.recorded(run), status="RUNNING", attempt=2)
+            records.Record(run, records.load_record(run), status="RUNNING", attempt=2)
 
         first._check_ours = freeze  # type: ignore[method-assign]
         first.update(status="FAILED")
-        assert (records.recorded(run)["status"], records.recorded(run)["attempt"]) == ("RUNNING", 2)
+        assert (records.load_record(run)["status"], records.load_record(run)["attempt"]) == ("RUNNING", 2)
         assert [path.name for path in run.path.glob(".run.json.*")] == []
 
     def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +254,12 @@ class TestOneDriver:
         record = records.Record(run, status="RUNNING")
         record.disown()
         record.finish("SUCCEEDED")
-        assert records.recorded(run)["status"] == "RUNNING"
+        assert records.load_record(run)["status"] == "RUNNING"
 
     def test_one_that_was_followed_writes_no_more(self, run: RunFolder) -> None:
         first = records.Record(run, status="RUNNING", attempt=1)
-        second = records.Record(run, records.recorded(run), status="RUNNING", attempt=2 * run.claim_attempt(2))
+        second = records.Record(run, records.load_record(run), status="RUNNING", attempt=2 * run.claim_attempt(2))
         first.finish("FAILED")
-        assert records.recorded(run)["status"] == "RUNNING"
+        assert records.load_record(run)["status"] == "RUNNING"
         second.finish("SUCCEEDED")
-        assert records.recorded(run)["status"] == "SUCCEEDED"
+        assert records.load_record(run)["status"] == "SUCCEEDED"

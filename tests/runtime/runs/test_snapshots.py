@@ -136,8 +136,8 @@ def test_a_snapshot_holds_what_is_tracked_imported_or_listed(in_git: bool, tmp_p
 
 def test_stored_code_is_imported_once_unpacked(tmp_path: Path, run: RunFolder) -> None:
     snapshots.store(project(tmp_path / "here", 7), run)
-    folder = snapshots.unpacked(run)
-    assert snapshots.unpacked(run) == folder
+    folder = snapshots.unpack(run)
+    assert snapshots.unpack(run) == folder
     assert build(snapshots.private({"_target_": "src.models.Net"}, folder), "models").width == 7
 
 
@@ -146,7 +146,7 @@ def test_no_or_damaged_code_is_one_line(content: bytes | None, message: str, run
     if content is not None:
         (run.path / "code.zip").write_bytes(content)
     with pytest.raises(MlxError, match=message):
-        snapshots.unpacked(run)
+        snapshots.unpack(run)
 
 
 def test_a_listed_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:

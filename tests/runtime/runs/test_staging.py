@@ -60,7 +60,7 @@ def test_states_of_a_gpu_share_memory_one_after_the_other(monkeypatch: pytest.Mo
     for number in range(2):
         staging.begin()
         tensors = [on_gpu(number, 1), on_gpu(number, 2)]
-        copies.append(staging.copied({"net": tensors, "epoch": number, "ones": torch.ones(1)}))
+        copies.append(staging.copy_tree({"net": tensors, "epoch": number, "ones": torch.ones(1)}))
         staging.end()
         assert [item.tolist() for item in copies[-1]["net"]] == [[number, 1], [number, 2]]
         assert copies[-1]["epoch"] == number
@@ -78,7 +78,7 @@ def test_what_a_state_does_not_need_any_more_is_freed(monkeypatch: pytest.Monkey
     staging = Staging()
     for tensors in ([on_gpu(1), on_gpu(2)], [on_gpu(1, 2)], [on_gpu(1)]):
         staging.begin()
-        staging.copied(tensors)
+        staging.copy_tree(tensors)
         staging.end()
     held = [item for group in (staging._free, staging._used) for items in group.values() for item in items]
     assert sorted(len(item) for item in held) == [1, 2]  # the state before, and this one

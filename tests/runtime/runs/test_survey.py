@@ -29,7 +29,7 @@ from mlx_runtime.runs.outputs import removal
 from mlx_runtime.runs.outputs.removal import refuse_in_use, remove
 from mlx_runtime.runs.outputs.usage import Survey, survey
 from mlx_runtime.runs.queries.lookup import StoragePath
-from mlx_runtime.storage import documents, joined, leases, storage_at, to_json
+from mlx_runtime.storage import documents, join_path, leases, storage_at, to_json
 
 pytestmark = pytest.mark.pure
 
@@ -169,7 +169,7 @@ def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     done = mlx(tmp_path, "data", "show", "--json", "--depth", "0", "data/digits", MLX_STORAGE=root)
     assert json.loads(done.stdout) == {"name": "digits", "kind": "folder", "size_bytes": 5000, "files": 4}
     done = mlx(tmp_path, "data", "show", "data/digitz", MLX_STORAGE=root)
-    where = joined(root, "data", "digitz")
+    where = join_path(root, "data", "digitz")
     assert (done.returncode, done.stderr) == (2, f"error: there is no {where}. Did you mean 'digits'?\n")
     done = mlx(tmp_path, "data", "show")
     assert done.returncode == 2
@@ -232,7 +232,7 @@ def test_the_storage_itself_is_refused(folder: Path, path: str) -> None:
 
 
 def test_paths_that_lead_into_the_storage_are_understood(root: str) -> None:
-    for path in ("data/digits", "data/./digits/", joined(root, "data", "digits")):
+    for path in ("data/digits", "data/./digits/", join_path(root, "data", "digits")):
         assert StoragePath.parse(root, path).parts == ("data", "digits")
 
 
@@ -312,7 +312,7 @@ def test_it_asks_and_takes_no_for_an_answer(folder: Path, mlx: Mlx) -> None:
 @pytest.mark.process
 def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     done = mlx(tmp_path, "data", "rm", "--yes", "data/digits", MLX_STORAGE=root)
-    where = joined(root, "data", "digits")
+    where = join_path(root, "data", "digits")
     assert (done.returncode, done.stdout) == (0, f"removed {where}, 4 files, 5.0 kB\n"), done.stderr
     assert files(root) == []
 

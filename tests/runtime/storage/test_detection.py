@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mlx_runtime.storage.secrets import detection
-from mlx_runtime.storage.secrets.redaction import redacted, redacted_override, redacted_tree
+from mlx_runtime.storage.secrets.redaction import redact, redact_override, redact_tree
 
 pytestmark = pytest.mark.pure
 
@@ -204,20 +204,20 @@ HARMLESS = [
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_secret_is_recognized(name: str) -> None:
     text, secret = PLANTED[name]
-    shown = redacted(f"before\n{text}\nafter")
+    shown = redact(f"before\n{text}\nafter")
     assert secret not in shown
     assert shown.startswith("before\n")
     assert shown.endswith("\nafter")
-    assert redacted(shown) == shown
+    assert redact(shown) == shown
     if name.startswith("override"):
-        assert secret not in redacted_override(text)
+        assert secret not in redact_override(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_is_harmless_stays(text: str) -> None:
-    assert redacted(f"before\n{text}\nafter") == f"before\n{text}\nafter"
-    assert redacted_override(text) == text
-    assert redacted_tree([text]) == [text]
+    assert redact(f"before\n{text}\nafter") == f"before\n{text}\nafter"
+    assert redact_override(text) == text
+    assert redact_tree([text]) == [text]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def test_what_is_harmless_stays(text: str) -> None:
     ],
 )
 def test_keys_that_are_harmless_keep_their_values(tree: object) -> None:
-    assert redacted_tree(tree) == tree
+    assert redact_tree(tree) == tree
 
 
 @pytest.mark.parametrize("key", ["token", "access", "hf_token", "db_pass", "clientSecret", "webhook_url", "headers"])
 def test_values_of_a_config(key: str) -> None:
     value: object = {"Authorization": f"Token {KEY}"} if key == "headers" else KEY
-    assert KEY not in str(redacted_tree({"tools": {"client": {key: value}}}))
+    assert KEY not in str(redact_tree({"tools": {"client": {key: value}}}))
 
 
 def test_names_in_code_are_not_secrets() -> None:

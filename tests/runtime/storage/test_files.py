@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.storage import leases
-from mlx_runtime.storage.files import Storage, joined, parent_of, size_text, storage_at
+from mlx_runtime.storage.files import Storage, join_path, parent_of, size_text, storage_at
 
 pytestmark = pytest.mark.pure
 
@@ -65,7 +65,7 @@ def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
 
 
 def test_options_stay_at_the_end_of_a_uri() -> None:
-    assert joined("s3://bucket/runs?region=x", "a", "b") == "s3://bucket/runs/a/b?region=x"
+    assert join_path("s3://bucket/runs?region=x", "a", "b") == "s3://bucket/runs/a/b?region=x"
     storage, name = parent_of("file:///tmp/runs/digits/")
     assert (storage.path, name) == ("/tmp/runs", "digits")
     assert [parent_of(path)[1] for path in ("digits", "/a/digits", "a/digits/")] == ["digits"] * 3

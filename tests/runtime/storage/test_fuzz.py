@@ -25,9 +25,9 @@ from torch import nn
 
 from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
 from mlx_runtime.cli import mlx as command
-from mlx_runtime.companions.notebook.cells import Cell, placed
+from mlx_runtime.companions.notebook.cells import Cell, insert_cell
 from mlx_runtime.companions.prepared.store import Manifest
-from mlx_runtime.companions.sharding import Shards
+from mlx_runtime.companions.sharding import ShardedTensors
 from mlx_runtime.companions.sweeps import open_sweep, space
 from mlx_runtime.errors import ConfigError, MlxError, StorageError
 from mlx_runtime.runs import RunFolder, checkpoints, records, snapshots
@@ -356,7 +356,7 @@ def test_sweeps(storage: Path, tmp_path: Path) -> None:
 
 def test_indexes_and_manifests(tmp_path: Path) -> None:
     def act(content: bytes | str) -> None:
-        for read in (lambda: Shards(storage_at(str(tmp_path)), "a", content), lambda: Manifest.parsed(content)):
+        for read in (lambda: ShardedTensors(storage_at(str(tmp_path)), "a", content), lambda: Manifest.parse(content)):
             problem = ""
             try:
                 read()  # type: ignore[no-untyped-call]
@@ -410,7 +410,7 @@ def test_cells() -> None:
         cells: list[Cell] = []
         for text in (first, second):
             with contextlib.suppress(SyntaxError):
-                cells = placed(cells, Cell(text))
+                cells = insert_cell(cells, Cell(text))
         compile("\n\n".join(cell.text for cell in cells), "", "exec", ast.PyCF_ONLY_AST)
 
 
@@ -497,7 +497,7 @@ def test_names_in_documents(tmp_path: Path) -> None:
     def shards(name: Any, file: Any) -> None:
         chunk = tensor["chunks"][0] | {"file": name}
         index = {"tensors": {"t": tensor | {"chunks": [chunk]}}, "files": {file: whole}}
-        Shards(storage_at(str(tmp_path)), "a", json.dumps(index).encode())
+        ShardedTensors(storage_at(str(tmp_path)), "a", json.dumps(index).encode())
 
     def checkpoint(field: str, name: Any) -> None:
         (tmp_path / "a").mkdir(exist_ok=True)
@@ -506,7 +506,7 @@ def test_names_in_documents(tmp_path: Path) -> None:
             raise ValueError
 
     def record(**fields: Any) -> None:
-        records.parsed(json.dumps(RECORD | fields).encode())
+        records.parse_record(json.dumps(RECORD | fields).encode())
 
     readers: dict[str, Callable[[Any], object]] = {
         "experiment": lambda name: record(experiment=name),
@@ -517,8 +517,8 @@ def test_names_in_documents(tmp_path: Path) -> None:
         "index": lambda name: checkpoint("index", name),
         "part": lambda name: shards(name, "s"),
         "parts": lambda name: shards("s", name),
-        "dataset": lambda name: Manifest.parsed(json.dumps(manifest | {"name": name, "columns": {}}).encode()),
-        "column": lambda name: Manifest.parsed(
+        "dataset": lambda name: Manifest.parse(json.dumps(manifest | {"name": name, "columns": {}}).encode()),
+        "column": lambda name: Manifest.parse(
             json.dumps(manifest | {"columns": {"x": [name, "float32", []]}}).encode()
         ),
     }
@@ -546,14 +546,14 @@ def test_names_in_stored_code(storage: Path, tmp_path: Path) -> None:
             continue
         archive(**{"src/__init__.py": b"", name: b"theirs"})
         with pytest.raises(StorageError, match=r"code\.zip is damaged: it names .*, which is not a path below"):
-            snapshots.unpacked(RunFolder(folder))
+            snapshots.unpack(RunFolder(folder))
     archive(**{"src/big.py": bytes(snapshots.ALL_BYTES + 1)})
     with pytest.raises(StorageError, match="damaged: its files have more than"):
-        snapshots.unpacked(RunFolder(folder))
+        snapshots.unpack(RunFolder(folder))
     for content in (b"", b"PK", b"PK\5\6" + bytes(18)[:7], (folder / snapshots.CODE).read_bytes()[:-30]):
         (folder / snapshots.CODE).write_bytes(content)
         with pytest.raises(StorageError):
-            snapshots.unpacked(RunFolder(folder))
+            snapshots.unpack(RunFolder(folder))
     (folder / snapshots.CODE).unlink()
     assert {path: facts[2] for path, facts in hostile.tree(tmp_path).items()} == {
         path: facts[2] for path, facts in before.items()

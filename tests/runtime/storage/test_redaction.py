@@ -15,7 +15,7 @@ from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs import versions as provenance
 from mlx_runtime.storage.secrets import redaction
 from mlx_runtime.storage.secrets.detection import is_secret
-from mlx_runtime.storage.secrets.redaction import filled, hidden_texts, redacted, redacted_override, redacted_tree
+from mlx_runtime.storage.secrets.redaction import hidden_texts, redact, redact_override, redact_tree, unredact
 
 pytestmark = pytest.mark.pure
 
@@ -31,12 +31,12 @@ SECRET = "hunter2-tell-nobody"
 )
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
-    assert redacted_override(f"{name}={SECRET}") == f"{name}=…"
-    assert redacted_override(f"+{name}='{SECRET} and more'") == f"+{name}=…"
-    assert SECRET not in redacted(f"main.py a=1 {name}={SECRET} b=2")
-    assert SECRET not in redacted(f'+  "{name}": "{SECRET}",')
-    assert SECRET not in redacted(f"-{name}: {SECRET}\n")
-    assert redacted_tree({"a": {name.rpartition(".")[2]: SECRET}}) == {"a": {name.rpartition(".")[2]: "…"}}
+    assert redact_override(f"{name}={SECRET}") == f"{name}=…"
+    assert redact_override(f"+{name}='{SECRET} and more'") == f"+{name}=…"
+    assert SECRET not in redact(f"main.py a=1 {name}={SECRET} b=2")
+    assert SECRET not in redact(f'+  "{name}": "{SECRET}",')
+    assert SECRET not in redact(f"-{name}: {SECRET}\n")
+    assert redact_tree({"a": {name.rpartition(".")[2]: SECRET}}) == {"a": {name.rpartition(".")[2]: "…"}}
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_names_of_secrets(name: str) -> None:
     ],
 )
 def test_what_is_none_stays(text: str) -> None:
-    assert redacted(text) == text
-    assert redacted_override(text) == text
+    assert redact(text) == text
+    assert redact_override(text) == text
 
 
 @pytest.mark.parametrize(
@@ -68,21 +68,21 @@ def test_what_is_none_stays(text: str) -> None:
     ],
 )
 def test_secrets_are_seen_wherever_they_stand(text: str) -> None:
-    found = redacted(f"before {text} after")
+    found = redact(f"before {text} after")
     assert SECRET not in found
     assert found.startswith("before ")
     assert found.endswith(" after")
     assert "…" in found
-    assert redacted(found) == found
+    assert redact(found) == found
 
 
 def test_what_was_left_out_comes_back_where_nothing_has_changed() -> None:
     tree = {"a": {"password": "one", "url": "x://u:p@h"}, "n": [1, "two"], "gone": "three", "from": "env"}
-    shown = redacted_tree(tree) | {"from": "${oc.env:FROM}"}
+    shown = redact_tree(tree) | {"from": "${oc.env:FROM}"}
     assert hidden_texts(tree, shown) == {"one", "x://u:p@h", "env"}
-    assert filled(shown, shown, tree) == tree
+    assert unredact(shown, shown, tree) == tree
     saved: dict[str, Any] = json.loads(json.dumps(shown)) | {"n": [2], "old": 1}
-    assert filled(saved, shown, tree) == tree | {"n": [2], "old": 1}
+    assert unredact(saved, shown, tree) == tree | {"n": [2], "old": 1}
     assert redaction.secret_keys(tree) is not None
     assert list(redaction.secret_keys(tree)) == ["a.password", "a.url"]
     assert list(redaction.secret_keys({"url": "x://u:${oc.env:PASSWORD}@h"})) == []
@@ -113,7 +113,7 @@ def environment_of_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("environment_of_a_secret")
 def test_what_reads_the_environment_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = interpolation.parsed(CONF, environment=False)
+    kept = interpolation.parse_config(CONF, environment=False)
     assert kept == {
         "cfg": {
             "password": "${oc.env:MLX_TEST_SECRET}",
@@ -127,12 +127,12 @@ def test_what_reads_the_environment_is_kept_as_it_is(monkeypatch: pytest.MonkeyP
         },
         "models": {"token": "${oc.env:MLX_TEST_SECRET}", "width": 3},
     }
-    found = interpolation.parsed(CONF)
+    found = interpolation.parse_config(CONF)
     assert found["cfg"]["url"] == f"postgres://me:{SECRET}@host"
     assert (found["cfg"]["number"], found["cfg"]["group"]) == (7, {"token": SECRET, "width": 3})
     monkeypatch.delenv("MLX_TEST_SECRET")
-    assert interpolation.parsed(CONF)["models"] == {"token": "${oc.env:MLX_TEST_SECRET}", "width": 3}
-    assert interpolation.unset_variables(interpolation.parsed(CONF)["models"]) == {"MLX_TEST_SECRET"}
+    assert interpolation.parse_config(CONF)["models"] == {"token": "${oc.env:MLX_TEST_SECRET}", "width": 3}
+    assert interpolation.unset_variables(interpolation.parse_config(CONF)["models"]) == {"MLX_TEST_SECRET"}
 
 
 @pytest.mark.usefixtures("environment_of_a_secret")

@@ -29,7 +29,7 @@ def test_ignore_files_are_followed(tmp_path: Path) -> None:
     found = {str(path) for path, _ in upload.files}
     ignores = {".gitignore", "notes/.rayignore"}
     assert found - ignores == {"main.py", "src/a.py", "src/data/keep.csv", "notes/b.txt"}
-    with upload.staged() as staged:
+    with upload.stage() as staged:
         assert (staged / "src" / "a.py").read_text() == "src/a.py"
         assert (staged / "mlx_runtime" / "cli" / "train.py").is_file()
         assert not list(staged.rglob("*.pyc"))
@@ -41,7 +41,7 @@ def test_a_file_that_was_removed_since_is_left_out(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     upload = Upload.of(tmp_path)
     (tmp_path / ".main.py.swp").unlink()
-    with upload.staged() as staged:
+    with upload.stage() as staged:
         assert [path.name for path in staged.glob("*main*")] == ["main.py"]
 
 
@@ -53,7 +53,7 @@ def put(folder: Path, *names: str) -> None:
 
 def uploaded(folder: Path) -> set[str]:
     """Return the files that a cluster would receive, from a real copy."""
-    with Upload.of(folder).staged() as staged:
+    with Upload.of(folder).stage() as staged:
         files = [path for path in staged.rglob("*") if path.is_file()]
         return {str(path.relative_to(staged)) for path in files if path.relative_to(staged).parts[0] != "mlx_runtime"}
 

@@ -71,7 +71,7 @@ def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool
 def value_of(metric: Any, name: str, states: list[Snapshot]) -> dict[str, float] | None:
     """Return the value over all workers, or None if the metric has seen no data."""
     synced = SyncedMetric(metric)
-    merged = synced.merged(name, states)
+    merged = synced.merge(name, states)
     return None if merged is None else synced.value(name, merged)
 
 

@@ -19,11 +19,11 @@ from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.storage import joined
+from mlx_runtime.storage import join_path
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.tables import CSV
-from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, remembered
+from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, read_or_create
 
 pytestmark = pytest.mark.pure
 
@@ -153,7 +153,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def save(root: str, tracking: ReportWriter, epoch: int, accuracy: float | None, *, finished: bool = True) -> None:
     item = CheckpointInfo(epoch, finished, 10, {} if accuracy is None else {"acc": accuracy})
     CheckpointStore(root).save({"epoch": epoch}, item)
-    tracking.trackers.handle(CheckpointSaved(epoch, finished, 10, joined(root, item.name), item.metrics))
+    tracking.trackers.handle(CheckpointSaved(epoch, finished, 10, join_path(root, item.name), item.metrics))
 
 
 @pytest.mark.process
@@ -342,6 +342,6 @@ def test_a_pipe_in_place_of_a_file_blocks_no_run(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not a regular file"):
         JSONL("more.jsonl").on_run_start(RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 2))
     with pytest.raises(OSError, match="not a regular file"):
-        remembered(tmp_path / "wandb-run-id", str)
+        read_or_create(tmp_path / "wandb-run-id", str)
     with Log(RunFolder(tmp_path)) as log:
         log.write("lost")

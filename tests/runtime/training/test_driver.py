@@ -24,7 +24,7 @@ import json, signal, sys, threading
 from mlx_runtime import connect, load_config
 from mlx_runtime.events import EpochEnded, RunEnded, StepProgress
 from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.planning import planned
+from mlx_runtime.training.planning import prepare_run
 from src.experiment import Experiment
 
 handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -50,7 +50,7 @@ def stop(event):
 
 VERB, STOP_AFTER, *overrides = sys.argv[1:]
 config = load_config(Experiment, overrides)
-with connect(config.cfg) as cluster, planned(Experiment, config, cluster) as plan:
+with connect(config.cfg) as cluster, prepare_run(Experiment, config, cluster) as plan:
     driver = Driver(plan, [stop])
     end = getattr(driver, VERB)
     if STOP_AFTER == "before":

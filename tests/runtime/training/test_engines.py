@@ -284,11 +284,11 @@ class TestGroupsOnGPUs:
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(topology, "_current", None)
         actor = actors._Worker(tmp_path)
-        place = actors.Place(0, 1, 0, *actor.address(serves=True))
-        with socket.create_connection((place.host, place.port), timeout=10):  # nobody else can take the port
-            actor.create(place, backend_of(use_gpu=True), torch.get_num_threads(), dict, (), {})
+        rendezvous = actors.Rendezvous(0, 1, 0, *actor.address(serves=True))
+        with socket.create_connection((rendezvous.host, rendezvous.port), timeout=10):  # nobody else can take the port
+            actor.create(rendezvous, backend_of(use_gpu=True), torch.get_num_threads(), dict, (), {})
         assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
-        assert options.pop("store").port == place.port
+        assert options.pop("store").port == rendezvous.port
         assert options == {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
 
 

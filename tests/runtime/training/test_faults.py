@@ -36,7 +36,7 @@ from faults import (
 )
 
 from mlx_runtime import open_run
-from mlx_runtime.storage import joined
+from mlx_runtime.storage import join_path
 
 pytestmark = [
     pytest.mark.kills,
@@ -352,7 +352,7 @@ class TestDataProcesses:
         options = ["datasets.train._target_=src.experiment.Table", "cfg.num_epochs=2", "cfg.checkpoint_every_steps=2"]
         assert mlx(undisturbed, "train", "run", *options).returncode == 0
         process = start(folder, "train", "run", *options, "cfg.pause_s=0.3", MLX_TEST_MARK=tmp_path.name)
-        for victim in ("ray::(MapWorker|.*Map|.*Read)", "ray::BlockAssigner"):
+        for victim in ("ray::(MapWorker|.*Map|.*Read)", "ray::StreamAssigner"):
             at = time.time()
             wait_for(lambda at=at: len(steps_of(folder, at)) > 4)
             os.kill(wait_for(lambda victim=victim: named(victim, tmp_path.name), every_s=0.001), signal.SIGKILL)
@@ -456,7 +456,7 @@ class TestObjectStore:
         done = mlx(elsewhere, "train", "run", "--resume", "cfg.pause_s=0", **settings)
         assert done.returncode == 0, done.stderr
         assert "restored  s3://bucket/runs-" in done.stdout
-        run = open_run(joined(storage, "faults", "run_001"))
+        run = open_run(join_path(storage, "faults", "run_001"))
         assert run.record["status"] == "SUCCEEDED"
         assert differences(plain(run.state()), final_state(run_of(whole_here))) == []
         copy = next((tmp_path / "b").glob("runs/*/faults/run_001"))
@@ -469,7 +469,7 @@ class TestObjectStore:
         storage = s3.format(f"two-{tmp_path.name}")
         done = mlx(folder, "train", "run", "cfg.num_epochs=2", f"cfg.storage_path='{storage}'", MLX_CACHE=str(tmp_path))
         assert done.returncode == 0, done.stderr
-        run = open_run(joined(storage, "faults", "run_001"))
+        run = open_run(join_path(storage, "faults", "run_001"))
         assert (run.record["status"], run.state()["epoch"]) == ("SUCCEEDED", 1)
         assert run.state("latest")["world_size"] == 2
 

@@ -147,7 +147,7 @@ def test_a_copy_for_a_checkpoint_is_of_before_the_next_update(device: str) -> No
     for number in range(3):
         weights.fill_(number)
         staging.begin()
-        copy = staging.copied({"net": weights})["net"]
+        copy = staging.copy_tree({"net": weights})["net"]
         staging.end()
         weights.fill_(-1)
         staging.wait()
@@ -161,7 +161,7 @@ def test_random_numbers_continue(device: str) -> None:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     randomness.seed_everything(3)
     state = randomness.random_state_dict(place)
-    with randomness.seeded(5):
+    with randomness.temporary_seed(5):
         torch.rand(2, device=place)
     wanted = torch.rand(2, device=place), torch.rand(2)
     randomness.load_random_state_dict(state, place)

@@ -28,7 +28,7 @@ from mlx_runtime.runs import RunFolder
 from mlx_runtime.sections import Sharding
 from mlx_runtime.training.engines.local import _ProcessDied
 from mlx_runtime.training.loop.memory import memory_needs, out_of_memory, snapshot, ways_to_save
-from mlx_runtime.training.loop.worker import _needed_here, loop_errors
+from mlx_runtime.training.loop.worker import _needs_here, loop_errors
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.processes import children as processes
 from mlx_runtime.training.processes.children import memory_kills
@@ -133,7 +133,7 @@ class TestErrors:
     def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
         models, optimizers = groups()
         found = {"models": models, "optimizers": optimizers, "cfg": TrainConfig()}
-        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, partial(_needed_here, found)):
+        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, partial(_needs_here, found)):
             torch.empty(FULL)
         first, *_, needs, ways = str(error.value).splitlines()
         assert "tried to allocate" in first

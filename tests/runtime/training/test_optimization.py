@@ -88,7 +88,7 @@ def begin(tmp_path: Path) -> Begin:
         session = attach(module, tmp_path)
         for optimizer in vars(optimizers).values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: session.optimization.before_update(optimizer))
-            optimizer.register_step_post_hook(lambda *_: session.updated())
+            optimizer.register_step_post_hook(lambda *_: session.update_finished())
         session.begin()
         return module
 

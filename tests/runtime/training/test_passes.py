@@ -48,7 +48,7 @@ class TrackedLoader:
         self.loop, self.name = loop, name
 
     def __iter__(self) -> Iterator[int]:
-        self.loop.tracker.iterated(self.name)
+        self.loop.tracker.iterate(self.name)
         return self.read()
 
     def read(self) -> Iterator[int]:
@@ -457,7 +457,7 @@ class Training:
     def watched(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return an optimizer with the hooks that a worker registers for all of them."""
         optimizer.register_step_pre_hook(lambda item, *_: self.session.update_begins(item))
-        optimizer.register_step_post_hook(lambda *_: self.session.updated())
+        optimizer.register_step_post_hook(lambda *_: self.session.update_finished())
         return optimizer
 
     def step(self, batch: dict[str, torch.Tensor], sgd: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from conftest import Mlx, edit
 from test_kinds import without_streams
 
-from mlx_runtime.storage import joined, storage_at
+from mlx_runtime.storage import join_path, storage_at
 
 pytestmark = pytest.mark.process
 
@@ -170,7 +170,7 @@ class TestProfile:
         names = storage_at(storage).names("digits", "run_001", "profile")
         assert names == ["step_00000003.pt.trace.json"]
         trace = json.loads(storage_at(storage).read("digits", "run_001", "profile", names[0]))
-        place = joined(storage, "digits", "run_001", "profile", *names)
+        place = join_path(storage, "digits", "run_001", "profile", *names)
         assert f"profile   {place}; open it in" in done.stdout
         assert any(event.get("name") == "ProfilerStep#3" for event in trace["traceEvents"])
 

@@ -18,7 +18,7 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.loop.assembly import build_experiment
 from mlx_runtime.training.strategies.base import Strategy
-from mlx_runtime.training.strategies.blocks import planned_blocks, repeated_blocks, selected, without_shared
+from mlx_runtime.training.strategies.blocks import planned_blocks, repeated_blocks, select_modules, without_shared
 from mlx_runtime.training.strategies.ddp import DDP
 from mlx_runtime.training.strategies.selection import strategy_of
 
@@ -106,8 +106,8 @@ class TestBlocks:
         assert repeated_blocks(nn.Linear(2, 2)) == []
 
     def test_a_star_is_one_part_of_a_path(self) -> None:
-        assert selected(Deep(), "layers.*") == ["layers.0", "layers.1", "layers.2", "layers.3"]
-        assert selected(Deep(), "stages.?.[01].mlp") == ["stages.0.0.mlp", "stages.0.1.mlp", "stages.1.0.mlp"]
+        assert select_modules(Deep(), "layers.*") == ["layers.0", "layers.1", "layers.2", "layers.3"]
+        assert select_modules(Deep(), "stages.?.[01].mlp") == ["stages.0.0.mlp", "stages.0.1.mlp", "stages.1.0.mlp"]
 
     def test_a_plan_selects_by_patterns_or_by_a_function(self) -> None:
         assert planned_blocks(Deep(), ["head", "layers.[01]", "layers.0"], "plan") == ["head", "layers.0", "layers.1"]

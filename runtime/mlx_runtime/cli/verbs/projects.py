@@ -145,14 +145,14 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     experiment = main_class(AN_EXPERIMENT, folder)
     config.check(experiment, config.read(CONF, overrides, settings_of(experiment)), look=True)
     defaults = Description(experiment).tree
-    return binding.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
+    return binding.dump(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
 
 
 def settings(keys: Sequence[str]) -> Iterator[str]:
     """Yield lines about all settings in `cfg`, or only some keys: default, minimum and meaning."""
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config.binding import argument_texts
-    from mlx_runtime.config.constructors import base_of, groups, object_at, renamed, settings_of
+    from mlx_runtime.config.constructors import base_of, describe_move, groups, object_at, settings_of
     from mlx_runtime.training import minimums
 
     experiment = main_class(AN_EXPERIMENT, folder)
@@ -171,7 +171,7 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name not in known:
             near = suggest(name, known, "mlx train show --settings")
-            raise UsageError(renamed(f"cfg.{name}") or f"there is no setting {name!r}.{near}")
+            raise UsageError(describe_move(f"cfg.{name}") or f"there is no setting {name!r}.{near}")
     for name in known:
         if names and not any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
             continue
@@ -213,7 +213,7 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
     if code_of is not None:
         from mlx_runtime.runs import snapshots
 
-        folder = snapshots.unpacked(code_of)
+        folder = snapshots.unpack(code_of)
     cls = main_class(kind, folder)
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
         from mlx_runtime.training.engines import warm_up

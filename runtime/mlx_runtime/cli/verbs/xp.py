@@ -18,7 +18,7 @@ from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.runs import RunFolder, find_run, records
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
 from mlx_runtime.runs.queries import resolve_run, storage_root
-from mlx_runtime.storage import is_uri, joined, storage_at
+from mlx_runtime.storage import is_uri, join_path, storage_at
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.leases import is_alive
 
@@ -35,9 +35,9 @@ def stop(name: str, run: str) -> str:
     """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it. Return a line to print."""
     folder = resolve_run(name, run)
     title = f"{folder.experiment} {folder.name}"
-    record = records.recorded(folder)
+    record = records.load_record(folder)
     status = records.status_of(record, _job_status(record))
-    if status not in records.LIVING and not records.resuming(folder, record):
+    if status not in records.LIVING and not records.claiming_driver(folder, record):
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := _dashboard(record)) is not None:
         dashboard.stop(record["job"]["id"])
@@ -46,7 +46,7 @@ def stop(name: str, run: str) -> str:
         return f"{title} was STOPPED before it began"
     folder.ask_to_stop()
     deadline = time.monotonic() + STOP_S
-    while status in records.LIVING or records.resuming(folder, record):
+    while status in records.LIVING or records.claiming_driver(folder, record):
         if time.monotonic() > deadline:
             if (dashboard := _dashboard(record)) is None:
                 raise MlxError(
@@ -55,7 +55,7 @@ def stop(name: str, run: str) -> str:
             dashboard.stop(record["job"]["id"])
             return f"{title} did not end within {STOP_S} s; stopping its job"
         time.sleep(0.5)
-        record = records.recorded(folder)
+        record = records.load_record(folder)
         status = records.status_of(record)
     return f"{title} is {status}"
 
@@ -76,7 +76,7 @@ def logs(
     number of lines to start with.
     """
     folder = resolve_run(name, run)
-    record = records.recorded(folder)
+    record = records.load_record(folder)
     status = records.status_of(record, _job_status(record))
     code = 0 if follow is False else EXIT_CODES.get(status, 1)
     if follow is None:
@@ -98,7 +98,7 @@ def _stored_logs(
 ) -> int:
     seen, ended = 0, False
     while True:
-        record = records.recorded(folder)
+        record = records.load_record(folder)
         status = records.status_of(record)
         content = read_log(folder, rank)
         if content is None and not (follow and status in records.LIVING):
@@ -161,7 +161,7 @@ def board(name: str | None, run: str | None, port: int) -> None:
         path = storage_root()
         if name is not None:
             found = find_run(path, name, run or "latest")
-            path = found.location if run else joined(path, name)
+            path = found.location if run else join_path(path, name)
     if is_uri(path):
         _serve_mirror(path, port)
     if not Path(path).is_dir():

@@ -6,6 +6,6 @@ __all__, __getattr__ = door(
     __name__,
     "commands extension pins remote",
     contents="SweepSummary",
-    datasets="Batched adopted batch_size_cure loading",
+    datasets="Batched adopt_dataset batch_size_cure loading_lock",
     pushing="push",
 )

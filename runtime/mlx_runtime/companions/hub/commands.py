@@ -32,7 +32,7 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
         return pushing.push(folder, to, announce)
 
     if name is None:
-        folders = pushing.unfinished(queries.storage_root())
+        folders = pushing.unfinished_runs(queries.storage_root())
         if to is not None:
             raise UsageError("which run? mlx xp push NAME RUN --to URI")
         if not folders:

@@ -29,7 +29,7 @@ from mlx_runtime.errors import MlxError
 from mlx_runtime.runs import EVALUATIONS, RunFolder, records
 from mlx_runtime.runs.checkpoints import ABOUT, list_checkpoints
 from mlx_runtime.runs.snapshots import CODE
-from mlx_runtime.storage import Storage, joined, storage_at, to_json
+from mlx_runtime.storage import Storage, join_path, storage_at, to_json
 
 STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""
@@ -49,13 +49,13 @@ class SweepSummary:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedRun:
     """A state of a run that is ready to be uploaded."""
 
     files: Mapping[str, Path]  # by their path in the repository
     step: int  # global step of the latest checkpoint
     hidden: tuple[str, ...] = ()  # positions of secrets that were removed from the files
-    fetch: Callable[[str], bool] | None = None  # copies a checkpoint from an object store; see `_fetched`
+    fetch: Callable[[str], bool] | None = None  # copies a checkpoint from an object store; see `_fetch_checkpoint`
 
     def changes(self, present: Mapping[str, File], *, replace: bool = False) -> tuple[dict[str, Path], list[str]]:
         """Return the files to upload to a repository with these files, and those to remove from it.
@@ -79,26 +79,26 @@ class Staged:
 
 
 @contextlib.contextmanager
-def staged(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = None) -> Iterator[Staged]:
+def stage_run(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = None) -> Iterator[StagedRun]:
     """Provide a snapshot of a run within the block, which its driver does not change."""
     target, storage = folder.path / STAGED, storage_at(folder.location)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
         step, hidden = -1, tuple[str, ...]()
-        files = _checkpoints(folder, target) if storage.local else _described(storage, target)
+        files = _link_checkpoints(folder, target) if storage.local else _copy_descriptions(storage, target)
         for about in [file for name, file in files.items() if name.endswith(f"/{ABOUT}")]:
             step = max(step, json.loads(about.read_bytes()).get("global_step", 0))
         # After the checkpoints, so that metrics.jsonl has all metrics that precede them.
         for name in storage.names():
             if not name.startswith(".") and name not in NOT_MIRRORED and storage.size_bytes(name) is not None:
-                files[name] = _copied(storage, name, target)
+                files[name] = _copy(storage, name, target)
                 if name in (folder.conf.name, CODE):
                     hidden += screen(target / name)
         for name in storage.names(EVALUATIONS):
             if name.endswith(".json"):
                 path = f"{EVALUATIONS}/{name}"
-                files[path] = _copied(storage, path, target)
+                files[path] = _copy(storage, path, target)
         record = _record(folder)
         (target / folder.record.name).write_text(to_json(record))
         trials = "" if sweep is None else card.trials(sweep.comparison, sweep.trials, SWEEP_PAGE)
@@ -111,8 +111,8 @@ def staged(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = Non
         if weights and step >= 0:
             with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
                 files[WEIGHTS] = _weights(folder, record, target / WEIGHTS)
-        fetch = None if storage.local else functools.partial(_fetched, storage, target)
-        yield Staged(files, max(0, step), hidden, fetch)
+        fetch = None if storage.local else functools.partial(_fetch_checkpoint, storage, target)
+        yield StagedRun(files, max(0, step), hidden, fetch)
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
@@ -122,13 +122,13 @@ def latest_step(folder: RunFolder) -> int:
     return max((item.global_step for item in list_checkpoints(folder.checkpoints)), default=0)
 
 
-def _checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
+def _link_checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
     """Link the files of all complete checkpoints, except those that are removed in the meantime."""
     files: dict[str, Path] = {}
     for item in list_checkpoints(folder.checkpoints):
         source, copy = Path(folder.checkpoints, item.name), target / item.name
         try:
-            shutil.copytree(source, copy, copy_function=_linked)
+            shutil.copytree(source, copy, copy_function=_link)
         except (OSError, shutil.Error):
             if (source / ABOUT).exists():
                 raise
@@ -139,10 +139,10 @@ def _checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
     return files
 
 
-def _described(storage: Storage, target: Path) -> dict[str, Path]:
+def _copy_descriptions(storage: Storage, target: Path) -> dict[str, Path]:
     """Return the future paths of the files of all complete checkpoints on an object store; copy only descriptions."""
     files: dict[str, Path] = {}
-    for item in list_checkpoints(joined(storage.root, CHECKPOINTS)):
+    for item in list_checkpoints(join_path(storage.root, CHECKPOINTS)):
         folder = f"{CHECKPOINTS}/{item.name}"
         with contextlib.suppress(FileNotFoundError):  # it was removed in the meantime
             storage.download(target / folder / ABOUT, folder, ABOUT)
@@ -150,7 +150,7 @@ def _described(storage: Storage, target: Path) -> dict[str, Path]:
     return files
 
 
-def _fetched(storage: Storage, target: Path, folder: str) -> bool:
+def _fetch_checkpoint(storage: Storage, target: Path, folder: str) -> bool:
     """Copy a checkpoint from an object store. Return False if it was removed in the meantime."""
     try:
         for item in storage.below(folder):
@@ -161,7 +161,7 @@ def _fetched(storage: Storage, target: Path, folder: str) -> bool:
     return storage.size_bytes(folder, ABOUT) is not None
 
 
-def _linked(source: str, target: str) -> None:
+def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except FileNotFoundError:
@@ -170,7 +170,7 @@ def _linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _copied(storage: Storage, path: str, folder: Path) -> Path:
+def _copy(storage: Storage, path: str, folder: Path) -> Path:
     """Copy a file that may be growing to a folder, without an incomplete last line."""
     target = folder / path
     storage.download(target, path)
@@ -183,7 +183,7 @@ def _copied(storage: Storage, path: str, folder: Path) -> Path:
 
 def _record(folder: RunFolder) -> dict[str, Any]:
     """Return the record without fields that concern only this machine."""
-    return {name: value for name, value in records.recorded(folder).items() if name != "mirror"}
+    return {name: value for name, value in records.load_record(folder).items() if name != "mirror"}
 
 
 def _weights(folder: RunFolder, record: Mapping[str, Any], target: Path) -> Path:

@@ -62,7 +62,7 @@ class Batched(Dataset[Any]):
         return self.source
 
 
-class _Owned:
+class _OwnedDataset:
     """A Hugging Face dataset that has the attributes of its owner, the object that it comes from.
 
     Args:
@@ -89,7 +89,7 @@ class _Owned:
         raise AttributeError(f"{type(self.owner).__name__} has no attribute {name!r}")
 
 
-class HFRows(_Owned, Dataset[Any]):
+class HFRows(_OwnedDataset, Dataset[Any]):
     """The rows of a map-style Hugging Face dataset."""
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class HFRows(_Owned, Dataset[Any]):
         ]
 
 
-class HFStream(_Owned, IterableDataset[Any]):
+class HFStream(_OwnedDataset, IterableDataset[Any]):
     """The rows of a streaming Hugging Face dataset.
 
     Its number of rows is the `__len__` of its owner, or the number in the description of the dataset if the owner is
@@ -147,8 +147,8 @@ class HFStream(_Owned, IterableDataset[Any]):
         return iter(self.source.shuffle(seed=seed % 2**32, buffer_size=size))
 
 
-def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
-    """Return the dataset in a form that loaders can read; see `definitions.adopted`."""
+def adopt_dataset(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
+    """Return the dataset in a form that loaders can read; see `definitions.adopt_dataset`."""
     source = dataset.to_hf() if hasattr(type(dataset), "to_hf") else dataset
     if is_hf_dataset(type(source)):
         kind = HFStream if isinstance(source, sys.modules["datasets"].IterableDataset) else HFRows
@@ -164,7 +164,7 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
 
 def batch_size_cure(dataset: Any) -> str:
     """Return an instruction for setting the batch size of a dataset, or of the class of a prepared one."""
-    if isinstance(dataset, _Owned) and dataset.owner is dataset.source:
+    if isinstance(dataset, _OwnedDataset) and dataset.owner is dataset.source:
         wrap = "wrap it in mlx_runtime.datasets.Batched(..., batch_size=32)"
         return f"give the function that returns it an argument batch_size, or {wrap}"
     cls = "its class" if dataset is None else type(getattr(dataset, "owner", dataset)).__name__
@@ -178,7 +178,7 @@ def _has_splits(source: Any) -> bool:
 
 
 @contextlib.contextmanager
-def loading(node: Mapping[str, Any]) -> Iterator[None]:
+def loading_lock(node: Mapping[str, Any]) -> Iterator[None]:
     """Let one process of this machine at a time load the dataset of a node in conf.yaml.
 
     The others find the downloaded and mapped files in the cache.

@@ -15,7 +15,7 @@ from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs.checkpoints import ABOUT, INDEX
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import storage_errors
-from mlx_runtime.storage.local import opened, place, size_below
+from mlx_runtime.storage.local import open_folder, replace_file, size_below
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
@@ -69,18 +69,18 @@ class MirroredRun:
         return str(self.repository.address)
 
     @property
-    def listed(self) -> RunFolder:
+    def listing_folder(self) -> RunFolder:
         """Return a folder for listings that represents the run; it does not exist on this machine."""
         return RunFolder(Path(*self._cache), self.uri)
 
     def record(self) -> dict[str, Any]:
         """Return the fields of its run.json; raise StorageError if it is not a record."""
         try:
-            return records.parsed(self.repository.read(RECORD, self.head.commit) or b"{}")
+            return records.parse_record(self.repository.read(RECORD, self.head.commit) or b"{}")
         except ValueError as error:
             raise StorageError(f"cannot read {RECORD} of {self.uri}: {error}") from error
 
-    def cached(self) -> RunFolder:
+    def fetch(self) -> RunFolder:
         """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
         self.download([path for path in self.of_run() if not path.startswith(f"{CHECKPOINTS}/") or _describes(path)])
         return RunFolder(Path(*self._cache))
@@ -105,18 +105,18 @@ class MirroredRun:
         """
         root, *parts = folder or self._cache
         cache = Settings.read().cache
-        with self.placing(root), contextlib.ExitStack() as stack:
+        with self.write_errors(root), contextlib.ExitStack() as stack:
             for needed in (cache, Path(root)):
                 needed.mkdir(parents=True, exist_ok=True)
-            target = stack.enter_context(opened(root, *parts, create=True))
+            target = stack.enter_context(open_folder(root, *parts, create=True))
             fresh = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=cache)))
             # Descriptions come last, because a checkpoint with a description counts as complete.
             for path in sorted(paths, key=lambda path: (path.endswith(ABOUT), path)):
                 if size_below(target, path) != self.files[path].size_bytes:
-                    place(self.repository.download(path, self.head.commit, fresh), target, path)
+                    replace_file(self.repository.download(path, self.head.commit, fresh), target, path)
                 notify(self.files[path].size_bytes)
 
-    def placing(self, root: str) -> contextlib.AbstractContextManager[None]:
+    def write_errors(self, root: str) -> contextlib.AbstractContextManager[None]:
         """Convert each OSError of the block, which writes to a folder below a root, to a StorageError."""
         return storage_errors(f"cannot write {self.uri} to {root}, below which links are not followed")
 

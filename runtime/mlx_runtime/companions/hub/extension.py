@@ -27,7 +27,7 @@ class Mirroring:
 
         def listener(event: Event) -> None:
             if isinstance(event, CheckpointSaved):
-                follower.saved()
+                follower.checkpoint_saved()
 
         yield listener
         if run.taken_over:

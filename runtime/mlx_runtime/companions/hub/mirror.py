@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.hub.claims import FILE, REFRESH_S, Claim, claim_of
-from mlx_runtime.companions.hub.contents import Staged, SweepSummary, latest_step, staged
+from mlx_runtime.companions.hub.contents import StagedRun, SweepSummary, latest_step, stage_run
 from mlx_runtime.companions.hub.downloads import MirroredRun
 from mlx_runtime.companions.hub.repository import Address, Head, OutdatedError, Repository, UnreachableError
 from mlx_runtime.companions.hub.screening import announcement, redactions
@@ -105,7 +105,7 @@ class Mirror:
                 f"{of}, and this is a new run: continue that one with cfg.resume=auto, or name another repository"
             )
         owner = sweep or run
-        if (records.recorded(owner).get("mirror") or {}).get("id") != claim.id:
+        if (records.load_record(owner).get("mirror") or {}).get("id") != claim.id:
             raise UsageError(f"{of}, which is not {owner.title} of this machine; name another repository")
         claim.refuse_held(self.repository)
         if sweep is None and (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
@@ -135,9 +135,9 @@ class Mirror:
 
     def push(self, run: RunFolder, sweep: SweepSummary | None = None) -> tuple[Claim, int]:
         """Upload a run that is not training. Return the claim, and the number of uploaded files."""
-        record = records.recorded(run)
+        record = records.load_record(run)
         claim = self.claim(run, max(1, run.attempts()), sweep.folder if sweep is not None else None)
-        with staged(run, weights=True, sweep=sweep) as state:
+        with stage_run(run, weights=True, sweep=sweep) as state:
             return claim, self._writer.write(_title(state, record), state, status=records.status_of(record))
 
     def follow(
@@ -171,7 +171,7 @@ class Writer:
         self.replaces = False  # the previous best run of the same sweep
         self.address = repository.address
 
-    def write(self, title: str, state: Staged | None, status: str = "RUNNING") -> int:
+    def write(self, title: str, state: StagedRun | None, status: str = "RUNNING") -> int:
         """Commit a state of the run, or only the claim. Return the number of uploaded files.
 
         Raises:
@@ -249,7 +249,7 @@ class Follower:
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
-    def saved(self) -> None:
+    def checkpoint_saved(self) -> None:
         """Note that a checkpoint was saved. Returns immediately."""
         with self._changed:
             self._dirty = True
@@ -280,7 +280,7 @@ class Follower:
             return
         run = self._record.folder
         text = f"the upload to {self._writer.address} is unfinished: {self._failure or late}"
-        if not isinstance(self._failure, _Superseded):
+        if not isinstance(self._failure, _SupersededReason):
             text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
         self._notify(WarningNotice(text))
 
@@ -301,7 +301,7 @@ class Follower:
         except Exception as error:
             self._failure = short_message(error)
             if isinstance(error, SupersededError):
-                self._failure = _Superseded(self._failure)
+                self._failure = _SupersededReason(self._failure)
                 self._stop(self._failure)
             elif not self._ending:
                 self._notify(WarningNotice(f"nothing more is mirrored: {self._failure}"))
@@ -344,8 +344,8 @@ class Follower:
         elif self._record.held:  # the run never resumed, so the repository has its state
             self._writer.write("Not resumed", None, status="STOPPED")
         else:
-            with staged(folder, weights=last) as state:
-                title = _title(state, records.recorded(folder))
+            with stage_run(folder, weights=last) as state:
+                title = _title(state, records.load_record(folder))
                 self._writer.write(title, state, status=status if last else "RUNNING")
 
     def _pause(self, seconds: float) -> None:
@@ -354,11 +354,11 @@ class Follower:
             self._changed.wait_for(lambda: self._ending, seconds)
 
 
-class _Superseded(str):
+class _SupersededReason(str):
     """The reason why another driver continues the run."""
 
 
-def _title(state: Staged, record: Mapping[str, Any]) -> str:
+def _title(state: StagedRun, record: Mapping[str, Any]) -> str:
     """Return the title of a commit."""
     status = f" {record['status']}," if record["status"] not in records.LIVING else ""
     return f"{record.get('experiment')}/{record.get('run')}:{status} step {state.step}"
@@ -369,6 +369,6 @@ def _id(run: RunFolder) -> str:
     import uuid
 
     with contextlib.suppress(MlxError):
-        if found := (records.recorded(run).get("mirror") or {}).get("id"):
+        if found := (records.load_record(run).get("mirror") or {}).get("id"):
             return str(found)
     return uuid.uuid4().hex

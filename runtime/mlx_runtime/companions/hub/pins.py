@@ -102,13 +102,13 @@ def commit_of(pin: Pin) -> str:
         raise ConfigError(f"{pin.key}.revision is {revision!r}, which is no text; write it in quotes: \"'{revision}'\"")
     asked = tuple((name, pin.node[name]) for name in ASKED_WITH if name in pin.node)
     try:
-        return pin.commit or _looked_up(pin.kind, pin.repository, revision, asked)
+        return pin.commit or _look_up(pin.kind, pin.repository, revision, asked)
     except ConfigError as error:
         raise ConfigError(f"{pin.key}: {error}") from error
 
 
 @functools.cache
-def _looked_up(kind: str, repository: str, revision: str | None, asked: tuple[tuple[str, Any], ...]) -> str:
+def _look_up(kind: str, repository: str, revision: str | None, asked: tuple[tuple[str, Any], ...]) -> str:
     subject = f"the {kind} {repository}"
     require("huggingface_hub", f"{subject} on the Hugging Face Hub")
     from huggingface_hub import errors, resolve_revision
@@ -168,7 +168,7 @@ def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[
     return notices
 
 
-def pinned(
+def pin_revisions(
     tree: dict[str, Any],
     unresolved: dict[str, Any],
     file: Mapping[str, Any],
@@ -204,7 +204,7 @@ def pinned(
             node["revision"] = commit
 
 
-def recorded(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def repositories_of(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the repositories of a run for its record, by key: their names, kinds and commits."""
     return {
         pin.key: {"repository": pin.repository, "kind": pin.kind, "revision": pin.commit or "?"} for pin in pins(tree)

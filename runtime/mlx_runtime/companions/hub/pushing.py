@@ -7,11 +7,11 @@ from mlx_runtime.companions.hub.contents import SweepSummary
 from mlx_runtime.companions.hub.mirror import Mirror
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import RunFolder, list_runs, records
-from mlx_runtime.runs.tables import counted
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage import storage_at, storage_errors, to_json
 
 
-def unfinished(root: str) -> list[RunFolder]:
+def unfinished_runs(root: str) -> list[RunFolder]:
     """Return the runs in a storage whose last upload is unfinished, unless they are training."""
     return [run for run in list_runs(root) if _unfinished(run)]
 
@@ -47,11 +47,11 @@ def push(
     with storage_errors(f"cannot write {owner.location}"):  # a `Record` would mark the run as alive
         storage_at(owner.location).write(to_json(record | {"mirror": complete}).encode(), owner.record.name)
     of = run.title if sweep is None else f"{owner.title} and its best run, {run.title},"
-    return f"{mirror.uri} is complete: {counted(count, 'file')} of {of} uploaded"
+    return f"{mirror.uri} is complete: {plural(count, 'file')} of {of} uploaded"
 
 
 def _unfinished(run: RunFolder) -> bool:
     with contextlib.suppress(StorageError):
-        record = records.recorded(run)
+        record = records.load_record(run)
         return bool((record.get("mirror") or {}).get("unfinished")) and records.status_of(record) not in records.LIVING
     return False

@@ -8,7 +8,7 @@ from mlx_runtime.runs.checkpoints import list_checkpoints
 find = MirroredRun.find
 
 
-def fetched_checkpoint(uri: str) -> tuple[RunFolder, str]:
+def fetch_checkpoint(uri: str) -> tuple[RunFolder, str]:
     """Return a copy of a run on this machine, and the name of a checkpoint that is complete in the copy.
 
     Args:
@@ -17,22 +17,22 @@ def fetched_checkpoint(uri: str) -> tuple[RunFolder, str]:
     Raises:
         UsageError: there is no such repository or checkpoint.
     """
-    _, folder, name = _located(uri)
+    _, folder, name = _fetch(uri)
     return folder, name
 
 
-def pinned_checkpoint(uri: str) -> str:
+def pin_checkpoint(uri: str) -> str:
     """Download a checkpoint of a mirrored run. Return its URI at the current commit, the same for all workers."""
-    mirrored, _, name = _located(uri)
+    mirrored, _, name = _fetch(uri)
     pinned = mirrored.repository.address._replace(revision=mirrored.head.commit)
     return f"{pinned}/{CHECKPOINTS}/{name}"
 
 
-def _located(uri: str) -> tuple[MirroredRun, RunFolder, str]:
+def _fetch(uri: str) -> tuple[MirroredRun, RunFolder, str]:
     """Download a checkpoint. Return the mirrored run, its copy on this machine, and the name of the checkpoint."""
     address, _, name = uri.rstrip("/").partition(f"/{CHECKPOINTS}/")
     mirrored = MirroredRun.find(address)
-    folder = mirrored.cached()
+    folder = mirrored.fetch()
     known = [item.name for item in list_checkpoints(folder.checkpoints)]
     if not known:
         raise UsageError(f"{mirrored.uri} has no checkpoint yet")

@@ -129,7 +129,7 @@ class Repository:
         owners = {who.get("name"), *(item.get("name") for item in who.get("orgs") or ())}
         role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
         if self.address.name.partition("/")[0] not in owners or role == "read":
-            raise self._forbidden()
+            raise self._forbidden_error()
 
     def head(self) -> Head | None:
         """Return the latest commit, or the commit of the address's revision; None if there is no such repository."""
@@ -148,7 +148,7 @@ class Repository:
         """Return the same as `head`; raise a UsageError if the repository is missing or this token cannot read it."""
         found = self.head()
         if found is None:
-            raise self._unknown()
+            raise self._unknown_error()
         return found
 
     def create(self) -> Head:
@@ -249,7 +249,7 @@ class Repository:
                 return function(*arguments, **options)
             except Exception as error:  # from this library, its HTTP client, and its threads
                 if not self._may_pass(error):
-                    raise self._translated(error) from _root(error)
+                    raise self._translate(error) from _root(error)
                 if time.monotonic() + pause_s > deadline:
                     why = short_message(_root(error))
                     where = f"{self._api.endpoint} for {self.address}"
@@ -272,7 +272,7 @@ class Repository:
         # An interrupted download has an unexpected size, which raises an OSError without a number.
         return isinstance(cause, OSError) and cause.errno is None and type(cause) in (OSError, IOError)
 
-    def _translated(self, error: BaseException) -> MlxError:
+    def _translate(self, error: BaseException) -> MlxError:
         """Return an error for the user, in one line, with the cure."""
         cause, errors = _root(error), self._errors
         match _status(cause):
@@ -284,25 +284,25 @@ class Repository:
                     "or run hf auth login"
                 )
             case 403:
-                return self._forbidden()
+                return self._forbidden_error()
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return UsageError(f"{self.address} needs the network, and HF_HUB_OFFLINE is set; unset it")
         if isinstance(cause, errors.RevisionNotFoundError):
             latest = self.address._replace(revision=None)
             return UsageError(f"there is no revision {self.address.revision} in {latest}; {latest} is its latest state")
         if isinstance(cause, errors.RepositoryNotFoundError):
-            return self._unknown()
+            return self._unknown_error()
         if isinstance(cause, OSError) and cause.errno is not None:
             return StorageError(f"cannot copy files of {self.address}: {cause}")
         return UsageError(f"{self.address}: {short_message(cause)}")
 
-    def _forbidden(self) -> UsageError:
+    def _forbidden_error(self) -> UsageError:
         return UsageError(
             f"your token has no access to {self.address}, or may only read it; set HF_TOKEN to one with write access, "
             "or name a repository of your own"
         )
 
-    def _unknown(self) -> UsageError:
+    def _unknown_error(self) -> UsageError:
         return UsageError(
             f"there is no repository {self.address}, or your token may not read it; check the name, and set HF_TOKEN "
             "or run hf auth login"

@@ -19,8 +19,8 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import RUN, RunFolder, attempt_name, claim_run, list_runs, records, run_folder
 from mlx_runtime.runs.checkpoints import ABOUT
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri, joined, size_text, storage_at, to_json
-from mlx_runtime.storage.local import create_below, opened, remove_tree, size_below
+from mlx_runtime.storage import is_uri, join_path, size_text, storage_at, to_json
+from mlx_runtime.storage.local import create_below, open_folder, remove_tree, size_below
 
 DOWNLOADING = ".downloading"
 """Folder in a run folder for an incomplete download."""
@@ -50,25 +50,25 @@ def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list
             f"(--from {uri}) or weights (cfg.restore_checkpoint_path={uri}), and another repository in cfg.hub.mirror"
         )
     claim.refuse_held(repository)
-    local = _known(root, experiment, claim.id)
+    local = _find_local(root, experiment, claim.id)
     if local is None:
         if not mirrored.begun:
             return None, []
-        return _downloaded(mirrored, _new_folder(mirrored, root, experiment), "")
+        return _download(mirrored, _new_folder(mirrored, root, experiment), "")
     here, there = (local.attempts(), latest_step(local)), (claim.attempt, claim.step)
     if here == there:
         return local, []
     states = f"{uri} has attempt {there[0]}, step {there[1]}; {local.title} here has attempt {here[0]}, step {here[1]}"
     if here > there or not mirrored.begun:
         return local, [f"mirror    {states}: continuing from here"]
-    return _downloaded(mirrored, local, f"mirror    {states}: continuing from the mirror")
+    return _download(mirrored, local, f"mirror    {states}: continuing from the mirror")
 
 
-def _known(root: str, experiment: str, run_id: str) -> RunFolder | None:
+def _find_local(root: str, experiment: str, run_id: str) -> RunFolder | None:
     """Return the run with this id on this machine."""
     for run in reversed(list_runs(root, experiment)):
         with contextlib.suppress(StorageError):
-            if (records.recorded(run).get("mirror") or {}).get("id") == run_id:
+            if (records.load_record(run).get("mirror") or {}).get("id") == run_id:
                 return run
     return None
 
@@ -79,9 +79,9 @@ def _new_folder(mirrored: MirroredRun, root: str, experiment: str) -> RunFolder:
         with contextlib.suppress(UsageError):  # the name is taken
             return claim_run(root, experiment, name=mirrored.claim.run.removeprefix(RUN))
         return claim_run(root, experiment)
-    with mirrored.placing(root):
+    with mirrored.write_errors(root):
         Path(root).mkdir(parents=True, exist_ok=True)
-        with opened(root, experiment, create=True) as folder:
+        with open_folder(root, experiment, create=True) as folder:
             try:
                 os.mkdir(mirrored.claim.run, dir_fd=folder)
             except FileExistsError:
@@ -89,25 +89,25 @@ def _new_folder(mirrored: MirroredRun, root: str, experiment: str) -> RunFolder:
     return run_folder(root, experiment, mirrored.claim.run)
 
 
-def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[RunFolder, list[str]]:
+def _download(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[RunFolder, list[str]]:
     """Download a run into its folder. Return the run, and messages for the user."""
     sizes = list[int]()
-    aside = (_placed if run.uri is None else _stored)(mirrored, run, sizes.append)
+    aside = (_download_to_folder if run.uri is None else _download_to_store)(mirrored, run, sizes.append)
     state = f"attempt {mirrored.claim.attempt}, step {mirrored.claim.step}, {size_text(sum(sizes))}"
     lines = [announced] if announced else []
     lines += [f"mirror    downloaded {run.title} from {mirrored.uri} ({state})"]
     if aside is not None:
-        lines += [f"          the previous files are in {joined(run.location, aside)}"]
+        lines += [f"          the previous files are in {join_path(run.location, aside)}"]
     return run, lines
 
 
-def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
+def _download_to_store(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
     """Download a run to its folder on an object store. Return the name of a folder with the previous files, or None.
 
     The record and the attempt come last, so that an interrupted download is repeated.
     """
     storage, aside, cache = storage_at(run.location), _name_aside(), Settings.read().cache
-    with mirrored.placing(run.location):
+    with mirrored.write_errors(run.location):
         before = [item.path for item in storage.below() if _is_replaceable(item.path)]
         try:
             for path in before:
@@ -122,7 +122,7 @@ def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], objec
                     storage.upload(file, path)
                     notify(file.stat().st_size)
                     file.unlink()
-            storage.write(to_json(_moved(mirrored.record(), run, mirrored)).encode(), run.record.name)
+            storage.write(to_json(_record_of_copy(mirrored.record(), run, mirrored)).encode(), run.record.name)
             storage.write(b"", attempt_name(mirrored.claim.attempt))
         except BaseException:
             if run.record.name not in before:  # it is a new folder
@@ -131,22 +131,22 @@ def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], objec
     return aside if before else None
 
 
-def _placed(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
+def _download_to_folder(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
     """Download a run to a local folder, completely or not at all. Links in the storage are not followed."""
     claim, parts = mirrored.claim, (run.experiment, run.name)
-    with mirrored.placing(run.root), opened(run.root, *parts) as folder:
+    with mirrored.write_errors(run.root), open_folder(run.root, *parts) as folder:
         is_new = size_below(folder, run.record.name) is None
         remove_tree(DOWNLOADING, folder)
         try:
             mirrored.download(mirrored.of_run(), (run.root, *parts, DOWNLOADING), notify)
-            with opened(folder, DOWNLOADING) as half:
-                record = _moved(mirrored.record(), run, mirrored)
+            with open_folder(folder, DOWNLOADING) as half:
+                record = _record_of_copy(mirrored.record(), run, mirrored)
                 create_below(half, run.record.name, io.BytesIO(to_json(record).encode()))
                 aside = _replace(half, folder, run)
             create_below(folder, attempt_name(claim.attempt), io.BytesIO())
         except BaseException:
             if is_new:
-                with opened(run.root, run.experiment) as above:
+                with open_folder(run.root, run.experiment) as above:
                     remove_tree(run.name, above)
             raise
         finally:
@@ -156,11 +156,11 @@ def _placed(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], objec
 
 def _replace(half: int, folder: int, run: RunFolder) -> str | None:
     """Move all downloaded files into a run folder, or none, and older ones aside. Return the folder of the latter."""
-    with opened(half, CHECKPOINTS, create=True):
+    with open_folder(half, CHECKPOINTS, create=True):
         pass
     name = _name_aside()
     os.mkdir(name, dir_fd=folder)
-    with opened(folder, name) as aside:
+    with open_folder(folder, name) as aside:
         new = sorted(_replaceable(half), key=lambda file: file == run.record.name)  # the record comes last
         moves = [(file, folder, aside) for file in _replaceable(folder)] + [(file, half, folder) for file in new]
         begun: list[tuple[str, int, int]] = []
@@ -192,9 +192,9 @@ def _name_aside() -> str:
     return f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
 
 
-def _moved(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
+def _record_of_copy(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
     """Return the record of a run that was copied to another folder, and is not training."""
     moved = record | {"run": run.name, "mirror": {"uri": mirrored.uri, "id": mirrored.claim.id, "unfinished": False}}
     if record["status"] in records.LIVING:
         moved["status"] = "STALE"
-    return records.located(moved, run)
+    return records.relocate(moved, run)

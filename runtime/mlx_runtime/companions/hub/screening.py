@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
-from mlx_runtime.config import parsed
+from mlx_runtime.config import parse_config
 from mlx_runtime.runs import EVALUATIONS
 from mlx_runtime.runs.snapshots import CODE
-from mlx_runtime.runs.tables import counted
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage import size_text
-from mlx_runtime.storage.secrets import HIDDEN, find, hidden_texts, redacted_tree
+from mlx_runtime.storage.secrets import HIDDEN, find, hidden_texts, redact_tree
 
 NAMED = 10
 """Number of positions that a line lists before it counts the rest."""
@@ -24,49 +24,49 @@ UNIQUE = 6
 def screen(file: Path) -> tuple[str, ...]:
     """Remove secrets from a copy of conf.yaml or code.zip. Return their positions: `src/tools.py:12 (password)`."""
     content = file.read_bytes()
-    screened, places = _screened_archive(content) if file.name == CODE else _screened_config(content, file.name)
-    if places:
+    screened, positions = _screen_archive(content) if file.name == CODE else _screen_config(content, file.name)
+    if positions:
         file.write_bytes(screened)
-    return places
+    return positions
 
 
 @functools.lru_cache(maxsize=2)  # the code of a run stays the same
-def _screened_archive(content: bytes) -> tuple[bytes, tuple[str, ...]]:
-    places: list[str] = []
+def _screen_archive(content: bytes) -> tuple[bytes, tuple[str, ...]]:
+    positions: list[str] = []
     written = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as copy:
         for member in archive.infolist():
             text = archive.read(member).decode(errors="surrogateescape")
             is_code = member.filename.endswith(".py")
-            screened, found = _screened(text, member.filename, code=is_code)
+            screened, found = _screen_text(text, member.filename, code=is_code)
             if found and is_code and not _compiles(screened):
-                places += [f"{place}, so the file is left out" for place in found]
+                positions += [f"{position}, so the file is left out" for position in found]
                 continue
-            places += found
+            positions += found
             copy.writestr(member, screened.encode(errors="surrogateescape"))
-    return written.getvalue(), tuple(places)
+    return written.getvalue(), tuple(positions)
 
 
-def _screened_config(content: bytes, name: str) -> tuple[bytes, tuple[str, ...]]:
+def _screen_config(content: bytes, name: str) -> tuple[bytes, tuple[str, ...]]:
     text = content.decode()
-    tree = parsed(text, environment=False)
-    hidden = hidden_texts(tree, redacted_tree(tree))
+    tree = parse_config(text, environment=False)
+    hidden = hidden_texts(tree, redact_tree(tree))
     known = sorted((item for item in hidden if len(item) >= UNIQUE), key=len, reverse=True)
-    screened, places = _screened(text, name, known=known)
-    return screened.encode(), tuple(places)
+    screened, positions = _screen_text(text, name, known=known)
+    return screened.encode(), tuple(positions)
 
 
-def _screened(text: str, name: str, *, code: bool = False, known: Sequence[str] = ()) -> tuple[str, list[str]]:
+def _screen_text(text: str, name: str, *, code: bool = False, known: Sequence[str] = ()) -> tuple[str, list[str]]:
     """Return a text without its secrets, and their positions. `known` are texts that are secrets as a whole."""
-    places = []
+    positions = []
     for secret in reversed(find(text, code=code)):
-        places.append((text.count("\n", 0, secret.start) + 1, secret.kind))
+        positions.append((text.count("\n", 0, secret.start) + 1, secret.kind))
         text = text[: secret.start] + HIDDEN + "\n" * text.count("\n", secret.start, secret.end) + text[secret.end :]
     for whole in known:
         while (at := text.find(whole)) >= 0:
-            places.append((text.count("\n", 0, at) + 1, "secret"))
+            positions.append((text.count("\n", 0, at) + 1, "secret"))
             text = text[:at] + HIDDEN + text[at + len(whole) :]
-    return text, [f"{name}:{line} ({kind})" for line, kind in sorted(places)]
+    return text, [f"{name}:{line} ({kind})" for line, kind in sorted(positions)]
 
 
 def _compiles(code: str) -> bool:
@@ -85,7 +85,7 @@ def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, s
     width = max(map(len, sizes))
     lines = [f"mirror    first upload to {title}:"]
     for kind, found in sorted(sizes.items()):
-        lines.append(f"          {kind:<{width}}  {counted(len(found), 'file')}, {size_text(sum(found))}")
+        lines.append(f"          {kind:<{width}}  {plural(len(found), 'file')}, {size_text(sum(found))}")
     if WEIGHTS not in files:
         lines.append("          later: newer checkpoints and metrics, and the weights of the best at the end")
     if hidden:

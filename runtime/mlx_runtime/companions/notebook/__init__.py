@@ -7,6 +7,6 @@ __all__, __getattr__ = door(
     function_runs="Trainer",
     functions="load_checkpoint local_rank report save_checkpoint world_rank world_size",
     magic="register",
-    runs="importable listed run",
+    runs="importable require_list run",
     scripts="load",
 )

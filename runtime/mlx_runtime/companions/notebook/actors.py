@@ -27,7 +27,7 @@ GRACE_S = 5
 """Time that the other workers have to finish a call that failed on one of them, before all are shut down."""
 
 
-class Place(NamedTuple):
+class Rendezvous(NamedTuple):
     """Position of a worker in its group, and the address of the store for its rendezvous."""
 
     rank: int
@@ -66,9 +66,9 @@ class Actors:
             hosts = [host for host, _ in addresses]
             calls = []
             for rank, worker in enumerate(self._workers):
-                place = Place(rank, size, hosts[:rank].count(hosts[rank]), *addresses[0])
+                rendezvous = Rendezvous(rank, size, hosts[:rank].count(hosts[rank]), *addresses[0])
                 backend = backend_of(use_gpu=use_gpu)
-                calls.append(worker.create.remote(place, backend, cfg.cpus_per_worker, cls, args, kwargs))
+                calls.append(worker.create.remote(rendezvous, backend, cfg.cpus_per_worker, cls, args, kwargs))
             self._results(calls)
             failed.pop_all()
 
@@ -122,21 +122,21 @@ class _Worker:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port if serves else 0
 
-    def create(self, place: Place, backend: str, threads: int, cls: type, args: Any, kwargs: Any) -> None:
+    def create(self, rendezvous: Rendezvous, backend: str, threads: int, cls: type, args: Any, kwargs: Any) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as in torchrun
-        os.environ.update(zip(names, map(str, place), strict=True))
+        os.environ.update(zip(names, map(str, rendezvous), strict=True))
         torch.set_num_threads(threads)
         device = torch.device("cpu" if backend == "gloo" else "cuda")  # Ray shows each actor its own GPU
-        topology = Topology(place.rank, place.world_size, device, place.local_rank)
+        topology = Topology(rendezvous.rank, rendezvous.world_size, device, rendezvous.local_rank)
         self._entered.enter_context(topology.entered())
-        self._rank = place.rank
+        self._rank = rendezvous.rank
         with loop_errors(self._rank, self._project):
-            self._store = self._store or TCPStore(place.host, place.port)
+            self._store = self._store or TCPStore(rendezvous.host, rendezvous.port)
             torch.distributed.init_process_group(
                 backend,
                 store=self._store,
-                rank=place.rank,
-                world_size=place.world_size,
+                rank=rendezvous.rank,
+                world_size=rendezvous.world_size,
                 device_id=None if device.type == "cpu" else torch.device("cuda", 0),
             )
             self._object = cls(*args, **kwargs)

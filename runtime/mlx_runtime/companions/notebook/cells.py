@@ -49,7 +49,7 @@ class CellModule:
         """
         before, loaded = self._cells, sys.modules.pop(self.name, None)
         try:
-            self._cells = placed(before, cell)
+            self._cells = insert_cell(before, cell)
             self._write()
             importlib.invalidate_caches()
             return importlib.import_module(self.name)
@@ -78,7 +78,7 @@ class CellModule:
         return self.path.read_text(encoding="utf-8", errors="replace").startswith(HEADER)
 
 
-def placed(cells: list[Cell], new: Cell) -> list[Cell]:
+def insert_cell(cells: list[Cell], new: Cell) -> list[Cell]:
     """Return the cells with a new one in place of the one that it replaces, or at the end.
 
     Raises:
@@ -108,9 +108,9 @@ def _cut(text: str, new: Sequence[ast.stmt]) -> tuple[str, str]:
 
     Neither part defines any of them. Both are empty if nothing but imports of the new statements would be left.
     """
-    names, known = {name for node in new for name in defined(node)}, {ast.dump(node) for node in new}
+    names, known = {name for node in new for name in defined_names(node)}, {ast.dump(node) for node in new}
     statements = ast.parse(text).body
-    gone = [node for node in statements if (found := set(defined(node))) and found <= names]
+    gone = [node for node in statements if (found := set(defined_names(node))) and found <= names]
     if not gone:
         return text, ""
     imports = (ast.Import, ast.ImportFrom)
@@ -122,7 +122,7 @@ def _cut(text: str, new: Sequence[ast.stmt]) -> tuple[str, str]:
     return "".join(lines[:before]), "".join(lines[before:])
 
 
-def defined(node: ast.stmt) -> Iterator[str]:
+def defined_names(node: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement defines: a class, a function or variables."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name

@@ -18,7 +18,7 @@ from mlx_runtime.companions.notebook.runs import RunIterator, importable
 from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config import override
 from mlx_runtime.config.binding import RESERVED
-from mlx_runtime.config.constructors import convert, parameters, renamed, type_name
+from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
 from mlx_runtime.runs.queries import Run, conf_value, open_run
@@ -128,7 +128,7 @@ class Trainer:
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
-                cure = FORMER.get(name) or renamed(f"cfg.{name}") or suggest(name, known).lstrip()
+                cure = FORMER.get(name) or describe_move(f"cfg.{name}") or suggest(name, known).lstrip()
                 raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
             try:
                 convert(value, known[name])
@@ -286,11 +286,11 @@ class Trainer:
             WorkerLoopError: the function raised an exception. If other workers still wait for the failed one after five
                 seconds, all are shut down.
         """
-        return self._started("execute").call(function, args, kwargs)
+        return self._require_actors("execute").call(function, args, kwargs)
 
     def execute_single(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function(object, ...)` on rank 0 only, and return its value."""
-        return self._started("execute_single").call(function, args, kwargs, single=True)[0]
+        return self._require_actors("execute_single").call(function, args, kwargs, single=True)[0]
 
     def shutdown(self) -> None:
         """End the workers that `start` has created, and Ray if it was started for them."""
@@ -298,7 +298,7 @@ class Trainer:
             self._actors.close()
         self._actors = None
 
-    def _started(self, name: str) -> Actors:
+    def _require_actors(self, name: str) -> Actors:
         if self._actors is None or self._actors.closed:
             raise UsageError(f"{name} needs the objects of start(cls, ...), which was not called or is shut down")
         return self._actors

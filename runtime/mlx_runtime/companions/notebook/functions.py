@@ -46,7 +46,7 @@ class FunctionExperiment(BaseModule):
 
     def __init__(self, cfg: FunctionConfig) -> None:
         super().__init__(cfg=cfg)
-        self.saved = _Saved(cfg.checkpoint)
+        self.saved = _SavedArguments(cfg.checkpoint)
         self._called: set[str] = set()  # calls of `report` and `save_checkpoint` in this epoch
         self._saves = True  # each epoch is expected to have a checkpoint, until one has none
 
@@ -115,7 +115,7 @@ class FunctionExperiment(BaseModule):
         progress.epochs = progress.epoch + 1
 
 
-class _Saved:
+class _SavedArguments:
     """The arguments of `save_checkpoint`, as part of a checkpoint; before the first call, `restored`."""
 
     def __init__(self, restored: Mapping[str, Any] | None) -> None:

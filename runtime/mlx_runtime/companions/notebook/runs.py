@@ -19,7 +19,7 @@ from mlx_runtime.runs.queries import Run, open_run
 from mlx_runtime.tracking import Display
 from mlx_runtime.training import Request
 from mlx_runtime.training.loop import BaseModule
-from mlx_runtime.training.processes import RunJob, exit_reason, warm_server, work
+from mlx_runtime.training.processes import RunJob, exit_reason, get_server, work
 
 Listener = Callable[[Event], None]
 
@@ -105,14 +105,14 @@ def run(
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.
     """
-    request = Request.parse(listed(overrides))
+    request = Request.parse(require_list(overrides))
     module, name = importable(experiment)
     if module == AN_EXPERIMENT.module:
         AN_EXPERIMENT.folder()
     return Training(RunJob(module, name, request, tuple(sys.orig_argv)), listeners, show)
 
 
-def listed(overrides: Sequence[str]) -> tuple[str, ...]:
+def require_list(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return overrides, or raise a UsageError if they are a single string."""
     if isinstance(overrides, str):
         raise UsageError(f"overrides is the string {overrides!r}; write a list: [{overrides!r}]")
@@ -159,7 +159,7 @@ class RunIterator(Generic[Item]):
         self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
-        self._server = warm_server(job.title)
+        self._server = get_server(job.title)
         self._number, self._process = self._server.start(partial(work, job))
         try:
             while self._info is None and self._end is None:
@@ -169,7 +169,7 @@ class RunIterator(Generic[Item]):
             self._server.release(self._number)
             raise
         if self._info is None and self._end is not None:
-            raise _noted(self._end.error or MlxError("the run ended before it began"))
+            raise _add_note(self._end.error or MlxError("the run ended before it began"))
 
     @property
     def folder(self) -> str:
@@ -205,7 +205,7 @@ class RunIterator(Generic[Item]):
                 vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with --resume={self.folder}"]
             raise
         if self._end.error is not None and self._end.status == "FAILED":
-            raise _noted(self._end.error)
+            raise _add_note(self._end.error)
 
     def result(self) -> Outcome:
         """Wait for the end of the run, and return its outcome.
@@ -271,7 +271,7 @@ class RunIterator(Generic[Item]):
                 raise
 
 
-def _noted(error: BaseException) -> BaseException:
+def _add_note(error: BaseException) -> BaseException:
     """Add the hint of an error to the text that Python prints."""
     if hint := getattr(error, "hint", ""):
         vars(error)["__notes__"] = [hint]

@@ -1,4 +1,4 @@
-"""Columns of prepared datasets: written block by block, mapped into memory, read in batches.
+"""Columns of prepared datasets: written batch by batch, mapped into memory, read in batches.
 
 If they are in an object store, workers first copy the files to a folder on their machine.
 """
@@ -27,7 +27,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class ColumnWriter:
-    """Writer of a prepared dataset, block by block of rows in order, as a context manager.
+    """Writer of a prepared dataset, batch by batch of rows in order, as a context manager.
 
     The dataset cannot be found before `commit`, and is removed if `commit` is not called. Each writer of a dataset has
     its own files; the first to commit wins. Methods raise StorageError if the storage refuses an operation.
@@ -59,7 +59,7 @@ class ColumnWriter:
         with contextlib.ExitStack() as stack, storage_errors(self._problem):
             stack.callback(self._remove_if_empty)
             stack.enter_context(self._publication)
-            stack.enter_context(self._store.used(self._manifest.name))
+            stack.enter_context(self._store.mark_used(self._manifest.name))
             stack.callback(self._close_quietly)
             for column, (file, _, shape) in self._manifest.columns.items():
                 stream = self._streams[column] = self._publication.create(file)
@@ -69,10 +69,10 @@ class ColumnWriter:
             self._exit = stack.pop_all()
         return self
 
-    def write(self, block: Mapping[str, Any]) -> None:
+    def write(self, batch: Mapping[str, Any]) -> None:
         """Append rows: their bytes by column, in C order."""
         with storage_errors(self._problem):
-            for column, data in block.items():
+            for column, data in batch.items():
                 self._streams[column].write(data)
 
     def commit(self, created: str) -> Manifest:
@@ -135,7 +135,7 @@ class PreparedReader:
     def _chunks(self, rows: torch.Tensor, groups: list[list[int]]) -> Iterator[Batch]:
         """Yield the rows of each group of batches, in pinned memory if they are for a GPU."""
         for of_chunk in torch.split(rows, [sum(group) for group in groups]):
-            yield {name: self._gathered(column, of_chunk) for name, column in self._columns.items()}
+            yield {name: self._gather(column, of_chunk) for name, column in self._columns.items()}
 
     @cached_property
     def _columns(self) -> dict[str, torch.Tensor]:
@@ -143,7 +143,7 @@ class PreparedReader:
         store, max_bytes = Store(self._prepared.root), self._prepared.cache_bytes
         return load_columns(store, self._prepared.manifest, cache, max_bytes=max_bytes)
 
-    def _gathered(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _gather(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu":
             return column.index_select(0, rows)
         pinned = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
@@ -158,8 +158,8 @@ def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: fl
     """
     try:
         if store.storage.local:
-            return _mapped(Path(store.storage.of(manifest.name)), manifest)
-        return _copied(store, manifest, cache, max_bytes)
+            return _map_columns(Path(store.storage.of(manifest.name)), manifest)
+        return _copy_columns(store, manifest, cache, max_bytes)
     except (OSError, ValueError, TypeError, RuntimeError) as error:  # raised by numpy and torch for invalid files
         raise StorageError(
             f"the prepared dataset {manifest.name} in {store.root} cannot be read: {error}. "
@@ -167,7 +167,7 @@ def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: fl
         ) from error
 
 
-def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> dict[str, torch.Tensor]:
+def _copy_columns(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> dict[str, torch.Tensor]:
     """Return the columns of a copy on this machine; of several processes, one fetches it while the others wait."""
     copies = Store(str(cache))
     with one_at_a_time(cache / ".locks", manifest.name):
@@ -180,10 +180,10 @@ def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> 
                 for file, _, _ in manifest.columns.values():
                     store.storage.download(cache / publication.folder / file, manifest.name, file)
                 publication.commit(manifest.text().encode())
-        return _mapped(cache / manifest.name, manifest)  # mapped files stay readable if somebody removes them
+        return _map_columns(cache / manifest.name, manifest)  # mapped files stay readable if somebody removes them
 
 
-def _mapped(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+def _map_columns(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     columns = {}
     for name, (file, dtype, _) in manifest.columns.items():
         if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):

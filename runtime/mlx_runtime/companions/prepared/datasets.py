@@ -64,7 +64,7 @@ def _find(
 def mark_used(item: PreparedSet) -> Iterator[bool]:
     """Protect a prepared dataset from removal within the block. Yield False if it was already removed."""
     store = Store(item.root)
-    with store.used(item.manifest.name):
+    with store.mark_used(item.manifest.name):
         yield store.find(item.manifest.name) is not None
 
 

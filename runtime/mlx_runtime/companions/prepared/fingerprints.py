@@ -99,7 +99,7 @@ class Candidate:
     def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
         """Return a batch of a few rows, each stacked alone. Raises DatasetError if they differ or are not tensors."""
         reader = BatchReader(dataset, self.name)
-        return self._joined(rows, [reader.read([row]) for row in rows])
+        return self._join(rows, [reader.read([row]) for row in rows])
 
     def first_rows(self, dataset: Any, count: int = 8) -> Batch:
         """Like `sample`, for the first rows of an `IterableDataset`."""
@@ -107,9 +107,9 @@ class Candidate:
         batches = [reader.stack([row], [number]) for number, row in enumerate(islice(dataset, count))]
         if not batches:
             raise DatasetError(f"datasets.{self.name} has no rows")
-        return self._joined(range(len(batches)), batches)
+        return self._join(range(len(batches)), batches)
 
-    def _joined(self, rows: Sequence[int], batches: Sequence[Batch]) -> Batch:
+    def _join(self, rows: Sequence[int], batches: Sequence[Batch]) -> Batch:
         schema = self.tensors(batches[0])
         for row, batch in zip(rows, batches, strict=True):
             self.check_schema(schema, schema_of(batch), str(row))
@@ -126,7 +126,7 @@ class Candidate:
     def check_schema(self, expected: Schema, schema: Schema, rows: str) -> None:
         if schema != expected:
             raise self.error(
-                f"row 0 is {shown_schema(expected)}, row {rows} is {shown_schema(schema)}",
+                f"row 0 is {format_schema(expected)}, row {rows} is {format_schema(schema)}",
                 "Make them match in ray_map_batches",
             )
 
@@ -150,7 +150,7 @@ def schema_of(batch: Batch) -> Schema:
     }
 
 
-def shown_schema(schema: Schema) -> str:
+def format_schema(schema: Schema) -> str:
     return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in schema.items())
 
 

@@ -16,14 +16,14 @@ import ray.data
 import torch
 
 from mlx_runtime.companions.prepared.columns import ColumnWriter
-from mlx_runtime.companions.prepared.fingerprints import Candidate, Schema, schema_of, shown_schema, some_rows
+from mlx_runtime.companions.prepared.fingerprints import Candidate, Schema, format_schema, schema_of, some_rows
 from mlx_runtime.companions.prepared.store import Manifest, Store
-from mlx_runtime.companions.ray import blocks_of, columns_of, keep_order, rows_of_stream, stream_of
+from mlx_runtime.companions.ray import columns_of, keep_order, rows_of_stream, stream_blocks, stream_of
 from mlx_runtime.data import Batch, BatchReader, as_numpy, rows_of
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.storage import documents
 
-BLOCK_BYTES = 8 << 20
+CALL_BYTES = 8 << 20
 """Approximate size of the result of one call in a mapping process."""
 
 NOT_WORTH_A_PROCESS_S = 5.0
@@ -32,7 +32,7 @@ NOT_WORTH_A_PROCESS_S = 5.0
 Cluster = Callable[[], contextlib.AbstractContextManager[None]]
 """Returns a context manager within which Ray runs; entered only for longer work."""
 
-Block = Mapping[str, Any]
+PackedBatch = Mapping[str, Any]
 """The bytes of some rows by column."""
 
 Progress = Callable[[str, int, int], None]
@@ -44,21 +44,21 @@ def write_rows(
 ) -> Manifest:
     """Write a map-style dataset to a folder of a store."""
     rows = rows_of(dataset, candidate.name)
-    sample, expected_s = _checked_sample(candidate, dataset, rows)
+    sample, expected_s = _check_sample(candidate, dataset, rows)
     row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
-    per_call = max(1, min(BLOCK_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
+    per_call = max(1, min(CALL_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
     samples = dict(zip(some_rows(rows), _split(sample), strict=True))
     work = _Work(candidate, schema_of(sample), rows, per_call, samples)
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(_writer(candidate, store, name, rows, sample))
         if expected_s < NOT_WORTH_A_PROCESS_S:
-            blocks = _mapped_here(work, dataset)
+            batches = _map_here(work, dataset)
         else:
             stack.enter_context(cluster())
-            blocks = _mapped_on_cluster(work, expected_s)
+            batches = _map_on_cluster(work, expected_s)
         done = 0
-        for block in blocks:
-            writer.write(block)
+        for batch in batches:
+            writer.write(batch)
             done = min(rows, done + per_call)
             progress(candidate.name, done, rows)
         if done != rows:
@@ -75,22 +75,22 @@ def write_stream(
     writer, schema, done = None, {}, 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster())
-        for reference, start, stop in blocks_of(stream, candidate.name):
+        for reference, start, stop in stream_blocks(stream, candidate.name):
             if start == stop:
                 continue
-            block = columns_of(ray.get(reference), start, stop, candidate.name)
+            batch = columns_of(ray.get(reference), start, stop, candidate.name)
             if writer is None:
-                writer = stack.enter_context(_writer(candidate, store, name, rows, block))
-                schema = schema_of(block)
-            if schema_of(block) != schema:
+                writer = stack.enter_context(_writer(candidate, store, name, rows, batch))
+                schema = schema_of(batch)
+            if schema_of(batch) != schema:
                 raise DatasetError(
-                    f"datasets.{candidate.name} cannot be prepared: rows are {shown_schema(schema)}, "
-                    f"but later ones are {shown_schema(schema_of(block))}. Make them match in to_ray()"
+                    f"datasets.{candidate.name} cannot be prepared: rows are {format_schema(schema)}, "
+                    f"but later ones are {format_schema(schema_of(batch))}. Make them match in to_ray()"
                 )
             done += stop - start
             if done > rows:
                 break
-            writer.write(_stored(block))
+            writer.write(_pack(batch))
             progress(candidate.name, done, rows)
         if writer is None or done != rows:
             raise DatasetError(f"datasets.{candidate.name}: to_ray() did not return {rows} rows, as it promised")
@@ -106,12 +106,12 @@ def write_iterable(
     first = reader.stack(list(islice(dataset, 1)), [0])
     schema = candidate.tensors(first)
     row_bytes = sum(column[0].numel() * column.element_size() for column in first.values())
-    per_call = max(1, min(BLOCK_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
+    per_call = max(1, min(CALL_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
     with _writer(candidate, store, name, rows, first) as writer:
         while done < rows and (some := list(islice(samples, min(per_call, rows - done)))):
-            block = reader.stack(some, range(done, done + len(some)))
-            candidate.check_schema(schema, schema_of(block), f"{done} to {done + len(some) - 1}")
-            writer.write(_stored(block))
+            batch = reader.stack(some, range(done, done + len(some)))
+            candidate.check_schema(schema, schema_of(batch), f"{done} to {done + len(some) - 1}")
+            writer.write(_pack(batch))
             done += len(some)
             progress(candidate.name, done, rows)
         if done != rows:
@@ -124,11 +124,11 @@ def _writer(candidate: Candidate, store: Store, name: str, rows: int, like: Batc
     return ColumnWriter(store, name, rows, like, dataset=target, arguments=candidate.arguments)
 
 
-def _stored(batch: Batch) -> Block:
+def _pack(batch: Batch) -> PackedBatch:
     return {key: pyarrow.py_buffer(as_numpy(column)) for key, column in batch.items()}
 
 
-def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batch, float]:
+def _check_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batch, float]:
     """Return a few rows of a dataset, and the estimated time for reading all rows, in seconds.
 
     Raises DatasetError if the rows differ when read again, or when stacked into one batch.
@@ -155,7 +155,7 @@ class _Work:
     per_call: int  # rows mapped at once
     samples: dict[int, Batch]  # some rows read before, by number, each as a batch of one
 
-    def mapped(self, reader: BatchReader, start: int) -> Batch:
+    def map_rows(self, reader: BatchReader, start: int) -> Batch:
         """Map `per_call` rows. Raises DatasetError if their schema, or a row read before, differs."""
         stop = min(self.rows, start + self.per_call)
         batch = reader.read(range(start, stop))
@@ -166,19 +166,19 @@ class _Work:
         return batch
 
 
-def _mapped_here(work: _Work, dataset: Any) -> Iterator[Block]:
+def _map_here(work: _Work, dataset: Any) -> Iterator[PackedBatch]:
     """Map all rows in order in this process."""
     reader = BatchReader(dataset, work.candidate.name)
-    return (_stored(work.mapped(reader, start)) for start in range(0, work.rows, work.per_call))
+    return (_pack(work.map_rows(reader, start)) for start in range(0, work.rows, work.per_call))
 
 
-def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
+def _map_on_cluster(work: _Work, expected_s: float) -> Iterator[PackedBatch]:
     """Map all rows in order with Ray Data; each row of its blocks has the bytes of `per_call` rows by column."""
     starts = numpy.arange(0, work.rows, work.per_call)
     parts = numpy.array_split(starts, min(len(starts), 2000))
     keep_order()
     mapped = ray.data.from_blocks([pyarrow.table({"start": part}) for part in parts]).map_batches(
-        _mapped_by_task,
+        _map_in_task,
         fn_args=(work,),
         batch_size=1,
         batch_format="numpy",
@@ -186,16 +186,16 @@ def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
         num_cpus=1,
         runtime_env={"env_vars": {"MLX_PREPARES": work.candidate.prefix}},  # processes that train do not inherit it
     )
-    for reference, start, stop in blocks_of(mapped, work.candidate.name):
+    for reference, start, stop in stream_blocks(mapped, work.candidate.name):
         table = ray.get(reference)
         for row in range(start, stop):
             yield {key: table.column(key)[row].as_buffer() for key in work.schema}
 
 
-def _mapped_by_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
+def _map_in_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
     """Map rows in a process of Ray Data. Each process constructs the dataset once."""
     with _task_reader.of(work.candidate) as reader:
-        rows = work.mapped(reader, int(batch["start"][0]))
+        rows = work.map_rows(reader, int(batch["start"][0]))
     return {key: [as_numpy(rows[key]).tobytes()] for key in work.schema}
 
 
@@ -210,7 +210,7 @@ class _TaskReader:
 
     @contextlib.contextmanager
     def of(self, candidate: Candidate, idle_s: float = 20) -> Iterator[BatchReader]:
-        """Provide the reader of a dataset for the duration of the block. Unless used again, it is released later."""
+        """Provide the reader of a dataset for the duration of the batch. Unless used again, it is released later."""
         if self._timer is not None:
             self._timer.cancel()
         reader = self._reader
@@ -238,13 +238,13 @@ def _split(batch: Batch) -> list[Batch]:
 def _alike(one: Batch, other: Batch) -> bool:
     """Return True if two batches have equal rows, up to rounding that differs between machines."""
     return schema_of(one) == schema_of(other) and all(
-        torch.allclose(_widened(column), _widened(other[key]), rtol=1e-4, atol=1e-6, equal_nan=True)
+        torch.allclose(_widen(column), _widen(other[key]), rtol=1e-4, atol=1e-6, equal_nan=True)
         if column.is_floating_point() or column.is_complex()
         else torch.equal(column, other[key])
         for key, column in one.items()
     )
 
 
-def _widened(column: torch.Tensor) -> torch.Tensor:
+def _widen(column: torch.Tensor) -> torch.Tensor:
     """Return numbers in a type that supports comparison, unlike the narrowest types."""
     return column if column.is_complex() else column.double()

@@ -59,7 +59,7 @@ class Manifest:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
 
     @classmethod
-    def parsed(cls, content: bytes) -> "Manifest":
+    def parse(cls, content: bytes) -> "Manifest":
         """Parse the content of a manifest file. Raises ValueError if it is not one."""
         fields = {name: from_json(content, _SHAPE, needs=tuple(_SHAPE))[name] for name in _SHAPE}
         columns = {name: (file, dtype, tuple(shape)) for name, (file, dtype, shape) in fields.pop("columns").items()}
@@ -116,8 +116,8 @@ class Store:
     def entries(self) -> list[Entry]:
         """Return all folders, least recently used first."""
         entries = []
-        for name in sorted(item.name for item in self._listed() if not item.is_file):
-            files = self._listed(name)
+        for name in sorted(item.name for item in self._list() if not item.is_file):
+            files = self._list(name)
             changed = max((file.modified_s for file in files), default=float("-inf"))
             busy = _is_busy(files)
             try:
@@ -129,7 +129,7 @@ class Store:
         return sorted(entries, key=lambda item: -item.age_s)
 
     @contextlib.contextmanager
-    def used(self, name: str) -> Iterator[None]:
+    def mark_used(self, name: str) -> Iterator[None]:
         """Mark a dataset as in use while the block runs, so that nobody removes it."""
         try:
             with leases.mark(self.storage, name, READ_MARK):
@@ -147,10 +147,10 @@ class Store:
         """Remove a dataset unless it is in use or the storage refuses it. Return True if it is gone."""
         try:
             manifest = self._find(name)
-            if _is_busy(self._listed(name)):
+            if _is_busy(self._list(name)):
                 return False
             self.storage.remove_file(name, MANIFEST)  # no process finds it from now on
-            if _is_busy(self._listed(name)):  # a process found it just before that
+            if _is_busy(self._list(name)):  # a process found it just before that
                 if manifest is not None:
                     self.storage.write(manifest.text().encode(), name, MANIFEST)
                 return False
@@ -159,7 +159,7 @@ class Store:
             return False
         return True
 
-    def unwanted(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
+    def unwanted_entries(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
         """Return the datasets to remove: incomplete ones, old ones, and the least recently used until the rest fits.
 
         Datasets in use, and those named in `keep`, are excluded.
@@ -175,8 +175,8 @@ class Store:
         return unwanted
 
     def clean(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
-        """Remove `unwanted` datasets, and return them."""
-        unwanted = self.unwanted(max_age_s=max_age_s, max_bytes=max_bytes, keep=keep)
+        """Remove `unwanted_entries` datasets, and return them."""
+        unwanted = self.unwanted_entries(max_age_s=max_age_s, max_bytes=max_bytes, keep=keep)
         return [item for item in unwanted if self.remove(item.name)]
 
     def _find(self, name: str) -> Manifest | None:
@@ -185,7 +185,7 @@ class Store:
         Raises StorageError if the storage does not answer, or another version wrote the manifest.
         """
         try:
-            manifest = Manifest.parsed(self.storage.document(name, MANIFEST))
+            manifest = Manifest.parse(self.storage.document(name, MANIFEST))
             if manifest.name != name:
                 raise ValueError(f"{MANIFEST} describes {manifest.name}")
             sizes = {item.name: item.size_bytes for item in self.storage.listed(name)}
@@ -197,7 +197,7 @@ class Store:
             raise StorageError(message) from error
         return manifest if whole else None
 
-    def _listed(self, *parts: str) -> list[Stored]:
+    def _list(self, *parts: str) -> list[Stored]:
         with storage_errors(f"cannot read {self.root}"):
             found = self.storage.listed(*parts)
         return [item for item in found if not item.name.startswith(".")]

@@ -16,5 +16,5 @@ __all__, __getattr__ = door(
     launch="Launch SubmittedJob",
     start="on_ray start_ray",
     stream_reader="StreamReader stream_readers",
-    streams="blocks_of columns_of keep_order make_dataset rows_of_stream stream_of",
+    streams="columns_of keep_order make_dataset rows_of_stream stream_blocks stream_of",
 )

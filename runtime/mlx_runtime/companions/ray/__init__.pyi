@@ -17,9 +17,9 @@ from mlx_runtime.companions.ray.start import on_ray as on_ray
 from mlx_runtime.companions.ray.start import start_ray as start_ray
 from mlx_runtime.companions.ray.stream_reader import StreamReader as StreamReader
 from mlx_runtime.companions.ray.stream_reader import stream_readers as stream_readers
-from mlx_runtime.companions.ray.streams import blocks_of as blocks_of
 from mlx_runtime.companions.ray.streams import columns_of as columns_of
 from mlx_runtime.companions.ray.streams import keep_order as keep_order
 from mlx_runtime.companions.ray.streams import make_dataset as make_dataset
 from mlx_runtime.companions.ray.streams import rows_of_stream as rows_of_stream
+from mlx_runtime.companions.ray.streams import stream_blocks as stream_blocks
 from mlx_runtime.companions.ray.streams import stream_of as stream_of

@@ -63,7 +63,7 @@ def launch_and_exit(
         if kind == AN_EXPERIMENT:
             submit = Launch.submit_run
         if sweep is not None:
-            load, submit = companions.part("sweeps.commands").launched(kind, folder, *sweep, look=check)
+            load, submit = companions.part("sweeps.commands").launch_steps(kind, folder, *sweep, look=check)
         prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
         code = 0
         if not check:

@@ -70,7 +70,7 @@ class Dashboard:
         try:
             answer, headers, token_source = _authorized_get(f"{address.url}/api/version", ANSWER_S)
             if answer.status_code in UNAUTHORIZED:
-                raise _unauthorized(where, token_source)
+                raise _unauthorized_error(where, token_source)
             version = str(answer.json()["ray_version"])
         except requests.RequestException as error:
             problem = f"is not a Ray dashboard: {short_message(error)}"
@@ -79,10 +79,10 @@ class Dashboard:
             elif isinstance(error, requests.ConnectionError):
                 problem = _connection_problem(error)
             hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
-            raise _unreachable(f"{where} {problem}", hint) from error
+            raise _unreachable_error(f"{where} {problem}", hint) from error
         except (KeyError, TypeError) as error:
             hint = f"Its default port is {DASHBOARD_PORT}"
-            raise _unreachable(f"{where} answers, but is not a Ray dashboard", hint) from error
+            raise _unreachable_error(f"{where} answers, but is not a Ray dashboard", hint) from error
         return cls(address, version, headers, token_source, time.monotonic() - started)
 
     def unused_id(self, wanted: str) -> str:
@@ -93,7 +93,7 @@ class Dashboard:
 
     def submit(self, job: str, spec: JobSpec) -> None:
         """Upload the files of a job and start its command, under an id returned by `unused_id`."""
-        runtime_env = spec.packed(self._send)
+        runtime_env = spec.pack(self._send)
         runtime_env["env_vars"] |= {"MLX_JOB": job, "MLX_JOB_ADDRESS": self.address.url}
         body = {"entrypoint": shlex.join(spec.command), "submission_id": job, "metadata": dict(spec.metadata)}
         body["runtime_env"] = runtime_env
@@ -268,20 +268,20 @@ def _authorized_get(url: str, timeout_s: Timeout) -> tuple["requests.Response", 
     return _request("GET", url, timeout_s, headers), headers, source
 
 
-def _unreachable(problem: str, hint: str) -> ClusterError:
+def _unreachable_error(problem: str, hint: str) -> ClusterError:
     error = ClusterError(problem)
     error.hint = hint
     return error
 
 
-def _unauthorized(where: str, token_source: str | None) -> ClusterError:
+def _unauthorized_error(where: str, token_source: str | None) -> ClusterError:
     if token_source is None:
         hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the path of a file that contains it"
-        return _unreachable(f"the cluster at {where} requires a token", hint)
+        return _unreachable_error(f"the cluster at {where} requires a token", hint)
     if not token_source.startswith("RAY_AUTH_TOKEN"):
         token_source += ", which Ray writes for its clusters on this machine"
     problem = f"the cluster at {where} refuses the token from {token_source}"
-    return _unreachable(problem, "Set RAY_AUTH_TOKEN to the token of this cluster")
+    return _unreachable_error(problem, "Set RAY_AUTH_TOKEN to the token of this cluster")
 
 
 def _connection_problem(error: "requests.ConnectionError") -> str:

@@ -14,7 +14,7 @@ from mlx_runtime.errors import ConfigError, DataJobError, MlxError, RunStopped, 
 from mlx_runtime.runs import outputs, provenance
 from mlx_runtime.runs.outputs import Filling, Output
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, joined, size_text, storage_root
+from mlx_runtime.storage import documents, join_path, size_text, storage_root
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.tracking import Display
 from mlx_runtime.training import DataConfig, StopRequests, Terminated, sigterm_stops
@@ -82,7 +82,7 @@ class DataJob:
             for count, (index, result) in enumerate(finished, start=1):
                 results[index] = result
                 if self._display is not None:
-                    self._display.counting(title, count, len(items))
+                    self._display.show_progress(title, count, len(items))
         return results
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def output_path(cfg: DataConfig) -> str:
             f"cfg.path is {str(path)!r}; it must be a folder below the storage, like data/{cfg.name}, without parts "
             "that start with a dot or dash, and without \\, ?, # and unprintable characters"
         )
-    return joined(storage_root(cfg.storage_path), *path.parts)
+    return join_path(storage_root(cfg.storage_path), *path.parts)
 
 
 Results = Generator[tuple[int, Any], None, None]

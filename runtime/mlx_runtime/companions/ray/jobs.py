@@ -32,7 +32,7 @@ class JobSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)  # shown in the dashboard
     runtime_env: Mapping[str, Any] = field(default_factory=dict)  # other fields of Ray's runtime environment
 
-    def packed(self, send: Send) -> dict[str, Any]:
+    def pack(self, send: Send) -> dict[str, Any]:
         """Return Ray's runtime environment, with the contents of named local files, and with local modules uploaded."""
         packed = dict(self.runtime_env)
         for installer in ("pip", "uv"):
@@ -48,8 +48,8 @@ class JobSpec:
         if modules := packed.get("py_modules"):
             packed["py_modules"] = [item if "://" in item else _send_module(Path(item), send) for item in modules]
         packed["env_vars"] = {**packed.get("env_vars", {}), **self.environment}
-        with self.upload.staged() as folder:
-            packed["working_dir"] = send(*_zipped(folder, folder.rglob("*")))
+        with self.upload.stage() as folder:
+            packed["working_dir"] = send(*_zip(folder, folder.rglob("*")))
         return packed
 
 
@@ -105,13 +105,13 @@ def _send_module(module: Path, send: Send) -> str:
         return send(module.name, module.read_bytes())
     if module.is_dir():
         root = module.resolve()
-        return send(*_zipped(root.parent, (root / path for path, _ in Upload.of(root).files)))
+        return send(*_zip(root.parent, (root / path for path, _ in Upload.of(root).files)))
     if module.is_file():
-        return send(*_zipped(module.parent, [module]))
+        return send(*_zip(module.parent, [module]))
     raise ConfigError(f"cfg.runtime_env.py_modules names {module}, which does not exist")
 
 
-def _zipped(folder: Path, paths: Iterable[Path]) -> tuple[str, bytes]:
+def _zip(folder: Path, paths: Iterable[Path]) -> tuple[str, bytes]:
     """Zip files below a folder. The name contains a hash, so that a cluster receives the same code only once."""
     digest, buffer = hashlib.sha256(), io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as package:

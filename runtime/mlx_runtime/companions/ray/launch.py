@@ -20,7 +20,7 @@ from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.outputs import being_filled
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, storage_root
-from mlx_runtime.storage.secrets import redacted
+from mlx_runtime.storage.secrets import redact
 from mlx_runtime.training.engines import JOB_FLAG
 
 if TYPE_CHECKING:
@@ -113,13 +113,13 @@ class Launch:
             if before:
                 record.withdraw()
             else:
-                record.finish("FAILED", error=redacted(str(error)))
+                record.finish("FAILED", error=redact(str(error)))
             raise
         elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in config.overrides)
         words = shlex.join([run.location] if elsewhere else [run.experiment, run.name])
         facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": job, "dashboard": page}
         facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
-        return SubmittedJob(self.dashboard, job, facts, lambda: records.recorded(run).get("status") != "PENDING")
+        return SubmittedJob(self.dashboard, job, facts, lambda: records.load_record(run).get("status") != "PENDING")
 
     def submit_data_job(self) -> SubmittedJob:
         """Submit a data job."""
@@ -171,7 +171,7 @@ def prepare(
     """
     failed = 0
 
-    def passed(*checks: Check) -> bool:
+    def show_checks(*checks: Check) -> bool:
         nonlocal failed
         for check in checks:
             failed += not check.ok
@@ -188,25 +188,25 @@ def prepare(
         print(f"checking  {address.url} (from {address.source})")
     config, config_check = preflight.check_config(load)  # first: may bind, and finds errors without the cluster
     dashboard, checks = preflight.check_cluster(address)
-    passed(*checks)
+    show_checks(*checks)
     if dashboard is None:
         raise failure()
-    passed(config_check)
+    show_checks(config_check)
     upload = Upload.of(folder)
-    fits = passed(preflight.check_upload(upload))
+    fits = show_checks(preflight.check_upload(upload))
     if config is None:
         raise failure()
     snapshots.refuse_unmatched(folder, getattr(config.cfg, "code_files", ()))
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         print(line)
-    safe = passed(preflight.check_secrets(config))
+    safe = show_checks(preflight.check_secrets(config))
     if not (safe and fits) and not show_all:
         raise failure()
     runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}
     root = storage_root(config.cfg.storage_path)
     sent = upload if safe and fits else dataclasses.replace(upload, files=())  # the probe needs only the runtime
     sent_env = runtime_env if safe else preflight.without_secrets(runtime_env)
-    passed(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env))
+    show_checks(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env))
     if failed:
         raise failure()
     return Launch(dashboard, config, upload, runtime_env)

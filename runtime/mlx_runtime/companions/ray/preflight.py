@@ -18,7 +18,7 @@ from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.runs import LIMIT_BYTES, Upload
 from mlx_runtime.storage import is_uri, storage_at
-from mlx_runtime.storage.secrets import redacted_override, secret_keys
+from mlx_runtime.storage.secrets import redact_override, secret_keys
 from mlx_runtime.training import DataConfig
 from mlx_runtime.training.engines import ENGINES, engine_class, shortage
 
@@ -105,7 +105,7 @@ def check_secrets(config: "Config") -> Check:
     written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
     for item in config.overrides:
         name = item.partition("=")[0].lstrip("+")
-        if redacted_override(item) != item and not any(f"{key}.".startswith(f"{name}.") for key in written):
+        if redact_override(item) != item and not any(f"{key}.".startswith(f"{name}.") for key in written):
             written.append(name)
     if written:
         hint = "Set it in the environment of the nodes, list its name in cfg.secrets=[NAME], and write ${oc.env:NAME}"

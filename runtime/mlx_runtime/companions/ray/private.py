@@ -145,9 +145,9 @@ def keep_sharded_models() -> None:
 
     It looks up the replaced name at each call, so user code may already have imported `prepare_model`.
     """
-    train_loop_utils.DistributedDataParallel = _replicated
+    train_loop_utils.DistributedDataParallel = _replicate
 
 
 @functools.wraps(DistributedDataParallel, updated=())  # Ray logs the name
-def _replicated(model: nn.Module, **options: Any) -> nn.Module:
+def _replicate(model: nn.Module, **options: Any) -> nn.Module:
     return model if is_sharded(model) else DistributedDataParallel(model, **options)

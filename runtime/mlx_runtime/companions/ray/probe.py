@@ -119,9 +119,9 @@ def _reduce(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
     import torch
     from torch import distributed
 
-    from mlx_runtime.distributed import listening
+    from mlx_runtime.distributed import listening_sockets
 
-    before, timeout = listening(), datetime.timedelta(seconds=GROUP_S)
+    before, timeout = listening_sockets(), datetime.timedelta(seconds=GROUP_S)
     distributed.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout)
     device = "cuda" if backend == "nccl" else "cpu"
 
@@ -135,7 +135,7 @@ def _reduce(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
     latency_s = min(seconds(1) for _ in range(10))  # the first one connects
     bandwidth_s = min(seconds(BANDWIDTH_BYTES // 4) for _ in range(2))
     if backend == "gloo":
-        interface = _interface(listening() - before, address)
+        interface = _interface(listening_sockets() - before, address)
     else:
         interface = os.environ.get("NCCL_SOCKET_IFNAME", "an interface of its choice")
     moved = 2 * (size - 1) / size * BANDWIDTH_BYTES  # bytes sent by each node in a ring

@@ -1,6 +1,6 @@
 """Streams of Ray Data, shared by the workers.
 
-One `BlockAssigner` executes the stream, in order, and assigns references to its blocks. The `StreamReader` of each
+One `StreamAssigner` executes the stream, in order, and assigns references to its blocks. The `StreamReader` of each
 worker fetches only the blocks with its own rows, from the nodes that store them.
 """
 
@@ -20,10 +20,10 @@ import torch
 
 from mlx_runtime.companions.ray.streams import (
     Part,
-    blocks_of,
     columns_of,
     make_dataset,
     rows_of_stream,
+    stream_blocks,
     stream_of,
 )
 from mlx_runtime.data import Batch, ShardPlan, WorkerPass, dataset_error, read_ahead, shuffled_share
@@ -41,7 +41,7 @@ Share = list[Part]
 """Consecutive rows that one worker reads."""
 
 
-class BlockAssigner:
+class StreamAssigner:
     """Executes the stream of a node in conf.yaml, and assigns its rows to the workers by their plans.
 
     Used as a Ray actor, or directly within one process.
@@ -83,7 +83,7 @@ class BlockAssigner:
                 return None  # requested ahead in a pass that all workers have left in the meantime
             if number not in self._passes:
                 stream = stream_of(self._dataset, self._name, seed)
-                self._passes[number] = _Pass(blocks_of(stream, self._name), plan, self._name, self._copies)
+                self._passes[number] = _Pass(stream_blocks(stream, self._name), plan, self._name, self._copies)
             for earlier in [other for other in self._passes if other < number]:
                 self._passes[earlier].left.add((rank, copy))
                 if len(self._passes[earlier].left) == plan.world_size * self._copies:
@@ -111,7 +111,7 @@ class _Pass:
     def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str, copies: int) -> None:
         self.left: set[tuple[int, int]] = set()  # by rank and copy, as below
         self._copies = range(copies)
-        self._shares = _assigned(blocks, plan, name)
+        self._shares = _assign(blocks, plan, name)
         self._waiting: dict[tuple[int, int], collections.deque[Share]] = collections.defaultdict(collections.deque)
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class _Pass:
             self._shares.close()
 
 
-def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[tuple[int, Share]]:
+def _assign(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[tuple[int, Share]]:
     """Yield the shares of a plan in order, each with its rank."""
     block: Part = (None, 0, 0)
     position = 0
@@ -165,15 +165,15 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
 
 
 def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, topology: Topology, actor: str) -> Any:
-    """Start a `BlockAssigner` in a separate process on this node, as a Ray actor of this name."""
+    """Start a `StreamAssigner` in a separate process on this node, as a Ray actor of this name."""
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
     options = {"num_cpus": 0, "max_concurrency": topology.world_size + 1, "scheduling_strategy": here, "name": actor}
-    return ray.remote(BlockAssigner).options(**options).remote(node, name, seed, project, topology.model_parallel_size)
+    return ray.remote(StreamAssigner).options(**options).remote(node, name, seed, project, topology.model_parallel_size)
 
 
 class StreamReader:
-    """Reads the rows that a `BlockAssigner`, local or an actor, assigns to this worker.
+    """Reads the rows that a `StreamAssigner`, local or an actor, assigns to this worker.
 
     All loaders of a dataset share one reader, which counts its passes. `copy` is the number of this worker among those
     that read the same rows.
@@ -187,13 +187,13 @@ class StreamReader:
         self._passes = 0
 
     def rows(self) -> int:
-        if isinstance(self._assigner, BlockAssigner):
+        if isinstance(self._assigner, StreamAssigner):
             return self._assigner.rows()
         return int(self._get(self._assigner.rows.remote()))
 
     def close(self) -> None:
         """Stop an assigner in this process; an actor ends with the workers."""
-        if isinstance(self._assigner, BlockAssigner):
+        if isinstance(self._assigner, StreamAssigner):
             self._assigner.close()
 
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
@@ -207,11 +207,11 @@ class StreamReader:
         columns: Batch = {}
         for index, share in enumerate(self._shares(plan, rank, seed % MAX_SEED if part.shuffle else None)):
             blocks = [columns_of(ray.get(block), start, stop, self._name) for block, start, stop in share]
-            new = _concatenated(blocks)
+            new = _concatenate(blocks)
             if part.shuffle:
                 order = shuffled_share(_rows(new), seed, rank, index)
                 new = {key: column[order] for key, column in new.items()}
-            columns = _concatenated([columns, new]) if waiting else new
+            columns = _concatenate([columns, new]) if waiting else new
             waiting = _rows(columns)
             while number < len(sizes) and waiting >= sizes[number]:
                 if number >= part.skip:
@@ -227,7 +227,7 @@ class StreamReader:
     def _shares(self, plan: ShardPlan, rank: int, seed: int | None) -> Iterator[Share]:
         """Yield the shares of this worker, requesting the next one while one is read."""
         arguments = (self._passes, plan, rank, seed, self._copy)
-        if isinstance(self._assigner, BlockAssigner):
+        if isinstance(self._assigner, StreamAssigner):
             while (share := self._assigner.take(*arguments)) is not None:
                 yield share
             return
@@ -248,7 +248,7 @@ def _rows(columns: Batch) -> int:
     return len(next(iter(columns.values())))
 
 
-def _concatenated(parts: Sequence[Batch]) -> Batch:
+def _concatenate(parts: Sequence[Batch]) -> Batch:
     if len(parts) == 1:
         return parts[0]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
@@ -257,7 +257,7 @@ def _concatenated(parts: Sequence[Batch]) -> Batch:
 def stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
     """Return the readers of streams by name. Rank 0 starts their assigners. Every worker must call this."""
     if job.cluster.in_driver:
-        return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
+        return {name: StreamReader(StreamAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})
     assigners = {}
     if topology.writes:

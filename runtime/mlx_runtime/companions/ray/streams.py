@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mlx_runtime.config import build
-from mlx_runtime.data import Batch, adopted, constructing, dataset_error
+from mlx_runtime.data import Batch, adopt_dataset, construction, dataset_error
 from mlx_runtime.errors import DatasetError, MlxError
 
 Part = tuple[Any, int, int]
@@ -24,8 +24,8 @@ def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -
     """Construct the dataset of a node in conf.yaml, in any process of the cluster."""
     if project.is_dir() and str(project) not in sys.path:
         sys.path.insert(0, str(project))
-    with constructing(node, seed):
-        return adopted(build(node, f"datasets.{name}"), name, node)
+    with construction(node, seed):
+        return adopt_dataset(build(node, f"datasets.{name}"), name, node)
 
 
 def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
@@ -59,7 +59,7 @@ def rows_of_stream(dataset: Any, stream: Any) -> int:
     return len(dataset) if hasattr(dataset, "__len__") else int(stream.count())
 
 
-def blocks_of(stream: Any, name: str) -> Generator[Part]:
+def stream_blocks(stream: Any, name: str) -> Generator[Part]:
     """Yield the blocks of a stream in order. Raises MlxError if reading or mapping failed."""
     from mlx_runtime.companions.ray.ray_blocks import block_references
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mlx_runtime.tracking import Report, RunInfo, flatten, remembered
+from mlx_runtime.tracking import Report, RunInfo, flatten, read_or_create
 
 
 class MLflow:
@@ -31,7 +31,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(title)
         home = found.experiment_id if found else self._client.create_experiment(title)
         begin = partial(self._client.create_run, home, run_name=run.name, tags={"mlx.place": run.place})
-        self._id = remembered(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
+        self._id = read_or_create(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
         self._client.update_run(self._id, status="RUNNING")
         if run.attempt == 1:
             params = [Param(name, str(value)[:500]) for name, value in flatten(run.config)]

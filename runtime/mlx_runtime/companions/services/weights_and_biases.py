@@ -12,7 +12,7 @@ from mlx_runtime.extras import require
 from mlx_runtime.runs.checkpoints import best_first, list_checkpoints
 from mlx_runtime.settings import environment
 from mlx_runtime.storage import is_uri, parent_of
-from mlx_runtime.tracking import Report, RunInfo, remembered
+from mlx_runtime.tracking import Report, RunInfo, read_or_create
 
 DATA_DIR = "WANDB_DATA_DIR"
 """Environment variable with the folder for copies that W&B has not sent yet, by default in HOME."""
@@ -60,7 +60,7 @@ class WandB:
             project=self.project or run.experiment,
             entity=self.entity,
             name=run.name,
-            id=remembered(run.folder / "wandb-run-id", lambda: uuid.uuid4().hex),
+            id=read_or_create(run.folder / "wandb-run-id", lambda: uuid.uuid4().hex),
             group=run.experiment,
             config=dict(run.config),
             dir=str(run.folder),

@@ -7,6 +7,6 @@ __all__, __getattr__ = door(
     "commands",
     consolidation="consolidate",
     layouts="Layouts",
-    shards="Parts Shards full",
-    writer="ShardWriter StagedPlanner failure",
+    shards="Parts ShardedTensors full",
+    writer="ShardedTensorWriter StagedPlanner failure",
 )

@@ -57,7 +57,7 @@ class Layouts:
                 if refused and isinstance(saved, StoredTensor):
                     return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
                 like = None
-            return self._placed(saved, like)
+            return self._lay_out(saved, like)
         if isinstance(saved, dict):
             targets = target if isinstance(target, Mapping) else {}
             return type(saved)(
@@ -87,12 +87,12 @@ class Layouts:
         if parameter is None or not isinstance(value, torch.Tensor | StoredTensor):
             return self._walk(value, None)
         if value.shape == parameter.shape:
-            return self._placed(value, parameter.detach())
+            return self._lay_out(value, parameter.detach())
         if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.ndim:
-            return _replicated(value, parameter)
-        return self._placed(value, None) if is_sharded(parameter) else self.reads.full(copy.deepcopy(value))
+            return _replicate(value, parameter)
+        return self._lay_out(value, None) if is_sharded(parameter) else self.reads.full(copy.deepcopy(value))
 
-    def _placed(self, saved: torch.Tensor | StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
+    def _lay_out(self, saved: torch.Tensor | StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
         """Return a copy with the layout of another tensor, if that has the same shape."""
         if isinstance(saved, torch.Tensor):
             if like is None or not is_sharded(like):
@@ -124,7 +124,7 @@ def _cut(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _replicated(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _replicate(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ index in JSON, and the parts are in safetensors files:
 
     {"tensors": {"models/net/head.weight": {"dtype": "F32", "shape": [10, 64], "chunks": [
          {"offsets": [0, 0], "sizes": [5, 64], "file": "shard_00000.safetensors", "start": 4096}, ...]}, ...},
-     "files": {"shard_00000.safetensors": {"size_bytes": 8192, "sha256": [SHA-256 of each block, ...]}, ...}}
+     "files": {"shard_00000.safetensors": {"size_bytes": 8192, "sha256": [SHA-256 of each segment, ...]}, ...}}
 """
 
 import math
@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.distributed import is_sharded
-from mlx_runtime.runs.checkpoints import PLACEHOLDER, Staging, Stored, reading
-from mlx_runtime.storage import BlockReader, Storage, joined
+from mlx_runtime.runs.checkpoints import PLACEHOLDER, Staging, UnreadTensor, io_errors
+from mlx_runtime.storage import SegmentReader, Storage, join_path
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 
 if TYPE_CHECKING:
@@ -42,20 +42,20 @@ _SHAPE = {"tensors": mapping_of(_TENSOR), "files": mapping_of(_FILE, NAME)}
 
 
 @dataclass(frozen=True)
-class StoredTensor(Stored):
+class StoredTensor(UnreadTensor):
     """A tensor of a loaded state whose content has not been read yet."""
 
-    shards: "Shards"
+    source: "ShardedTensors"
     name: str  # in the index
     dims: tuple[int, ...]  # dimensions that were sharded when it was saved
 
     @property
     def shape(self) -> torch.Size:
-        return self.shards.metadata.state_dict_metadata[self.name].size  # type: ignore[union-attr]
+        return self.source.metadata.state_dict_metadata[self.name].size  # type: ignore[union-attr]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.shards.metadata.state_dict_metadata[self.name].properties.dtype  # type: ignore[union-attr]
+        return self.source.metadata.state_dict_metadata[self.name].properties.dtype  # type: ignore[union-attr]
 
     def __deepcopy__(self, memo: Any) -> "StoredTensor":
         return self
@@ -99,16 +99,16 @@ class Parts:
         dims = sorted({item.dim for item in tensor.placements if item.is_shard()})  # type: ignore[attr-defined]
         return {PLACEHOLDER: [self._names[memory], dims]}
 
-    def staged(self, before: Mapping[str, torch.Tensor], staging: Staging) -> dict[str, torch.Tensor]:
+    def stage(self, before: Mapping[str, torch.Tensor], staging: Staging) -> dict[str, torch.Tensor]:
         """Return copies of this worker's parts on the CPU, which training does not change.
 
         The copies of the previous checkpoint are overwritten, because allocating memory takes longer than copying.
         """
         own = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
-        return {name: _copied(part, before.get(name), staging) for name, part in own.items()}
+        return {name: _copy(part, before.get(name), staging) for name, part in own.items()}
 
 
-def _copied(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -> torch.Tensor:
+def _copy(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -> torch.Tensor:
     if part.device.type != "cpu" or before is None or before.shape != part.shape or before.dtype != part.dtype:
         return staging.copy(part)
     return before.copy_(part)
@@ -117,7 +117,7 @@ def _copied(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -
 # -- reading
 
 
-class Shards:
+class ShardedTensors:
     """The sharded tensors of one stored checkpoint.
 
     Args:
@@ -149,13 +149,13 @@ class Shards:
         """Check the existence and size of every file, without reading it. Raise DamagedError."""
         for file, about in self.files.items():
             size = self._storage.size_bytes(self._name, file)
-            with reading(self._path(file)):
+            with io_errors(self._path(file)):
                 if size is None:
                     raise FileNotFoundError
                 if size != about["size_bytes"]:
                     raise ValueError(f"it has {size:,} bytes of {about['size_bytes']:,}")
 
-    def loaded(self, value: Any) -> Any:
+    def fill_placeholders(self, value: Any) -> Any:
         """Return plain values with a `StoredTensor` instead of each placeholder."""
         if isinstance(value, dict):
             if value.keys() == {PLACEHOLDER}:
@@ -163,9 +163,9 @@ class Shards:
                 if name not in self.metadata.state_dict_metadata:
                     raise ValueError(f"it does not describe {name}")
                 return StoredTensor(self, name, tuple(dims))
-            return type(value)({key: self.loaded(item) for key, item in value.items()})
+            return type(value)({key: self.fill_placeholders(item) for key, item in value.items()})
         if type(value) in (list, tuple):
-            return type(value)(map(self.loaded, value))
+            return type(value)(map(self.fill_placeholders, value))
         return value
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
@@ -184,12 +184,12 @@ class Shards:
             chunk = self._chunk(item)
             reads.setdefault(chunk["file"], []).append((chunk["start"], item))
         for file, items in sorted(reads.items()):
-            with reading(self._path(file)), self._storage.open(self._name, file) as stream:
-                reader = BlockReader(stream, self.files[file]["sha256"])
+            with io_errors(self._path(file)), self._storage.open(self._name, file) as stream:
+                reader = SegmentReader(stream, self.files[file]["sha256"])
                 for _, item in sorted(items, key=lambda pair: pair[0]):
                     self._read(reader, item, planner.resolve_tensor(item).detach())
 
-    def _read(self, reader: BlockReader, item: "ReadItem", target: torch.Tensor) -> None:
+    def _read(self, reader: SegmentReader, item: "ReadItem", target: torch.Tensor) -> None:
         """Fill a tensor with a box of a chunk, by reading all rows of the chunk that the box touches."""
         chunk = self._chunk(item)
         sizes, offsets, lengths = chunk["sizes"] or [1], [*item.storage_offsets] or [0], [*item.lengths] or [1]
@@ -208,18 +208,18 @@ class Shards:
         return self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
     def _path(self, file: str) -> str:
-        return joined(self._storage.root, self._name, file)
+        return join_path(self._storage.root, self._name, file)
 
 
 class Reads:
     """Tensors to be filled from a checkpoint, all at once."""
 
     def __init__(self) -> None:
-        self._targets: dict[tuple[Shards, Any], dict[str, torch.Tensor]] = {}
+        self._targets: dict[tuple[ShardedTensors, Any], dict[str, torch.Tensor]] = {}
 
     def target(self, stored: StoredTensor, layout: Any, empty: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the tensor to fill: the same one for tied tensors with the same layout."""
-        targets = self._targets.setdefault((stored.shards, layout), {})
+        targets = self._targets.setdefault((stored.source, layout), {})
         if stored.name not in targets:
             targets[stored.name] = empty()
         return targets[stored.name]
@@ -235,7 +235,7 @@ class Reads:
         return value
 
     def run(self) -> None:
-        """Fill all tensors that have not been filled yet; see `Shards.read`."""
+        """Fill all tensors that have not been filled yet; see `ShardedTensors.read`."""
         rest, self._targets = self._targets, {}
         for (shards, _), targets in rest.items():
             shards.read(targets)

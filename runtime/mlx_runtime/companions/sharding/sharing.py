@@ -132,7 +132,7 @@ class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         if wanted - self._copies.keys():
             self._keep(except_for=wanted)
         args, kwargs = tree_map(self._whole, (args, kwargs or {}))
-        return tree_map(self._known, func(*args, **kwargs))
+        return tree_map(self._find_tensor, func(*args, **kwargs))
 
     def _whole(self, item: Any) -> Any:
         if not isinstance(item, DTensor):
@@ -146,7 +146,7 @@ class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             self._copies[id(item)] = _Copy(item, whole)
         return self._copies[id(item)].whole
 
-    def _known(self, item: Any) -> Any:
+    def _find_tensor(self, item: Any) -> Any:
         """Return the sharded tensor of a copy, and note views of copies."""
         if isinstance(item, torch.Tensor) and item.device.type == "cpu":
             for copy in self._copies.values():

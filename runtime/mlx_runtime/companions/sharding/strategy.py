@@ -25,7 +25,7 @@ from mlx_runtime.companions.sharding.sharing import (
 )
 from mlx_runtime.distributed import Topology, broadcast, by_mesh, is_sharded, local_part, total_norm
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
-from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
+from mlx_runtime.distributed.torch_private import ShardedGradScaler, drop_unreduced_gradients
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
@@ -191,7 +191,7 @@ class FSDP:
         return norm
 
     def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
-        return ShardScaler(self.topology.device.type, enabled=enabled)
+        return ShardedGradScaler(self.topology.device.type, enabled=enabled)
 
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         for optimizer in optimizers.values():

@@ -1,4 +1,4 @@
-"""`ShardWriter`: storage for torch's distributed checkpointing (DCP). Imported only by runs with shards."""
+"""`ShardedTensorWriter`: storage for torch's distributed checkpointing (DCP). Imported only by runs with shards."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.errors import MlxError, StorageError, short_message
-from mlx_runtime.storage import BlockWriter, Publication, Storage
+from mlx_runtime.storage import Publication, SegmentWriter, Storage
 
 
 class StagedPlanner(DefaultSavePlanner):
@@ -52,16 +52,16 @@ class _Destination:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenFile:
     """The shards that a worker has written."""
 
     file: str
     size_bytes: int
-    blocks: list[str]
+    digests: list[str]
     starts: dict[MetadataIndex, int]  # position of each chunk in the file
 
 
-class ShardWriter(StorageWriter):
+class ShardedTensorWriter(StorageWriter):
     """Writes one file per worker to a folder that rank 0 publishes.
 
     Args:
@@ -112,12 +112,12 @@ class ShardWriter(StorageWriter):
         results = []
         if tensors:
             try:
-                file = BlockWriter(self._storage.create(to.folder, to.file))
+                file = SegmentWriter(self._storage.create(to.folder, to.file))
                 with file:
                     starts = tensor_files.write(file, {_title(index): part for index, part in tensors.items()})
             except FileNotFoundError as error:
                 raise StorageError(f"{error.filename or to.folder} is missing on this machine: {_SHARED}") from error
-            facts = _Written(to.file, file.size_bytes, file.blocks, dict(zip(tensors, starts, strict=True)))
+            facts = _WrittenFile(to.file, file.size_bytes, file.digests, dict(zip(tensors, starts, strict=True)))
             results.append(WriteResult(MetadataIndex(to.file), file.size_bytes, facts))
         self._write_state()
         written.set_result(results)
@@ -126,7 +126,7 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, publish the checkpoint after all workers have written their files."""
         assert self._publication is not None
-        written: list[_Written] = [item.storage_data for worker in results for item in worker]
+        written: list[_WrittenFile] = [item.storage_data for worker in results for item in worker]
         for item in written:
             if self._storage.size_bytes(self._publication.folder, item.file) != item.size_bytes:
                 raise StorageError(f"{item.file}, which another worker has written, is not in the storage: {_SHARED}")
@@ -151,7 +151,7 @@ def _title(index: MetadataIndex) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
-def _index(metadata: Metadata, written: list[_Written]) -> bytes:
+def _index(metadata: Metadata, written: list[_WrittenFile]) -> bytes:
     """Return the index of a checkpoint; the module `shards` describes its format."""
     places = {index: (item.file, start) for item in written for index, start in item.starts.items()}
     tensors = {}
@@ -164,5 +164,5 @@ def _index(metadata: Metadata, written: list[_Written]) -> bytes:
             chunks.append(facts)
         dtype = tensor_files.dtype_name(about.properties.dtype)
         tensors[name] = {"dtype": dtype, "shape": list(about.size), "chunks": chunks}
-    files = {item.file: {"size_bytes": item.size_bytes, "sha256": item.blocks} for item in written}
+    files = {item.file: {"size_bytes": item.size_bytes, "sha256": item.digests} for item in written}
     return json.dumps({"tensors": tensors, "files": files}, separators=(",", ":")).encode()

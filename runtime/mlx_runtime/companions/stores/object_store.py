@@ -24,14 +24,14 @@ class ObjectStore(Storage):
 
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
         selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
-        found = [self._stored(info) for info in self._fs.get_file_info(selector)]
+        found = [self._entry(info) for info in self._fs.get_file_info(selector)]
         if not found:
             self._require_bucket()
         return found
 
     def find(self, *parts: str) -> Stored | None:
         info = self._fs.get_file_info(self.of(*parts))
-        return self._stored(info) if info.type else None
+        return self._entry(info) if info.type else None
 
     def open(self, *parts: str) -> Any:
         return self._fs.open_input_file(self.of(*parts))
@@ -69,7 +69,7 @@ class ObjectStore(Storage):
         if not self._fs.get_file_info(bucket).type:
             raise FileNotFoundError(f"the bucket {bucket} does not exist; create it, or correct the URI")
 
-    def _stored(self, info: pyarrow.fs.FileInfo) -> Stored:
+    def _entry(self, info: pyarrow.fs.FileInfo) -> Stored:
         path = info.path.removeprefix(self.path).lstrip("/")
         return Stored(path, info.size or 0, (info.mtime_ns or 0) / 1e9, info.is_file)
 

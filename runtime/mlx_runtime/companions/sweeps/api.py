@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mlx_runtime.companions.notebook import importable, listed
+from mlx_runtime.companions.notebook import importable, require_list
 from mlx_runtime.companions.sweeps.controller import Listener
 from mlx_runtime.companions.sweeps.definition import Definition, plan
 from mlx_runtime.companions.sweeps.results import SweepResult
@@ -56,7 +56,7 @@ def sweep(
         UsageError, ConfigError: The sweep cannot start; nothing was written.
         MlxError: All trials failed, or none records the metric.
     """
-    words = listed(overrides)
+    words = require_list(overrides)
     if trials is not None and trials < 1:
         raise UsageError(f"trials is {trials}; the minimum is 1")
     asked: dict[str, Any] = {"search": search, "scheduler": scheduler, "metric": metric, "mode": mode, "trials": trials}
@@ -70,7 +70,7 @@ def sweep(
         warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep
     with contextlib.closing(engine_for(checked)) as engine:
         claimed = claim(checked, name, listeners=listeners)
-        with claimed.running():
+        with claimed.supervise():
             engine.run(claimed)
     result = SweepResult(claimed.record.folder)
     if all(trial.status == "FAILED" for trial in result.trials):

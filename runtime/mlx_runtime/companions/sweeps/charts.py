@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mlx_runtime.companions.sweeps.scores import Trial
-from mlx_runtime.companions.views import escaped
+from mlx_runtime.companions.views import escape
 from mlx_runtime.extras import require
 from mlx_runtime.runs.tables import format_number
 
@@ -75,13 +75,13 @@ class Axis:
     ) -> None:
         numbers = all(type(value) in (int, float) and math.isfinite(value) for value in values)
         positive = numbers and min(values) > 0
-        self.key, self.name = key, escaped(name)
+        self.key, self.name = key, escape(name)
         self.log = positive and (max(values) >= LOG_RATIO * min(values) if log is None else log)
         texts = [f"{value:.4g}" if numbers else str(value) for value in values]
         self.choices = [] if numbers else sorted(set(texts))
         self.marked = chosen and len(set(texts)) <= MAX_MARKED
         self.positions: list[float] = [*values] if numbers else [self.choices.index(text) for text in texts]
-        self.texts = [escaped(text if len(text) <= TEXT_LENGTH else f"{text[:TEXT_LENGTH]}…") for text in texts]
+        self.texts = [escape(text if len(text) <= TEXT_LENGTH else f"{text[:TEXT_LENGTH]}…") for text in texts]
 
     def heights(self) -> list[float]:
         """Return the height of each trial, from 0 for the lowest position to 1 for the highest."""
@@ -89,11 +89,11 @@ class Axis:
         low, high = min(scaled), max(scaled)
         return [(item - low) / (high - low) if high > low else 0.5 for item in scaled]
 
-    def ticks(self, places: Sequence[float]) -> dict[float, str]:
+    def ticks(self, coordinates: Sequence[float]) -> dict[float, str]:
         """Return the texts at some positions of the trials: at choices, or at both ends of other numbers."""
-        found = dict(sorted(zip(places, self.texts, strict=True)))
+        found = dict(sorted(zip(coordinates, self.texts, strict=True)))
         low, high = min(found), max(found)
-        return {place: text for place, text in found.items() if self.choices or self.marked or place in (low, high)}
+        return {x: text for x, text in found.items() if self.choices or self.marked or x in (low, high)}
 
     def layout(self) -> Chart:
         """Return the axis for Plotly."""
@@ -121,9 +121,9 @@ def parallel(trials: Sequence[Trial], axes: Sequence[Axis]) -> Chart:
     ]
     note = {"showarrow": False, "xanchor": "left", "xshift": 3, "bgcolor": "--card", "opacity": 0.85}
     notes = [
-        note | {"x": place, "y": at, "text": text}
-        for place, axis in enumerate(axes)
-        for at, text in axis.ticks(heights[place]).items()
+        note | {"x": x, "y": at, "text": text}
+        for x, axis in enumerate(axes)
+        for at, text in axis.ticks(heights[x]).items()
     ]
     names = {"tickvals": [*range(len(axes))], "ticktext": [axis.name for axis in axes], "title": None}
     layout = {"height": 360, "annotations": notes, "yaxis": {"visible": False, "range": [-0.06, 1.06]}}
@@ -200,11 +200,11 @@ def folds(metric: str, trials: Sequence[Trial]) -> Chart:
     """Draw the metric of each fold of the best trials at their best epochs, with mean and standard deviation."""
     trials = trials[:MAX_FOLDED]
     each = []
-    for place, trial in enumerate(trials):
+    for x, trial in enumerate(trials):
         values = {run.fold: run.epochs[trial.epoch or 0][metric] for run in trial.runs}
         texts = [f"fold {(fold or 0) + 1}: {value:.4g}" for fold, value in values.items()]
-        each.append(Mark([place + 0.1] * len(values), [*values.values()], texts))
-    means = [Mark([place], [trial.metrics[metric]], [spread_text(trial, metric)]) for place, trial in enumerate(trials)]
+        each.append(Mark([x + 0.1] * len(values), [*values.values()], texts))
+    means = [Mark([x], [trial.metrics[metric]], [spread_text(trial, metric)]) for x, trial in enumerate(trials)]
     drawn = _trace(Look("mean ± standard deviation", "--first", 1, 2), trials, means, "markers")
     spread = [item for trial in trials for item in (trial.spread[metric], None)]
     drawn["error_y"] = {"type": "data", "array": spread, "color": "--first", "thickness": 2, "width": 6}

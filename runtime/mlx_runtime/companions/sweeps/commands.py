@@ -76,7 +76,7 @@ def run(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> 
     terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
 
 
-def launched(
+def launch_steps(
     kind: Kind,
     folder: Path,
     overrides: Sequence[str],

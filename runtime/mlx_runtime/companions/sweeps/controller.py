@@ -102,7 +102,7 @@ class Sweep:
         if self.stopping:
             return None
         for trial in self.trials:
-            if (index := trial.waiting) is not None:
+            if (index := trial.next_index) is not None:
                 return self._job(trial, index)
         number = len(self.trials) + 1
         values = self._study.ask(number) if number <= self._count else None
@@ -132,7 +132,7 @@ class Sweep:
             self._refuse_metric(job)
         if job.fold is None:
             with contextlib.suppress(StorageError):  # the run died before it had a record
-                trial.checkpoint = best_checkpoint(records.recorded(job.folder), self.plan.definition.metric, mode)
+                trial.checkpoint = best_checkpoint(records.load_record(job.folder), self.plan.definition.metric, mode)
         best = trial.best(mode) if job.fold is None else best_of(trial.curves[index], mode)
         self._emit(TrialEnded(job.trial, job.fold, status, best, error))
         if job.fold is not None and trial.done:
@@ -142,7 +142,7 @@ class Sweep:
         self._tell(trial)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def supervise(self) -> Iterator[None]:
         """Keep the record alive within the block, watch for requests to stop, and record the outcome of the sweep.
 
         Raises:
@@ -151,7 +151,7 @@ class Sweep:
         folder = self.record.folder
         self._emit(SweepStarted(folder, self.plan.definition, tuple(trial for trial in self.trials if trial.done)))
         try:
-            with self.control.watching(folder, self.record["attempt"]), self.record.alive():
+            with self.control.watch(folder, self.record["attempt"]), self.record.alive():
                 yield
         except BaseException:
             self.record.finish("STOPPED")
@@ -176,15 +176,15 @@ class Sweep:
         """Claim the folder of a run, unless it was claimed before, and return the job for its process."""
         folds = self.plan.definition.folds
         fold = index if folds else None
-        folder = self._claimed(trial, index)
+        folder = self._claim_folder(trial, index)
         of_fold = fold_overrides(folds, index) if folds else ()
-        overrides = BEGUN if folder.has_begun() else (*self.plan.space.applied(trial.values), *of_fold)
+        overrides = BEGUN if folder.has_begun() else (*self.plan.space.expand(trial.values), *of_fold)
         trial.statuses[index] = "RUNNING"
         self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))
         name, experiment = self.record.folder.name, self.plan.definition.experiment
         return TrialJob(name, trial.number, fold, trial.values, folder.location, overrides, experiment)
 
-    def _claimed(self, trial: TrialState, index: int) -> RunFolder:
+    def _claim_folder(self, trial: TrialState, index: int) -> RunFolder:
         """Return the recorded folder of a run, or a new one if it now belongs to another run."""
         sweep, name = self.record.folder, trial.runs[index]
         if name is not None:

@@ -10,7 +10,7 @@ from mlx_runtime.companions.sweeps.space import Space, check, fold_overrides, pa
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import RunFolder
-from mlx_runtime.storage.secrets import redacted_override
+from mlx_runtime.storage.secrets import redact_override
 from mlx_runtime.training import RunConfig, load_config
 from mlx_runtime.training.processes import conf_of
 
@@ -53,14 +53,14 @@ class Definition:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields for the record of the sweep, without secrets."""
-        return asdict(self) | {"overrides": [redacted_override(text) for text in self.overrides]}
+        return asdict(self) | {"overrides": [redact_override(text) for text in self.overrides]}
 
-    def given(self) -> dict[str, Any]:
+    def changed_fields(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
 
     @classmethod
-    def recorded(cls, found: Mapping[str, Any]) -> "Definition":
+    def from_json(cls, found: Mapping[str, Any]) -> "Definition":
         """Restore a definition from `as_json`."""
         known = {item.name: found[item.name] for item in fields(cls) if item.name in found}
         return cls(**known | {"overrides": tuple(found["overrides"])})
@@ -100,19 +100,19 @@ def plan(
         )
     search = asked.search or ("optuna" if space.size is None else "grid")
     trials = trial_count(space, search, asked.trials or None, large=large)
-    if asked.folds and (key := space.swept(*OF_FOLDS)):
+    if asked.folds and (key := space.find_varying_key(*OF_FOLDS)):
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
     folds = fold_overrides(asked.folds, 0) if asked.folds else ()
-    overrides = [*space.applied(space.first), *folds, "++cfg.resume=null"]
+    overrides = [*space.expand(space.first), *folds, "++cfg.resume=null"]
     with conf_of(experiment) as conf:
         check(space, experiment, conf, look=look, title=asked.experiment)
         config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
-    for companion in companions.asked_for(config.tree["cfg"]):
+    for companion in companions.extensions_of(config.tree["cfg"]):
         companion.refuse_sweep(config.cfg)
     config = replace(config, overrides=space.fixed)
     rows = fold_rows(config) if asked.folds and split else ()
     cfg = config.cfg
-    budget = "cfg.max_steps" if cfg.max_steps is not None else space.swept("cfg.num_epochs", "cfg.max_steps")
+    budget = "cfg.max_steps" if cfg.max_steps is not None else space.find_varying_key("cfg.num_epochs", "cfg.max_steps")
     if asked.scheduler == "asha" and budget:
         raise UsageError(f"--scheduler asha compares trials of cfg.num_epochs epochs each; leave out {budget}")
     metric = asked.metric or cfg.monitor
@@ -132,9 +132,9 @@ def plan(
     return SweepPlan(definition, space, config, tuple(rows))
 
 
-def merged(stored: Definition, asked: Definition) -> Definition:
+def merge(stored: Definition, asked: Definition) -> Definition:
     """Return the definition of a sweep to resume, with changed fields from the command."""
-    given = asked.given()
+    given = asked.changed_fields()
     if replace(stored, **given).as_json()["overrides"] != stored.as_json()["overrides"]:
         given.setdefault("trials", 0)  # computed again for another space
     return replace(stored, **given)
@@ -144,11 +144,11 @@ def differences(stored: Definition, resumed: Definition) -> list[str]:
     """Return one line per field that a resumed sweep may change only with `--force`."""
     before, after = stored.as_json(), resumed.as_json()
     return [
-        f"{name}: {_shown(before[name])} → {_shown(after[name])}"
+        f"{name}: {_format_value(before[name])} → {_format_value(after[name])}"
         for name in before
         if name not in CHANGEABLE and before[name] != after[name]
     ]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else str(value)

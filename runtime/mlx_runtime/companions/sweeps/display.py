@@ -18,7 +18,7 @@ from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.errors import printable
 from mlx_runtime.events import Event, StopRequested
-from mlx_runtime.runs.tables import COLORS, counted, format_duration, format_number, print_table
+from mlx_runtime.runs.tables import COLORS, format_duration, format_number, plural, print_table
 
 RANKED = 10
 """Number of trials in the table at the end."""
@@ -125,11 +125,11 @@ class SweepDisplay:
         search = f"{definition.search} over {keys}, " if keys else ""
         self._print(f"sweep     {folder.experiment} {folder.name}")
         self._print(f"folder    {folder.location}", always=True)
-        self._print(f"trials    {search}{counted(definition.trials, 'trial')}{runs}")
+        self._print(f"trials    {search}{plural(definition.trials, 'trial')}{runs}")
         scheduler = f", pruned by {definition.scheduler}" if definition.scheduler != "none" else ""
         self._print(f"metric    {definition.metric} ({definition.mode}){scheduler}")
         if event.done:
-            self._print(f"resumed   {counted(len(event.done), 'trial')} {'is' if len(event.done) == 1 else 'are'} done")
+            self._print(f"resumed   {plural(len(event.done), 'trial')} {'is' if len(event.done) == 1 else 'are'} done")
         for trial in event.done:
             best = trial.best(definition.mode)
             row = _Row(trial.values, trial.status, str(best[0] + 1) if best else "", best[1] if best else None)
@@ -159,7 +159,7 @@ class SweepDisplay:
         """Print the best trials, and the command that trains the best configuration."""
         definition = self._plan.definition
         result = SweepResult(self._folder)
-        facts = {"failed": f"{event.failed} of {counted(len(result.trials), 'trial')}"} if event.failed else {}
+        facts = {"failed": f"{event.failed} of {plural(len(result.trials), 'trial')}"} if event.failed else {}
         if event.best is not None:
             ranked = [trial for trial in result.ranked() if trial.score is not None][:RANKED]
             self._print(always=True)

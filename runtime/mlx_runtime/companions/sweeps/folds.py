@@ -20,8 +20,8 @@ from torch.utils.data import IterableDataset
 from mlx_runtime.companions.prepared import digest
 from mlx_runtime.config import Config, Tree, build, build_group
 from mlx_runtime.config.constructors import object_at, parameters
-from mlx_runtime.data import Subset, adopted, constructing_each, dataset_error, dataset_nodes, rows_of
-from mlx_runtime.distributed.randomness import seeded
+from mlx_runtime.data import Subset, adopt_dataset, constructions, dataset_error, dataset_nodes, rows_of
+from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
 from mlx_runtime.extras import require
 
@@ -98,15 +98,15 @@ def fold_rows(config: Config) -> list[Fold]:
     """
     cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.cross_validation.fold)
     nodes = tree["datasets"]
-    group = build_group(nodes, "datasets", constructing_each(nodes, cfg.seed))
+    group = build_group(nodes, "datasets", constructions(nodes, cfg.seed))
     try:
-        train = adopted(group.train, "train", nodes["train"])
+        train = adopt_dataset(group.train, "train", nodes["train"])
         if isinstance(train, IterableDataset):
             raise ConfigError(f"cfg.cross_validation cannot split datasets.train: it is a stream, {UNNUMBERED}")
         rows = rows_of(train, "train")
         arrays = [_per_row(train, name, rows) for name in PER_ROW]
         if _switches(nodes["train"]):
-            _check_same_rows(train, adopted(group.val, "val", nodes["val"]), rows, arrays)
+            _check_same_rows(train, adopt_dataset(group.val, "val", nodes["val"]), rows, arrays)
     except USER_ERRORS as error:
         raise dataset_error(error, "cfg.cross_validation cannot split datasets.train") from error
     wanted, key = cfg.cross_validation.folds, "cfg.cross_validation.folds"
@@ -117,7 +117,7 @@ def fold_rows(config: Config) -> list[Fold]:
     try:
         folds = _split(splitter, rows, cfg.seed, arrays)
     except USER_ERRORS as error:
-        methods = " and ".join(_lacking(splitter, rows, cfg.seed, arrays))
+        methods = " and ".join(_missing_methods(splitter, rows, cfg.seed, arrays))
         if not methods:
             raise ConfigError(f"{title} cannot split the rows of datasets.train: {short_message(error)}") from error
         raise ConfigError(
@@ -146,9 +146,9 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
     config = Config({"datasets": datasets, "cfg": cfg}, {}, settings)
     rows = fold_rows(config)[section.fold]
     nodes = with_held_out(config.tree, section.fold)["datasets"]
-    group = build_group(nodes, "datasets", constructing_each(nodes, settings.seed))
+    group = build_group(nodes, "datasets", constructions(nodes, settings.seed))
     for name, numbers in (("train", rows.train), ("val", rows.held_out)):
-        part = data.Subset(adopted(getattr(group, name), name, nodes[name]), numbers.tolist())
+        part = data.Subset(adopt_dataset(getattr(group, name), name, nodes[name]), numbers.tolist())
         object.__setattr__(group, name, part)  # works for a frozen dataclass, too
     return group
 
@@ -168,13 +168,13 @@ def _splitter(config: Config) -> Any:
 
 def _split(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> list[Fold]:
     """Return the folds of a splitter. Without a `random_state`, it uses the seed."""
-    with warnings.catch_warnings(), seeded(seed):
+    with warnings.catch_warnings(), temporary_seed(seed):
         warnings.filterwarnings("ignore", "The groups parameter is ignored")  # by splitters without groups
         parts = list(splitter.split(np.zeros(rows), *arrays))
     return [Fold(*(np.sort(np.asarray(numbers, np.int64)) for numbers in part)) for part in parts]
 
 
-def _lacking(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> Sequence[str]:
+def _missing_methods(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> Sequence[str]:
     """Return the missing methods that a splitter needs, found by trying stand-ins for their return values."""
     missing = [name for name, values in zip(PER_ROW, arrays, strict=True) if values is None]
     for names in [*([name] for name in missing), missing]:

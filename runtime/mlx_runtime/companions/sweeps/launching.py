@@ -43,7 +43,7 @@ class SweepLaunch:
     def submit(self, launch: Launch) -> SubmittedJob:
         """Claim the sweep, and submit its driver."""
         assert self.plan is not None, "load it first"
-        given = {key: value for key, value in self.asked.given().items() if key != "overrides"}
+        given = {key: value for key, value in self.asked.changed_fields().items() if key != "overrides"}
         flags = {"--retry-failed": self.retry_failed, "--force": self.force, "--yes": self.large}
         words = [*self.asked.overrides, *(f"--{key.replace('_', '-')}={value}" for key, value in given.items())]
         words += [flag for flag, wanted in flags.items() if wanted]

@@ -13,7 +13,7 @@ from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.companions.views import known_facts, render
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.queries import AskJobs, summarize
-from mlx_runtime.runs.tables import counted, format_duration
+from mlx_runtime.runs.tables import format_duration, plural
 
 PAGE = Path(__file__).parent / "pages" / "sweep.html"
 
@@ -50,7 +50,7 @@ def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) 
     result = SweepResult(folder)
     best = result.best
     comparison = (
-        f"This is trial {best.number} of {folder.title}, the best of {counted(len(result.trials), 'trial')} by "
+        f"This is trial {best.number} of {folder.title}, the best of {plural(len(result.trials), 'trial')} by "
         f"{result.metric} ({result.mode}): {spread_text(best, result.metric)} in epoch {best.epoch}."
     )
     summary = SweepSummary(folder, comparison, _table(result, result.ranked()), render_sweep(result))

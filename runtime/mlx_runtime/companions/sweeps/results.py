@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, scored
+from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, score_trial
 from mlx_runtime.errors import UsageError, printable, suggest
 from mlx_runtime.runs import RunFolder, queries, records, run_folder
 from mlx_runtime.runs.checkpoints import list_checkpoints
 from mlx_runtime.runs.queries import map_concurrently, summarize
-from mlx_runtime.runs.tables import counted, format_number
-from mlx_runtime.storage import joined
+from mlx_runtime.runs.tables import format_number, plural
+from mlx_runtime.storage import join_path
 
 if TYPE_CHECKING:
     import pandas
@@ -53,7 +53,7 @@ class SweepResult:
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        record = records.recorded(folder)
+        record = records.load_record(folder)
         if "definition" not in record:
             raise UsageError(f"{folder.title} is a run, not a sweep")
         self.folder = folder
@@ -145,7 +145,7 @@ class SweepResult:
     def summary(self) -> dict[str, Any]:
         """Return the best trial as plain values."""
         best = self.best
-        kept = [self._checkpoint(run, best) for run in best.runs]
+        kept = [self._find_checkpoint(run, best) for run in best.runs]
         return {
             "metric": self.metric,
             "mode": self.mode,
@@ -161,13 +161,13 @@ class SweepResult:
             "command": self.command,
         }
 
-    def _checkpoint(self, run: RunResult, trial: Trial) -> str | None:
+    def _find_checkpoint(self, run: RunResult, trial: Trial) -> str | None:
         """Return the path of the checkpoint of a run at the best epoch of its trial; None if it was removed."""
         value = trial.score if run.fold is None else run.epochs[trial.epoch or 0][self.metric]
         saved = [item for item in list_checkpoints(run.row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
         kept = [item for item in saved if item.metrics.get(self.metric) == value]
         kept = kept or [item for item in saved if item.finished]
-        return joined(run.row.folder.checkpoints, kept[-1].name) if kept else None
+        return join_path(run.row.folder.checkpoints, kept[-1].name) if kept else None
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics: dict[str, float] = {}
@@ -196,12 +196,12 @@ class SweepResult:
         ):
             runs[trial].append(RunResult(row, fold if self.folds else None, epochs))
         return [
-            scored(entry["trial"], entry["values"], runs[entry["trial"]], self.folds or 1, self.metric, self.mode)
+            score_trial(entry["trial"], entry["values"], runs[entry["trial"]], self.folds or 1, self.metric, self.mode)
             for entry in entries
         ]
 
     def __repr__(self) -> str:
-        text = f"<SweepResult {self.folder.title}, {counted(len(self.trials), 'trial')}"
+        text = f"<SweepResult {self.folder.title}, {plural(len(self.trials), 'trial')}"
         with contextlib.suppress(UsageError):
             values = f" with {' '.join(self.best.overrides)}" if self.best.overrides else ""
             text += f", best {self.metric} {format_number(self.best.score)}{values}"

@@ -61,7 +61,7 @@ class Trial:
         return next((problem for problem in problems if problem), None)
 
 
-def scored(
+def score_trial(
     number: int, values: Mapping[str, str], runs: Sequence[RunResult], folds: int, metric: str, mode: str
 ) -> Trial:
     """Return a trial with its score, which requires that each of its `folds` runs has recorded the metric."""
@@ -78,7 +78,7 @@ def scored(
     return Trial(
         number=number,
         overrides=tuple(f"{key}={text}" for key, text in values.items()),
-        values={key: typed(text) for key, text in values.items()},
+        values={key: parse_value(text) for key, text in values.items()},
         status=min(statuses, key=_rank),
         runs=tuple(runs),
         curve=curve,
@@ -140,7 +140,7 @@ def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:
     return latest | dict(epochs.get(epoch or 0, {}))
 
 
-def typed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return a value of an override as a number, a boolean or None, or else as text."""
     words = {"true": True, "false": False, "null": None}
     if text.lower() in words:

@@ -56,7 +56,7 @@ class Dimension:
     @property
     def samples(self) -> tuple[str, ...]:
         """All choices, or the ends of the interval."""
-        return self.choices or (self.written(self.low), self.written(self.high))
+        return self.choices or (self.format(self.low), self.format(self.high))
 
     def __contains__(self, text: str) -> bool:
         if self.choices:
@@ -66,7 +66,7 @@ class Dimension:
             return self.low <= value <= self.high and (value.is_integer() or not self.integer)
         return False
 
-    def written(self, value: float) -> str:
+    def format(self, value: float) -> str:
         """Return a value of the interval as text, with four significant digits of itself or of the interval's width."""
         if self.integer:
             return str(int(value))
@@ -98,7 +98,7 @@ class Space:
         """The first value of each key that varies."""
         return {dimension.key: dimension.samples[0] for dimension in self.dimensions}
 
-    def swept(self, *keys: str) -> str | None:
+    def find_varying_key(self, *keys: str) -> str | None:
         """Return a varying key among or below these keys, or None."""
         names = [dimension.key.lstrip("+") for dimension in self.dimensions]
         return next((name for name in names if name.startswith(keys)), None)
@@ -113,7 +113,7 @@ class Space:
         dimensions = {dimension.key: dimension for dimension in self.dimensions}
         return values.keys() == dimensions.keys() and all(text in dimensions[key] for key, text in values.items())
 
-    def applied(self, values: Mapping[str, str]) -> tuple[str, ...]:
+    def expand(self, values: Mapping[str, str]) -> tuple[str, ...]:
         """Return the overrides of one trial in the order typed, so that an override below a varying key applies after
         it.
 
@@ -159,7 +159,7 @@ def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = Fal
     problems: dict[str, None] = {}
     for values in [space.first, *others]:
         try:
-            load_config(experiment, [*space.applied(values), "++cfg.resume=null"], path, look=look, title=title or None)
+            load_config(experiment, [*space.expand(values), "++cfg.resume=null"], path, look=look, title=title or None)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 for item in space.dimensions:  # an unknown key is only one problem

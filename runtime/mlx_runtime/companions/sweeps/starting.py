@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome
-from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merged, plan
+from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merge, plan
 from mlx_runtime.companions.sweeps.folds import rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState, read_trial
 from mlx_runtime.companions.sweeps.study import uses_optuna
@@ -40,7 +40,7 @@ def find_sweep(name: str = "latest") -> RunFolder:
     begun = [folder for folder in found if folder.record.name in storage_at(folder.location).names()]
     if not begun:
         raise UsageError(f"{experiment} has no sweep in {root} to resume")
-    return max(begun, key=lambda folder: (records.recorded(folder).get("start") or "", folder.name))
+    return max(begun, key=lambda folder: (records.load_record(folder).get("start") or "", folder.name))
 
 
 def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, **how: bool) -> SweepPlan:
@@ -54,8 +54,8 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     record = records.refuse_living(folder)
     if "definition" not in record:
         raise UsageError(f"{folder.title} is not a sweep; resume a run with: mlx train run --resume {folder.name}")
-    stored = Definition.recorded(record["definition"])
-    definition = merged(stored, asked)
+    stored = Definition.from_json(record["definition"])
+    definition = merge(stored, asked)
     if hidden := [text for text in definition.overrides if HIDDEN in text]:
         raise UsageError(f"{folder.title} does not hold the secret {hidden[0]}; pass all overrides again")
     if definition.experiment:
@@ -76,7 +76,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
 def finished_trials(plan: SweepPlan, *, retry_failed: bool) -> list[TrialState] | None:
     """Return the trials of the sweep to resume if no run is missing, otherwise None."""
     assert plan.folder is not None, "it resumes a sweep"
-    record = records.recorded(plan.folder)
+    record = records.load_record(plan.folder)
     if record["status"] not in ("SUCCEEDED", "FAILED"):
         return None
     trials = _stored_trials(plan, record, retry_failed)
@@ -106,7 +106,7 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
     facts = provenance(definition.overrides) | {"status": "RUNNING", "start": documents.now()}
     facts |= {"definition": definition.as_json(), "monitor": definition.metric, "mode": definition.mode}
     if plan.folder is not None:
-        folder, before = plan.folder, records.recorded(plan.folder)
+        folder, before = plan.folder, records.load_record(plan.folder)
         trials = _stored_trials(plan, before, retry_failed)
         attempt = records.take_over(folder)
         facts |= {"start": before.get("start"), "attempts": records.attempts(before)}

@@ -46,7 +46,7 @@ class TrialState:
         self.curves = self.curves or [{} for _ in self.runs]
 
     @property
-    def waiting(self) -> int | None:
+    def next_index(self) -> int | None:
         """Index of the next run to start; None if none is left, or if one has failed or was pruned."""
         if {"FAILED", "PRUNED"} & {*self.statuses} or "" not in self.statuses:
             return None
@@ -122,6 +122,6 @@ def read_record(run: RunFolder, sweep: str, trial: int, fold: int | None) -> dic
     """Return the record of a run of a trial; empty if it has none yet, None if the folder belongs to another run."""
     if storage_at(run.location).size_bytes(run.record.name) is None:
         return {}
-    record = records.recorded(run)
+    record = records.load_record(run)
     facts = record.get("sweep") or {}
     return record if (facts.get("name"), facts.get("trial"), facts.get("fold")) == (sweep, trial, fold) else None

@@ -55,7 +55,7 @@ class Study:
         values: Values | None = None
         if self._search != "grid":
             for attempt in range(TRIES):
-                values = self._sampled(f"{self._seed} {number} {attempt}")
+                values = self._sample(f"{self._seed} {number} {attempt}")
                 if self._space.size is None or frozenset(values.items()) not in self._tried:
                     break
             else:
@@ -91,7 +91,7 @@ class Study:
             pruned = status == "PRUNED" and trial.params
             self._study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
 
-    def _sampled(self, salt: str) -> Values:
+    def _sample(self, salt: str) -> Values:
         """Return values from the sampler, as a function of the salt and the history."""
         import optuna
 
@@ -150,4 +150,4 @@ def _parameter(dimension: Dimension, text: str) -> float:
 
 
 def _text(dimension: Dimension, parameter: Any) -> str:
-    return dimension.choices[parameter] if dimension.choices else dimension.written(parameter)
+    return dimension.choices[parameter] if dimension.choices else dimension.format(parameter)

@@ -20,7 +20,7 @@ from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.runs.tables import counted
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.settings import Settings
 from mlx_runtime.training import engines
 from mlx_runtime.training.engines import cool_down
@@ -72,10 +72,10 @@ def run_sweep(
             timer.daemon = True
             timer.start()
             stack.callback(timer.cancel)
-        with _signals(sweep), sweep.running():
+        with _signals(sweep), sweep.supervise():
             engine.run(sweep)
     assert terminal.ended is not None, "it ended without an error"
-    _report(sweep.record.folder, sweep.trials, terminal.ended, sweep.control.reason)
+    _raise_failure(sweep.record.folder, sweep.trials, terminal.ended, sweep.control.reason)
 
 
 def engine_for(checked: SweepPlan) -> SweepEngine:
@@ -107,7 +107,7 @@ def _show_results(checked: SweepPlan, trials: Sequence[TrialState]) -> None:
         terminal = _Terminal(checked, stack)
         terminal.handle(SweepStarted(checked.folder, checked.definition, tuple(trials)))
         terminal.handle(ended)
-    _report(checked.folder, trials, ended, None)
+    _raise_failure(checked.folder, trials, ended, None)
 
 
 class _Terminal:
@@ -157,13 +157,13 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _report(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, reason: str | None) -> None:
+def _raise_failure(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, reason: str | None) -> None:
     """Raise the error that determines the exit code, unless the sweep succeeded."""
     resume = shlex.join(["mlx", "train", "sweep", f"--resume={folder.name}"])
     if ended.status == "FAILED":
         first = next(trial for trial in trials if trial.status == "FAILED")
         raise MlxError(f"all trials failed. See the log of the first: mlx xp logs {folder.experiment} {first.runs[0]}")
     if ended.status == "STOPPED":
-        left = counted(ended.unfinished, "trial")
+        left = plural(ended.unfinished, "trial")
         text = f"stopped; {left} of {folder.title} {'remains' if ended.unfinished == 1 else 'remain'}. Resume: {resume}"
         raise RunStopped(text, 0 if reason == MAX_TIME else 130 if reason == "Ctrl-C" else 143)

@@ -16,7 +16,7 @@ from mlx_runtime.events import Event, RunEnded, RunStarted
 from mlx_runtime.runs import RunFolder, records, run_folder
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.storage import documents, split_options
-from mlx_runtime.storage.secrets import redacted
+from mlx_runtime.storage.secrets import redact
 from mlx_runtime.tracking import Display
 from mlx_runtime.training import (
     ConsoleLines,
@@ -27,7 +27,7 @@ from mlx_runtime.training import (
     connect,
     held_signals,
     load_config,
-    planned,
+    prepare_run,
     sigterm_stops,
 )
 from mlx_runtime.training.engines import Cluster
@@ -78,7 +78,7 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
             print(f"\n--- {documents.now()}: attempt {event.run.attempt}")
         emit(event)
 
-    with LogFile(job.folder, log_name()).capturing():
+    with LogFile(job.folder, log_name()).capture():
         try:
             _train(job, handle, control)
         except BaseException as error:
@@ -105,7 +105,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
         _refuse_fallback(job, config, cluster)
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpu_share=min(1.0, job.gpus))
         with contextlib.ExitStack() as stack:
-            plan = stack.enter_context(planned(experiment, config, cluster))  # forks, so before any threads
+            plan = stack.enter_context(prepare_run(experiment, config, cluster))  # forks, so before any threads
             stack.enter_context(sigterm_stops(control))
             stack.enter_context(at_breakpoint(no_pdb(Direct(handle, lambda: False))))
             display = stack.enter_context(contextlib.closing(Display(sys.stdout, epochs=config.cfg.num_epochs)))
@@ -129,9 +129,9 @@ def record_end(job: TrialJob, status: str, error: str = "") -> None:
     """
     folder, before = job.folder, dict[str, Any]()
     with contextlib.suppress(StorageError):
-        before = records.recorded(folder)
+        before = records.load_record(folder)
     if before.get("status") not in (None, *records.LIVING) or (not before and status == "STOPPED"):
         return
     with contextlib.suppress(StorageError):
         record = records.Record(folder, before, sweep=job.facts)
-        record.finish(status, **({"error": redacted(error)} if error else {}))
+        record.finish(status, **({"error": redact(error)} if error else {}))

@@ -5,5 +5,5 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     "commands",
-    report="OF_TRAINING escaped known_facts read_curves render render_runs write",
+    report="OF_TRAINING escape known_facts read_curves render render_runs write",
 )

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_runtime.config import parsed
+from mlx_runtime.config import parse_config
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs import RunFolder, reading
+from mlx_runtime.runs import RunFolder, read_errors
 from mlx_runtime.runs.queries import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
-from mlx_runtime.storage.secrets import redacted_tree
+from mlx_runtime.storage.secrets import redact_tree
 
 RESOLVED = ("cfg.resume", "cfg.storage_path")
 """Settings that select a run and do not affect training. A resumed run stores the values that they referred to."""
@@ -53,8 +53,8 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
     [row] = summarize([folder], ask)
     if row.problem:
         raise StorageError(row.problem)
-    with reading(folder, folder.conf.name):
-        config = redacted_tree(parsed(folder.document(folder.conf.name), environment=False))
+    with read_errors(folder, folder.conf.name):
+        config = redact_tree(parse_config(folder.document(folder.conf.name), environment=False))
     record = row.record
     git = record.get("git") or {}
     facts = {

@@ -18,18 +18,18 @@ from mlx_runtime.extras import require
 from mlx_runtime.runs import RunFolder, logs
 from mlx_runtime.runs.checkpoints import list_checkpoints, position
 from mlx_runtime.runs.queries import AskJobs, Row, summarize
-from mlx_runtime.runs.tables import COLUMNS, counted, format_duration, format_number
-from mlx_runtime.storage import joined, size_text, split_options, storage_at
+from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number, plural
+from mlx_runtime.storage import join_path, size_text, split_options, storage_at
 from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
 from mlx_runtime.storage.local import write_atomic
-from mlx_runtime.storage.secrets import redacted
+from mlx_runtime.storage.secrets import redact
 
 if TYPE_CHECKING:
     import jinja2
 
 PAGES = Path(__file__).parent / "pages"
 
-REPORT = "report.html"
+PAGE_FILE = "report.html"
 
 CACHED_LENGTH = 100
 """Length of texts whose redaction is cached, because they are repeated in many runs."""
@@ -69,7 +69,7 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
         facts=known_facts(row),
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
-        checkpoints=_checkpoints(row),
+        checkpoints=_checkpoint_table(row),
         config=text(folder.document, folder.conf.name),
         log=_log(text(folder.read, logs.log_name())),
         problems=problems,
@@ -103,9 +103,9 @@ def write(page: str, file: Path) -> None:
 
 def store(page: str, folder: RunFolder) -> str:
     """Write the page of a run to its folder or object store. Return its path or URI."""
-    path = joined(folder.location, REPORT)
+    path = join_path(folder.location, PAGE_FILE)
     try:
-        storage_at(folder.location).write(page.encode(errors="backslashreplace"), REPORT)
+        storage_at(folder.location).write(page.encode(errors="backslashreplace"), PAGE_FILE)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another file with -o FILE") from error
     return path
@@ -148,10 +148,10 @@ def _environment(folder: Path) -> "jinja2.Environment":
 def _without_secrets(value: Any) -> Any:
     if type(value) is not str:
         return value
-    return _redacted_cached(value) if len(value) <= CACHED_LENGTH else redacted(value)
+    return _redact_cached(value) if len(value) <= CACHED_LENGTH else redact(value)
 
 
-_redacted_cached = functools.lru_cache(maxsize=1 << 16)(redacted)
+_redact_cached = functools.lru_cache(maxsize=1 << 16)(redact)
 
 
 def known_facts(row: Row) -> dict[str, str]:
@@ -189,7 +189,7 @@ def _sweep(row: Row) -> str:
     return f"{row.sweep['name']}, trial {row.sweep['trial']}{fold}: {values}"
 
 
-def _checkpoints(row: Row) -> list[dict[str, str]]:
+def _checkpoint_table(row: Row) -> list[dict[str, str]]:
     """Return a table of the checkpoints of a run, newest first."""
     try:
         found = list_checkpoints(row.folder.checkpoints)
@@ -243,7 +243,7 @@ def read_curves(lines: str, problems: list[str] | None = None) -> dict[str, list
         except ValueError:
             damaged += line.endswith("\n")
     if damaged and problems is not None:
-        problems.append(f"{counted(damaged, 'line')} of metrics.jsonl cannot be read")
+        problems.append(f"{plural(damaged, 'line')} of metrics.jsonl cannot be read")
     return found
 
 
@@ -259,11 +259,11 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
         chart = charts.setdefault(title, {"title": title, "order": order, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]
         steps, values, epochs = zip(*thin(points), strict=True)
-        chart["curves"].append({"name": escaped(label or title), "x": steps, "y": values, "epochs": epochs})
+        chart["curves"].append({"name": escape(label or title), "x": steps, "y": values, "epochs": epochs})
     return sorted(charts.values(), key=lambda chart: chart["order"])
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Escape markup that Plotly would interpret in a text: tags and `%{...}`."""
     return html.escape(text).replace("%", "&#37;")
 

@@ -10,6 +10,6 @@ __all__, __getattr__ = door(
     __name__,
     conf_file="Binding bind",
     nodes="RESERVED Description",
-    origins="shown",
+    origins="dump",
     schema="argument_texts",
 )

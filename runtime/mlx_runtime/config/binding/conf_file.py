@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime import companions
-from mlx_runtime.config import DUMMY_PARAMS, Checker, declare, parsed, resolved
+from mlx_runtime.config import DUMMY_PARAMS, Checker, declare, parse_config, resolve_config
 from mlx_runtime.config.binding.equality import unlike
-from mlx_runtime.config.binding.expressions import recorded_default
+from mlx_runtime.config.binding.expressions import record_default
 from mlx_runtime.config.binding.following import Follow
 from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.binding.nodes import Description, Node
@@ -29,7 +29,6 @@ from mlx_runtime.config.binding.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.constructors import (
     MISSING,
     base_of,
-    fitted,
     groups,
     is_factory,
     names_repositories,
@@ -37,6 +36,7 @@ from mlx_runtime.config.constructors import (
     parameters,
     plain_defaults,
     settings_of,
+    try_convert,
 )
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
@@ -135,7 +135,7 @@ def bind(experiment: type, path: Path) -> Binding:
     former = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
         former = json.loads(read_regular(schema, BindError))
-    tree = description.tree | {"cfg": _listed(experiment, description.tree["cfg"], present.get("cfg"))}
+    tree = description.tree | {"cfg": _select_settings(experiment, description.tree["cfg"], present.get("cfg"))}
     binding = merge(path, tree, former_defaults(former), description.of_class)
     binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
@@ -159,7 +159,7 @@ def bind(experiment: type, path: Path) -> Binding:
     return binding
 
 
-def _listed(experiment: type, cfg: Node, present: Any) -> Node:
+def _select_settings(experiment: type, cfg: Node, present: Any) -> Node:
     """Return the settings to list in conf.yaml: common ones, those that user code declares, and those already listed.
 
     The others have the runtime's defaults. Settings that are not plain values are listed, too.
@@ -235,7 +235,7 @@ def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
             yield str(error)
             continue
         try:
-            tree = resolved(OmegaConf.create(selection.tree), environment=True)
+            tree = resolve_config(OmegaConf.create(selection.tree), environment=True)
         except OmegaConfBaseException as error:
             yield f"{file}: {short_message(error)}"
             continue
@@ -264,7 +264,7 @@ def merge(
 
 def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
     """Build each default from the YAML text, and raise BindError if it differs from the declared one."""
-    written = parsed(text)
+    written = parse_config(text)
     problems = []
     for group, cls in groups(experiment).items():
         if (own := own_default(experiment, group, cls)) is not None:
@@ -275,7 +275,7 @@ def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
             if item.default is not MISSING and item.name in tree[group]:
                 default, key = item.default, f"{group}.{item.name}"
                 if is_factory(default):
-                    recorded = recorded_default(cls, item.name)
+                    recorded = record_default(cls, item.name)
                     assert recorded is not None, "a factory without source is refused earlier"
                     default = recorded[0]
                 if difference := _difference(default, item.annotation, written[group][item.name], key):
@@ -294,7 +294,7 @@ def _difference(default: Any, hint: Any, node: Any, key: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # issued when the default itself was constructed
-            return unlike(default, lambda: fitted(declare(node, key, **objects), hint))
+            return unlike(default, lambda: try_convert(declare(node, key, **objects), hint))
     except ConfigError as error:
         return str(error)
     except Exception as error:

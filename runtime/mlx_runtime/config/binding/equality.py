@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mlx_runtime.config.constructors import fitted, parameters
+from mlx_runtime.config.constructors import parameters, try_convert
 from mlx_runtime.config.constructors.declarations import Declaration, is_loaded_later, is_pretrained
 from mlx_runtime.errors import short_message
 
@@ -124,7 +124,7 @@ def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
     hooks = ("__reduce__", "__reduce_ex__", "__getstate__")
     pickles_itself = any(getattr(type(first), name, None) is not getattr(object, name, None) for name in hooks)
     if not isinstance(first, _CONTAINERS + _SCALARS) and (not attributes or pickles_itself):
-        yield " state", _pickled(first), _pickled(second)
+        yield " state", _pickle(first), _pickle(second)
 
 
 def _same_whole(first: Any, second: Any) -> bool:
@@ -140,13 +140,13 @@ def _same_whole(first: Any, second: Any) -> bool:
         return bool(first == second)
     if isinstance(first, (weakref.ref, *_ATTRIBUTES, *_CONTAINERS)):
         return True
-    if _attributes(first) or _pickled(first) is not None:
+    if _attributes(first) or _pickle(first) is not None:
         return True
     defines_eq = any("__eq__" in base.__dict__ for base in type(first).__mro__[:-1])
     return not defines_eq or bool(first == second)
 
 
-def _pickled(thing: Any) -> Any:
+def _pickle(thing: Any) -> Any:
     """Return the pickled state of an object, or None if it cannot be pickled, like a lock."""
     try:
         return thing.__reduce_ex__(4)
@@ -173,4 +173,4 @@ def _arguments(declaration: Declaration) -> dict[str, Any]:
     bound = inspect.signature(target).bind(*declaration.args, **declaration.kwargs)
     bound.apply_defaults()
     hints = {item.name: item.annotation for item in parameters(target) or []} if is_pretrained(target) else {}
-    return {name: fitted(value, hints.get(name, Any)) for name, value in bound.arguments.items()}
+    return {name: try_convert(value, hints.get(name, Any)) for name, value in bound.arguments.items()}

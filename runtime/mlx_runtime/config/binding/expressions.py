@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_runtime.config.constructors import statements
-from mlx_runtime.config.constructors.declarations import deferred
+from mlx_runtime.config.constructors.declarations import defer_callee
 
 _RECORDING = "__mlx_recording__"
 
@@ -58,7 +58,7 @@ class Recording:
         return self.default
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        result = deferred(function)(*args, **kwargs)()
+        result = defer_callee(function)(*args, **kwargs)()
         if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.calls:
             self.calls[id(result)] = Call(function, args, kwargs, result, self.calls.get(id(result)))
         return result
@@ -85,7 +85,7 @@ class Recording:
             self.calls = calls
 
 
-def recorded_default(target: Callable[..., Any], name: str, default: Any = None) -> tuple[Any, Recording] | None:
+def record_default(target: Callable[..., Any], name: str, default: Any = None) -> tuple[Any, Recording] | None:
     """Evaluate the default expression of a parameter again; None if its source is not available.
 
     If `default` is its value, the outermost constructor is not called again.
@@ -94,10 +94,10 @@ def recorded_default(target: Callable[..., Any], name: str, default: Any = None)
         source = _field(target, name)
     else:
         source = _argument(target.__init__ if isinstance(target, type) else target, name)  # type: ignore[misc]
-    return _recorded(*source, name, default) if source else None
+    return _record(*source, name, default) if source else None
 
 
-def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
+def record_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     """Evaluate a module-level constant that serves as a default again: `BLOCK = Block(3)`, `block: Block = BLOCK`.
 
     Searches the module `home` first, then all modules of its package, since constants get imported.
@@ -107,12 +107,12 @@ def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     package = [name for name in list(sys.modules) if name.partition(".")[0] == home.partition(".")[0]]
     for module in filter(None, map(sys.modules.get, [home, *package])):
         for constant, held in list(vars(module).items()):
-            if held is value and (expression := _assigned(module, constant)) is not None:
-                return _recorded(expression, vars(module), constant)
+            if held is value and (expression := _assigned_expression(module, constant)) is not None:
+                return _record(expression, vars(module), constant)
     return None
 
 
-def _recorded(
+def _record(
     expression: ast.expr, namespace: Mapping[str, Any], name: str, default: Any = None
 ) -> tuple[Any, Recording]:
     """Evaluate an expression with every call recorded. Datasets are declared, not loaded."""
@@ -184,7 +184,7 @@ def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     return expression, {**vars(importlib.import_module(owner.__module__)), **vars(owner)}
 
 
-def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
+def _assigned_expression(module: types.ModuleType, name: str) -> ast.expr | None:
     """Return the expression assigned to a top-level name, or None if the module assigns it never or repeatedly."""
     values = []
     for statement in statements(module):

@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml.comments import CommentedMap
 
 from mlx_runtime.config.binding.nodes import Node
-from mlx_runtime.config.binding.text import remove_key, rename_key, written
+from mlx_runtime.config.binding.text import quote_strings, remove_key, rename_key
 from mlx_runtime.config.constructors import convert, object_at, parameters, takes_any_keyword
 from mlx_runtime.errors import BindError
 
@@ -83,13 +83,13 @@ class Merge:
         for name, value in new.items():
             here = f"{key}.{name}".lstrip(".")
             if name not in old:
-                old[name] = written(value)
+                old[name] = quote_strings(value)
                 self.changes.added.append(here)
             elif _is_node(value) and isinstance(old[name], CommentedMap):
                 self._node(old[name], value, here)
             elif name != "_target_" and _differ(old[name], value):
                 if self._unedited(old[name], here):
-                    old[name] = written(value)
+                    old[name] = quote_strings(value)
                     self.changes.updated.append(here)
                 else:
                     self.changes.kept.append(here)
@@ -146,7 +146,7 @@ class Merge:
             rename_key(old, former, name)
             self.changes.renamed[f"{key}.{name}"] = f"{key}.{former}"
             if unedited:
-                old[name] = written(new[name])
+                old[name] = quote_strings(new[name])
 
     def _fits(self, value: Any, new: Node, name: str, former: str) -> bool:
         """Return True if the value of the argument `former` may belong to `name`, which has the same default."""

@@ -17,7 +17,7 @@ import torch.utils.data
 
 from mlx_runtime.config import DUMMY_PARAMS
 from mlx_runtime.config.binding.equality import unlike
-from mlx_runtime.config.binding.expressions import Call, Recording, recorded_constant, recorded_default
+from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
 from mlx_runtime.config.constructors import (
     MISSING,
     base_of,
@@ -67,7 +67,7 @@ class Description:
             else:
                 self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
             if name in ("losses", "metrics"):
-                self.notices += _unrecorded(self.tree[name], name)
+                self.notices += _unrecorded_notices(self.tree[name], name)
         base = base_of(experiment)
         settings = self._node(base, path_of(base), {}, Recording(), "cfg")  # the user's class may lack some
         self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
@@ -97,9 +97,9 @@ class Description:
             if bound is not None:
                 return self._node(function, path, bound.arguments, recording, key)
             node = {"_target_": path} | ({"_partial_": True} if partial else {})
-            return node | self._passed(args, call.kwargs, recording, key)
+            return node | self._passed_arguments(args, call.kwargs, recording, key)
 
-    def _passed(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
+    def _passed_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
         """Return the arguments of a call as passed, without defaults."""
         node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in kwargs.items()}
         positional = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in enumerate(args)]
@@ -139,7 +139,7 @@ class Description:
             try:
                 return self._value(parameter.default, parameter.annotation, Recording(), key)
             except BindError:
-                recorded = recorded_default(target, parameter.name, parameter.default)
+                recorded = record_default(target, parameter.name, parameter.default)
                 if recorded is None:
                     raise
                 if not is_factory(parameter.default):
@@ -183,15 +183,15 @@ class Description:
     def _value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         """Return a value as YAML, or raise a BindError with the key. Constants of `src` are written as calls."""
         try:
-            return self._written(value, hint, recording, key)
+            return self._write_value(value, hint, recording, key)
         except BindError:
-            constant = recorded_constant(value, self._home)
+            constant = record_constant(value, self._home)
             if constant is None or constant[0] is value:
                 raise
             _refuse_loaded(self._home, constant[1], key)
-            return self._written(constant[0], hint, constant[1], key)
+            return self._write_value(constant[0], hint, constant[1], key)
 
-    def _written(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
+    def _write_value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         if value is DUMMY_PARAMS:
             return "???"
         if type(value) is str:
@@ -205,7 +205,7 @@ class Description:
             return self._call(Call(value.target, value.args, value.kwargs, value), recording, key)
         if isinstance(value, enum.Enum):
             short = _restores(value.name, hint, value)
-            return value.name if short else _imported(f"{path_of(type(value))}.{value.name}", value, key)
+            return value.name if short else _import_node(f"{path_of(type(value))}.{value.name}", value, key)
         if isinstance(value, Path) and _restores(str(value), hint, value):
             return str(value)
         if type(value) is dict:
@@ -219,13 +219,13 @@ class Description:
             plain = type(value) is list or _restores(items, hint, value)
             return items if plain else {"_target_": "builtins.tuple", "_args_": [items]}
         if isinstance(value, torch.dtype):
-            return _imported(str(value), value, key)
+            return _import_node(str(value), value, key)
         if id(value) in recording.calls:
             return self._call(recording.calls[id(value)], recording, key)
         if isinstance(value, type) or inspect.isroutine(value):
-            return _imported(_path(value, recording, key), value, key)
+            return _import_node(_path(value, recording, key), value, key)
         if (path := recording.name_of(value)) and path.partition(".")[0] != self._home.partition(".")[0]:
-            return _imported(path, value, key)  # a constant of a library, like datetime.timezone.utc
+            return _import_node(path, value, key)  # a constant of a library, like datetime.timezone.utc
         if type(value) in (set, frozenset):
             items = [self._value(item, Any, Recording(), key) for item in sorted(value, key=repr)]
             return {"_target_": f"builtins.{type(value).__name__}", "_args_": [items]}
@@ -271,7 +271,7 @@ def _refuse_untyped(cls: type, key: str) -> None:
             raise BindError(f"{key}.{name} has no type, so it would be left out; write {name}: {kind} = ...")
 
 
-def _unrecorded(group: Node, key: str) -> list[str]:
+def _unrecorded_notices(group: Node, key: str) -> list[str]:
     """Return a notice for each member of `Losses` or `Metrics` whose values are not recorded automatically."""
     from torchmetrics import Metric, MetricCollection
 
@@ -308,7 +308,7 @@ def _path(thing: Any, recording: Recording, key: str) -> str:
         return path
 
 
-def _imported(path: str, value: Any, key: str) -> Node:
+def _import_node(path: str, value: Any, key: str) -> Node:
     """Return the node of a class, function or constant itself, as hydra-zen writes it."""
     try:
         there = object_at(path)

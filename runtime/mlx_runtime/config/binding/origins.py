@@ -14,7 +14,7 @@ from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.settings import Settings
 
 
-def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key: str | None, *, as_json: bool) -> str:
+def dump(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key: str | None, *, as_json: bool) -> str:
     """Return a config, or the part below a key, with the origin of each value that is not the code's default.
 
     In YAML, the origins are comments, and the last comment lists the variants; `defaults` is the tree of the code's

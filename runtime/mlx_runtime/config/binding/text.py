@@ -19,7 +19,7 @@ from mlx_runtime.storage.local import IrregularError, regular
 def yaml_text(tree: Any) -> str:
     """Write a tree as YAML."""
     stream = io.StringIO()
-    _yaml().dump(written(tree), stream)
+    _yaml().dump(quote_strings(tree), stream)
     return stream.getvalue()
 
 
@@ -58,14 +58,14 @@ def _yaml() -> YAML:
     return yaml
 
 
-def written(value: Any) -> Any:
+def quote_strings(value: Any) -> Any:
     """Prepare a value for the writer: quote strings that YAML 1.1 would not read as strings."""
     if isinstance(value, CommentedMap | CommentedSeq):
         return value  # read from the file, or already prepared
     if isinstance(value, dict):
-        return CommentedMap((name, written(item)) for name, item in value.items())
+        return CommentedMap((name, quote_strings(item)) for name, item in value.items())
     if isinstance(value, list):
-        return [written(item) for item in value]
+        return [quote_strings(item) for item in value]
     if isinstance(value, str) and value != "???" and _needs_quotes(value):
         return DoubleQuotedScalarString(value)
     return value

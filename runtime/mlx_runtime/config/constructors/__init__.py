@@ -6,9 +6,9 @@ __all__, __getattr__ = door(
     __name__,
     "declarations",
     signatures=(
-        "MISSING alternatives base_of choices convert fitted groups is_factory own_default parameters plain "
-        "plain_defaults settings_of statements takes_any_keyword type_name"
+        "MISSING alternatives base_of choices convert groups is_factory own_default parameters plain plain_defaults "
+        "settings_of statements takes_any_keyword try_convert type_name"
     ),
-    suggestions="namesake renamed",
+    suggestions="describe_move namesake",
     targets="loaded_object_at named_class names_repositories object_at path_of targets_of",
 )

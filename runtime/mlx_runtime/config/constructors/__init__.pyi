@@ -4,7 +4,6 @@ from mlx_runtime.config.constructors.signatures import alternatives as alternati
 from mlx_runtime.config.constructors.signatures import base_of as base_of
 from mlx_runtime.config.constructors.signatures import choices as choices
 from mlx_runtime.config.constructors.signatures import convert as convert
-from mlx_runtime.config.constructors.signatures import fitted as fitted
 from mlx_runtime.config.constructors.signatures import groups as groups
 from mlx_runtime.config.constructors.signatures import is_factory as is_factory
 from mlx_runtime.config.constructors.signatures import own_default as own_default
@@ -14,9 +13,10 @@ from mlx_runtime.config.constructors.signatures import plain_defaults as plain_d
 from mlx_runtime.config.constructors.signatures import settings_of as settings_of
 from mlx_runtime.config.constructors.signatures import statements as statements
 from mlx_runtime.config.constructors.signatures import takes_any_keyword as takes_any_keyword
+from mlx_runtime.config.constructors.signatures import try_convert as try_convert
 from mlx_runtime.config.constructors.signatures import type_name as type_name
+from mlx_runtime.config.constructors.suggestions import describe_move as describe_move
 from mlx_runtime.config.constructors.suggestions import namesake as namesake
-from mlx_runtime.config.constructors.suggestions import renamed as renamed
 from mlx_runtime.config.constructors.targets import loaded_object_at as loaded_object_at
 from mlx_runtime.config.constructors.targets import named_class as named_class
 from mlx_runtime.config.constructors.targets import names_repositories as names_repositories

@@ -31,7 +31,7 @@ class Declaration:
 
     def make(self) -> Any:
         """Construct the object, after the declared objects among its arguments."""
-        return self.target(*_made(self.args), **_made(self.kwargs))
+        return self.target(*_make(self.args), **_make(self.kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -59,13 +59,13 @@ class Declaration:
         return f"{self.target.__qualname__}({', '.join(arguments)})"
 
 
-def _made(value: Any) -> Any:
+def _make(value: Any) -> Any:
     if isinstance(value, Declaration):
         return value.make()
     if type(value) in (list, tuple):
-        return type(value)(map(_made, value))
+        return type(value)(map(_make, value))
     if type(value) is dict:
-        return {name: _made(item) for name, item in value.items()}
+        return {name: _make(item) for name, item in value.items()}
     return value
 
 
@@ -95,7 +95,7 @@ def returns_hf_dataset(function: Any) -> bool:
     return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
 
 
-def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
+def declare_callee(callee: Callable[..., Any]) -> Callable[..., Any]:
     """Return a Declaration in place of `callee` if it yields data or pretrained weights, otherwise `callee` itself.
 
     The decision is made before Python evaluates the arguments.
@@ -103,21 +103,21 @@ def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
     global _loads_weights
     if is_pretrained(callee):
         _loads_weights = True
-        return functools.partial(_declared_pretrained, callee)
+        return functools.partial(_declare_pretrained, callee)
     if is_data(callee):
         return functools.partial(Declaration, callee)
     may_load = _loads_weights and _spreads(callee)
-    return functools.partial(declared_with_arguments, callee) if may_load else callee
+    return functools.partial(declare_with_arguments, callee) if may_load else callee
 
 
-def deferred(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     """Return a function that takes the arguments and returns a function without arguments, for the final call.
 
     Used if there are calls among the arguments, which must be evaluated before the decision. The module itself makes
     the final call, so that warnings name it.
     """
     if is_pretrained(callee) or is_data(callee) or not _spreads(callee):
-        return functools.partial(functools.partial, declared(callee))
+        return functools.partial(functools.partial, declare_callee(callee))
     return functools.partial(_call_or_declaration, callee)
 
 
@@ -162,7 +162,7 @@ def is_pretrained(target: Any) -> bool:
     )
 
 
-def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
+def _declare_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
     """Declare a call, with the name of the repository as a keyword if the signature hides that parameter.
 
     The signature of `AutoModel.from_pretrained` of transformers is `(*model_args, **kwargs)`.
@@ -174,7 +174,7 @@ def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: An
     return Declaration(callee, *args, **kwargs)
 
 
-def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def declare_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a class or function, or declare the call if an argument or default is a declaration of weights."""
     return _call_or_declaration(callee, *args, **kwargs)()
 
@@ -244,7 +244,7 @@ class SourceLoader(SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update({_DECLARED: declared, _DEFERRED: deferred})
+        vars(module).update({_DECLARED: declare_callee, _DEFERRED: defer_callee})
         super().exec_module(module)
 
 

@@ -152,12 +152,12 @@ def convert(value: Any, hint: Any) -> Any:
                 return convert(value, choice)
         raise TypeError
     if kind is Literal:
-        return _checked(value, any(type(value) is type(choice) and value == choice for choice in arguments))
+        return _check(value, any(type(value) is type(choice) and value == choice for choice in arguments))
     if kind is tuple and isinstance(value, list | tuple):
         hints = arguments or (Any, ...)
         if hints[1:] == (...,):
             hints = hints[:1] * len(value)
-        return tuple(map(convert, _checked(value, len(hints) == len(value)), hints))
+        return tuple(map(convert, _check(value, len(hints) == len(value)), hints))
     if kind in (list, Sequence) and isinstance(value, list):
         return [convert(item, arguments[0] if arguments else Any) for item in value]
     if kind is dict and isinstance(value, dict):
@@ -176,16 +176,16 @@ def convert(value: Any, hint: Any) -> Any:
         fits = isinstance(value, kind)
     except TypeError:  # a special form without instances, like Callable[..., int] or NewType
         fits = True
-    return _checked(value, fits)
+    return _check(value, fits)
 
 
-def _checked(value: Any, fits: bool) -> Any:
+def _check(value: Any, fits: bool) -> Any:
     if not fits:
         raise TypeError
     return value
 
 
-def fitted(value: Any, hint: Any) -> Any:
+def try_convert(value: Any, hint: Any) -> Any:
     """Convert a value if it fits the type; otherwise return it unchanged, like an object that was already built."""
     try:
         return convert(value, hint)
@@ -202,10 +202,10 @@ def type_name(hint: Any) -> str:
 
 def statements(thing: Any) -> list[ast.stmt]:
     """Parse the source of a module, class or function; empty if it is not available."""
-    return _parsed(thing) if isinstance(thing, types.ModuleType) else _parsed_once(thing)
+    return _parse(thing) if isinstance(thing, types.ModuleType) else _parse_once(thing)
 
 
-def _parsed(thing: Any) -> list[ast.stmt]:
+def _parse(thing: Any) -> list[ast.stmt]:
     try:
         source = inspect.getsource(thing)
         return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
@@ -213,5 +213,5 @@ def _parsed(thing: Any) -> list[ast.stmt]:
         return []
 
 
-_parsed_once = functools.lru_cache(maxsize=64)(_parsed)
+_parse_once = functools.lru_cache(maxsize=64)(_parse)
 """Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

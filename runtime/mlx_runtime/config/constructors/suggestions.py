@@ -18,7 +18,7 @@ MOVED = {
 """Settings that moved to a section of `cfg`, by their former key below it."""
 
 
-def renamed(key: str) -> str | None:
+def describe_move(key: str) -> str | None:
     """Return a sentence with the new key of a moved setting; None for all other keys."""
     _, _, name = key.partition("cfg.")
     return f"{key} is cfg.{MOVED[name]} now" if name in MOVED else None

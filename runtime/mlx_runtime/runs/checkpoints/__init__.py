@@ -9,11 +9,11 @@ checkpoints/epoch_0004/
 If the models of a run are sharded over the workers, each worker writes its parts:
 
     index.json                  name, type and shape of each sharded tensor, and the position of its parts
-    shard_00000.safetensors     parts held by rank 0, written and verified in blocks of 8 MiB
+    shard_00000.safetensors     parts held by rank 0, written and verified in segments of 8 MiB
     shard_00001.safetensors     ...
 
 `state.pt` then refers to tensors by their name in the index. `checkpoint.json` contains the SHA-256 of the index, and
-the index those of the shards' blocks. Any number of workers can load a checkpoint: see `layouts`.
+the index those of the segments of these files. Any number of workers can load a checkpoint: see `layouts`.
 
 `state.pt` is a dict; `ranks` has one entry per worker:
 
@@ -31,8 +31,8 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     groups=(
-        "PLACEHOLDER DamagedError State Stored copied has_shards has_stored load_into load_what_fits members merged "
-        "on_device plain_entries reading state_of"
+        "PLACEHOLDER DamagedError State UnreadTensor copy_to_cpu has_sharded_tensors has_unread io_errors load_into "
+        "load_what_fits members merge_ranks on_device plain_entries state_of"
     ),
     index="ABOUT INDEX CheckpointInfo best_first list_checkpoints position score",
     staging="Staging",

@@ -31,12 +31,12 @@ class DamagedError(ConfigError):
     """A file of a checkpoint is missing or damaged."""
 
 
-def damaged(path: str, reason: object) -> DamagedError:
+def damage(path: str, reason: object) -> DamagedError:
     return DamagedError(f"{path} is damaged: {reason}")
 
 
 @contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
+def io_errors(path: str) -> Iterator[None]:
     """Translate errors of a block that reads a file of a checkpoint, and raises ValueError if the file has changed.
 
     Raises:
@@ -46,16 +46,16 @@ def reading(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise damaged(path, "there is no such file") from error
+        raise damage(path, "there is no such file") from error
     except IrregularError as error:
-        raise damaged(path, error.strerror) from error
+        raise damage(path, error.strerror) from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {short_message(error)}") from error
     except ValueError as error:
-        raise damaged(path, short_message(error)) from error
+        raise damage(path, short_message(error)) from error
 
 
-class Stored:
+class UnreadTensor:
     """A tensor of a loaded state whose content has not been read yet; see `shards.StoredTensor`."""
 
 
@@ -148,7 +148,7 @@ def load_what_fits(
     return lines
 
 
-def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
+def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
     """Merge the states of metrics on several ranks, by name, without those that cannot be merged."""
     states: State = {}
     for name, member in members(group).items():
@@ -183,7 +183,7 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
         unwrap(member).load_state_dict(saved)
     else:
         for key, item in saved.items():
-            setattr(member, key, _moved(item, devices.get(key, torch.device("cpu"))))
+            setattr(member, key, _move(item, devices.get(key, torch.device("cpu"))))
 
 
 def _has_state(member: Any) -> bool:
@@ -221,7 +221,7 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return kept, left_out
 
 
-def copied(value: Any) -> Any:
+def copy_to_cpu(value: Any) -> Any:
     """Return a copy of plain values on the CPU, which training does not change."""
     return map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
 
@@ -235,7 +235,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda tensor: tensor.to(device))
 
 
@@ -253,7 +253,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 # -- sharded tensors of a state, read and written by `shards`
 
 
-def has_shards(*groups: Mapping[str, Any]) -> bool:
+def has_sharded_tensors(*groups: Mapping[str, Any]) -> bool:
     """Return True if members of groups have sharded tensors, even while FSDP has gathered their parameters."""
     for member in (member for group in groups for member in group.values()):
         if isinstance(member, nn.Module):
@@ -267,11 +267,11 @@ def has_shards(*groups: Mapping[str, Any]) -> bool:
     return False
 
 
-def has_stored(value: Any) -> bool:
+def has_unread(value: Any) -> bool:
     """Return True if plain values contain a `StoredTensor`."""
     if isinstance(value, dict | list | tuple):
-        return any(map(has_stored, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Stored)
+        return any(map(has_unread, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, UnreadTensor)
 
 
 def has_placeholders(value: Any) -> bool:

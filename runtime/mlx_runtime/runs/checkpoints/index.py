@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_runtime.errors import printable
-from mlx_runtime.storage import Storage, joined, storage_at, storage_errors
+from mlx_runtime.storage import Storage, join_path, storage_at, storage_errors
 from mlx_runtime.storage.documents import COUNT, FLAG, NAME, NUMBER, TEXT, from_json, mapping_of
 from mlx_runtime.storage.local import IrregularError
 
@@ -98,13 +98,13 @@ def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[Check
     storage = root if isinstance(root, Storage) else storage_at(root)
     checkpoints = checkpoints_by_name(storage)
     for name in (name for name, item in checkpoints.items() if item is None and report):
-        print(printable(f"warning: left out {name}: {undescribed(storage, name)}", one_line=True), file=sys.stderr)
+        print(printable(f"warning: left out {name}: {no_description(storage, name)}", one_line=True), file=sys.stderr)
     return sorted((item for item in checkpoints.values() if item is not None), key=lambda item: item.order)
 
 
-def undescribed(storage: Storage, name: str) -> str:
+def no_description(storage: Storage, name: str) -> str:
     """Return the problem of a checkpoint without a readable description."""
-    return f"{joined(storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
+    return f"{join_path(storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
 
 
 def checkpoints_by_name(storage: Storage) -> dict[str, CheckpointInfo | None]:

@@ -27,7 +27,7 @@ class Staging:
         self._free, self._used = self._used, collections.defaultdict(list)
         self._devices.clear()
 
-    def copied(self, value: Any) -> Any:
+    def copy_tree(self, value: Any) -> Any:
         """Return a copy of plain values, which is complete after `wait`."""
         return map_tensors(value, self.copy)
 

@@ -16,7 +16,7 @@ import torch
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import ConfigError, StorageError, short_message
-from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damaged, has_placeholders, has_stored, reading
+from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damage, has_placeholders, has_unread, io_errors
 from mlx_runtime.runs.checkpoints.index import (
     ABOUT,
     INDEX,
@@ -25,8 +25,8 @@ from mlx_runtime.runs.checkpoints.index import (
     best_first,
     checkpoints_by_name,
     list_checkpoints,
+    no_description,
     read_description,
-    undescribed,
 )
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage import (
@@ -35,7 +35,7 @@ from mlx_runtime.storage import (
     Publication,
     Storage,
     is_uri,
-    joined,
+    join_path,
     parent_of,
     recover,
     storage_at,
@@ -45,7 +45,7 @@ from mlx_runtime.storage import (
 )
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding import Parts, Shards
+    from mlx_runtime.companions.sharding import Parts, ShardedTensors
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -82,7 +82,7 @@ class CheckpointStore:
 
     def path(self, checkpoint: CheckpointInfo) -> str:
         """Return the folder or URI of a checkpoint."""
-        return joined(self._storage.root, checkpoint.name)
+        return join_path(self._storage.root, checkpoint.name)
 
     def save(
         self, state: State, checkpoint: CheckpointInfo, allowed: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class CheckpointStore:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         sharding = companions.part("sharding")
-        writer, about = sharding.ShardWriter(self._storage), checkpoint
+        writer, about = sharding.ShardedTensorWriter(self._storage), checkpoint
         publication = Publication(self._storage, checkpoint.name, ABOUT)
 
         def write_state() -> None:
@@ -139,7 +139,7 @@ class CheckpointStore:
         with contextlib.ExitStack() as stack:
             if state is not None:
                 begin = partial(stack.enter_context, publication)
-                writer = sharding.ShardWriter(self._storage, publication, begin, write_state, publish)
+                writer = sharding.ShardedTensorWriter(self._storage, publication, begin, write_state, publish)
             try:
                 save(
                     dict(parts.tensors),
@@ -169,7 +169,7 @@ class CheckpointStore:
         """
         loaded, self._newest = self._newest, None
         if loaded is None or loaded[0] != checkpoint:
-            loaded = checkpoint, _loaded(self._storage, checkpoint.name, checkpoint)
+            loaded = checkpoint, _load_state(self._storage, checkpoint.name, checkpoint)
         return _full(loaded[1]) if whole else loaded[1]
 
     def reject(self, checkpoint: CheckpointInfo, problem: str) -> None:
@@ -183,14 +183,14 @@ class CheckpointStore:
         """
         checkpoints = checkpoints_by_name(self._storage)
         problems = {
-            name: undescribed(self._storage, name) for name, item in checkpoints.items() if item is None
+            name: no_description(self._storage, name) for name, item in checkpoints.items() if item is None
         } | self._rejected
         self._newest = None
         for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
             if item.name in self._rejected:
                 continue
             try:
-                self._newest = item, _loaded(self._storage, item.name, item)
+                self._newest = item, _load_state(self._storage, item.name, item)
                 break
             except DamagedError as error:
                 problems[item.name] = str(error)
@@ -253,7 +253,7 @@ class BackgroundSaver:
         """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
         self.wait()
         self._staging.begin()
-        copy = self._staging.copied(state)
+        copy = self._staging.copy_tree(state)
         self._staging.end()
         self._start(partial(self._checkpoints.save, copy, checkpoint, self._allowed))
 
@@ -264,8 +264,8 @@ class BackgroundSaver:
             # Workers may wait long for the slowest storage; the watchdog reports deadlocks.
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         self._staging.begin()
-        copy = None if state is None else self._staging.copied(state)
-        self._staged = parts.staged(self._staged, self._staging)
+        copy = None if state is None else self._staging.copy_tree(state)
+        self._staged = parts.stage(self._staged, self._staging)
         self._staging.end()
         save = self._checkpoints.save_sharded
         self._start(partial(save, copy, checkpoint, parts, self._staged, self._group, self._allowed))
@@ -302,15 +302,15 @@ class BackgroundSaver:
 def read(path: str, *, whole: bool = True) -> State:
     """Return the state of the checkpoint in any folder, URI or mirror; see `CheckpointStore.load`."""
     if is_remote(path):
-        folder, name = reader_of(path).fetched_checkpoint(path)
-        path = joined(folder.checkpoints, name)
+        folder, name = reader_of(path).fetch_checkpoint(path)
+        path = join_path(folder.checkpoints, name)
     storage, name = (storage_at(path), ".") if Path(path).parent == Path("/") else parent_of(path)  # "/" is no storage
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
         exists = about is not None or storage.size_bytes(name, STATE) is not None
     try:
         if exists:
-            state = _loaded(storage, name, about)
+            state = _load_state(storage, name, about)
             return _full(state) if whole else state
         missing = not is_uri(path) and not Path(path).expanduser().exists()
         problem = f"there is no checkpoint at {path}" if missing else f"{path} is not a checkpoint: it has no {STATE}"
@@ -323,7 +323,7 @@ def read(path: str, *, whole: bool = True) -> State:
 
 def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones."""
-    if not has_stored(state):
+    if not has_unread(state):
         return state
     return cast("State", companions.part("sharding").full(state))
 
@@ -341,12 +341,12 @@ def _write_state(publication: Publication, state: State | None, checkpoint: Chec
     return replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
 
 
-def _loaded(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
+def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
     """Load a state, comparing the bytes that are read with the checksum in its description. Loading never runs code."""
     file_name = about.file if about is not None else STATE
-    path = joined(storage.root, name, file_name)
+    path = join_path(storage.root, name, file_name)
     state, unreadable = None, ""
-    with reading(path):
+    with io_errors(path):
         with storage.open(name, file_name) as file:
             hashing = HashingReader(file)
             try:
@@ -364,25 +364,25 @@ def _loaded(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
         raise ConfigError(f"{path} is damaged: {unreadable}")
     if missing := PARTS - (state.keys() if isinstance(state, dict) else set()):
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
-    shards = _shards(storage, name, about)
+    shards = _sharded_tensors(storage, name, about)
     if shards is None:
         if has_placeholders(state):
-            raise damaged(joined(storage.root, name, ABOUT), "it names no index of the shards")
+            raise damage(join_path(storage.root, name, ABOUT), "it names no index of the shards")
         return cast("State", state)
     shards.check_files()
-    with reading(path):
+    with io_errors(path):
         try:
-            return cast("State", shards.loaded(state))
+            return cast("State", shards.fill_placeholders(state))
         except TypeError as error:
             raise ValueError(short_message(error)) from error
 
 
-def _shards(storage: Storage, name: str, about: CheckpointInfo | None) -> "Shards | None":
+def _sharded_tensors(storage: Storage, name: str, about: CheckpointInfo | None) -> "ShardedTensors | None":
     """Return the shards of a checkpoint, or None if it has none. Raise DamagedError if they are not described."""
     file_name = about.index if about is not None else INDEX
     if file_name is None:
         return None
-    with reading(joined(storage.root, name, file_name)):
+    with io_errors(join_path(storage.root, name, file_name)):
         try:
             content = storage.read(name, file_name)
         except FileNotFoundError:
@@ -391,5 +391,5 @@ def _shards(storage: Storage, name: str, about: CheckpointInfo | None) -> "Shard
             raise
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
-        shards: Shards = companions.part("sharding").Shards(storage, name, content)
+        shards: ShardedTensors = companions.part("sharding").ShardedTensors(storage, name, content)
         return shards

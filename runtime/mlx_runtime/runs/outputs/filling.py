@@ -226,7 +226,7 @@ def job_status(record: Mapping[str, Any]) -> str:
 def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
     """Return the content of the `job.json` of a folder, or None without a readable one."""
     try:
-        return records.parsed(storage.document(*parts, RECORD))
+        return records.parse_record(storage.document(*parts, RECORD))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, IrregularError, ValueError):
         return None
 

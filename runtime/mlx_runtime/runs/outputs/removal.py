@@ -13,8 +13,8 @@ from mlx_runtime.runs import RunFolder, queries, records, run_folder
 from mlx_runtime.runs.outputs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.outputs.usage import REMOVING, RUN, Survey, survey
 from mlx_runtime.runs.queries import AskJobs, StoragePath, summarize
-from mlx_runtime.storage import Storage, joined, size_text, storage_at
-from mlx_runtime.storage.local import opened, remove_tree
+from mlx_runtime.storage import Storage, join_path, size_text, storage_at
+from mlx_runtime.storage.local import open_folder, remove_tree
 
 MANIFEST = "manifest.json"
 """Last file of a prepared dataset; without it, the dataset is incomplete."""
@@ -35,22 +35,22 @@ def refuse_in_use(path: StoragePath, found: Survey) -> None:
         record = job_record(storage, *parts)
         if record is not None and job_status(record) in records.LIVING:
             raise UsageError(
-                f"{joined(path.root, *parts)} is being filled by process {record.get('pid')} on {record.get('host')}; "
-                "end that first"
+                f"{join_path(path.root, *parts)} is being filled by process {record.get('pid')} on {record.get('host')}"
+                "; end that first"
             )
     if found.reading:
-        read = joined(path.root, *path.parts, *min(found.reading))
+        read = join_path(path.root, *path.parts, *min(found.reading))
         raise UsageError(f"{read} is being read; wait for the runs that read it")
 
 
 def _refuse_run(root: str, parts: tuple[str, ...]) -> None:
-    above = joined(root, *parts[:-2])
-    folder = run_folder(above, *parts[-2:]) if len(parts) > 1 else RunFolder(Path(joined(root, *parts)))
+    above = join_path(root, *parts[:-2])
+    folder = run_folder(above, *parts[-2:]) if len(parts) > 1 else RunFolder(Path(join_path(root, *parts)))
     with contextlib.suppress(StorageError):  # a run that has not begun has no record
         records.refuse_living(folder)
     storage = f"MLX_STORAGE={above} " if len(parts) > 2 else ""
     command = f"{storage}mlx xp rm {' '.join(parts[-2:])}"
-    raise UsageError(f"{joined(root, *parts)} is a run; remove it with: {command}")
+    raise UsageError(f"{join_path(root, *parts)} is a run; remove it with: {command}")
 
 
 def remove(path: StoragePath) -> None:
@@ -67,7 +67,7 @@ def _remove_local(storage: Storage, path: StoragePath) -> None:
     *above, name = path.parts
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(opened(storage.path, *above))
+            folder = stack.enter_context(open_folder(storage.path, *above))
             if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 os.unlink(name, dir_fd=folder)
                 return
@@ -128,7 +128,7 @@ def plan_run(folder: RunFolder, ask: AskJobs | None = None) -> RunRemoval:
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:
         raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
-    if driver := records.resuming(folder, row.record):
+    if driver := records.claiming_driver(folder, row.record):
         raise UsageError(f"{title} is being resumed by process {driver.get('pid')} on {driver.get('host')}")
     top = survey(path, 0, 0).top
     warning = f"{row.problem}; it may still be running" if row.problem else ""

@@ -197,7 +197,7 @@ def _total(entries: list[Entry]) -> int:
 def _local_folders(path: str, found: Survey) -> Iterator[tuple[Parts, list[Entry] | None]]:
     """Yield the folders below a path on this machine with their files, listing several at a time."""
 
-    def listed(parts: Parts) -> tuple[Parts, list[str], list[Entry] | None]:
+    def list_folder(parts: Parts) -> tuple[Parts, list[str], list[Entry] | None]:
         folders, files = [], []
         try:
             with os.scandir(os.path.join(path, *parts)) as entries:  # noqa: PTH118 - called for each folder
@@ -216,11 +216,11 @@ def _local_folders(path: str, found: Survey) -> Iterator[tuple[Parts, list[Entry
         return parts, folders, files
 
     with ThreadPoolExecutor(THREADS) as pool:
-        waiting = deque([pool.submit(listed, ())])
+        waiting = deque([pool.submit(list_folder, ())])
         while waiting:
             parts, folders, files = waiting.popleft().result()
             yield parts, files
-            waiting += [pool.submit(listed, (*parts, name)) for name in folders]
+            waiting += [pool.submit(list_folder, (*parts, name)) for name in folders]
 
 
 def _remote_folders(storage: Storage, path: StoragePath, found: Survey) -> Iterator[tuple[Parts, list[Entry] | None]]:

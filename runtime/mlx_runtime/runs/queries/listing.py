@@ -15,7 +15,7 @@ from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import RunFolder, find_run, list_runs, records, run_folder
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.runs.tables import counted, format_duration, format_number
+from mlx_runtime.runs.tables import format_duration, format_number, plural
 from mlx_runtime.storage import documents
 
 UNREADABLE = "UNREADABLE"
@@ -213,7 +213,7 @@ def _sweep_folder(row: Row) -> RunFolder:
 def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
     """Return the line of a sweep: the number of trials, and the value of the best one, with folds its mean."""
     trials = {run.sweep["trial"] for run in runs}
-    cells = sweep.cells() | {"epoch": counted(len(trials), "trial")}
+    cells = sweep.cells() | {"epoch": plural(len(trials), "trial")}
     if spread := format_number((sweep.record.get("best") or {}).get("std")):
         cells["best"] += f" ± {spread}"
     return cells if sweep.problem is None else cells | {"status": "-"}
@@ -262,7 +262,7 @@ def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[
 
 def _row(folder: RunFolder) -> Row:
     try:
-        record = records.recorded(folder)
+        record = records.load_record(folder)
     except StorageError as error:
         return Row(folder, UNREADABLE, {}, str(error))
     return Row(folder, records.status_of(record), record)
@@ -274,9 +274,9 @@ def _remote_row(uri: str) -> Row:
     try:
         record = run.record()
     except StorageError as error:
-        return Row(run.listed, UNREADABLE, {}, str(error))
+        return Row(run.listing_folder, UNREADABLE, {}, str(error))
     living = record["status"] in records.LIVING
-    return Row(run.listed, record["status"] if not living or run.held else "STALE", record)
+    return Row(run.listing_folder, record["status"] if not living or run.held else "STALE", record)
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

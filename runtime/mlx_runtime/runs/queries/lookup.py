@@ -11,12 +11,12 @@ from pathlib import Path
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
-from mlx_runtime.runs import RunFolder, find_run, named_run, reading, records
+from mlx_runtime.runs import RunFolder, find_run, named_run, read_errors, records
 from mlx_runtime.runs.checkpoints import CheckpointInfo, best_first, list_checkpoints
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, is_uri, joined, storage_at, storage_errors
+from mlx_runtime.storage import Storage, is_uri, join_path, storage_at, storage_errors
 from mlx_runtime.storage import storage_root as root_of
-from mlx_runtime.storage.documents import selected
+from mlx_runtime.storage.documents import select_text
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
@@ -50,7 +50,7 @@ def conf_value(key: str) -> str | None:
     if not CONF.is_file():
         return None
     try:
-        return selected(CONF.read_bytes(), key)
+        return select_text(CONF.read_bytes(), key)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {CONF}: {error}; fix it") from error
 
@@ -91,14 +91,14 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
     if is_remote(text):
         reader = reader_of(text)
         if which not in (None, "latest"):
-            text = joined(text, "checkpoints", find_checkpoint(reader.find(text).cached(), which).name)
-        folder, name = reader.fetched_checkpoint(text)
+            text = join_path(text, "checkpoints", find_checkpoint(reader.find(text).fetch(), which).name)
+        folder, name = reader.fetch_checkpoint(text)
     else:
         if not match and text.startswith("/") and not Path(text, "run.json").is_file():
             raise UsageError(f"{text} is not a run or checkpoint")
         folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
         name = find_checkpoint(folder, match[2] if match else which or "latest").name
-    return folder, joined(folder.checkpoints, name)
+    return folder, join_path(folder.checkpoints, name)
 
 
 def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
@@ -115,9 +115,9 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
     if which == "latest":
         return found[-1]
     if which == "best":
-        with reading(folder, folder.conf.name):
+        with read_errors(folder, folder.conf.name):
             conf = folder.document(folder.conf.name)
-        ranked = best_first(found, selected(conf, "cfg.monitor"), selected(conf, "cfg.mode") or "min")
+        ranked = best_first(found, select_text(conf, "cfg.monitor"), select_text(conf, "cfg.mode") or "min")
         if not ranked:
             raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
         return ranked[0]
@@ -131,7 +131,7 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
 def no_checkpoint(folder: RunFolder) -> UsageError:
     """Return the error for a run without checkpoints: it has not saved any yet, or they are missing."""
     with contextlib.suppress(StorageError):  # the record cannot be read
-        if latest := records.recorded(folder).get("latest"):
+        if latest := records.load_record(folder).get("latest"):
             return UsageError(f"the checkpoints of {folder.title} are gone; put one back, like {latest.get('path')}")
     return UsageError(f"{folder.title} has no checkpoint yet")
 
@@ -146,7 +146,7 @@ class StoragePath:
     @property
     def title(self) -> str:
         """Folder or URI for the user."""
-        return joined(self.root, *self.parts)
+        return join_path(self.root, *self.parts)
 
     @property
     def path(self) -> str:

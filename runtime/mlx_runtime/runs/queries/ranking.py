@@ -9,7 +9,7 @@ from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position
 from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.tables import format_number
-from mlx_runtime.storage import joined
+from mlx_runtime.storage import join_path
 
 
 def best(
@@ -46,7 +46,7 @@ def best(
         facts = {"metric": chosen, "mode": chosen_mode, "experiment": row.folder.experiment, "run": row.folder.name}
         if saved := best_first(list_checkpoints(row.folder.checkpoints, report=True), chosen, chosen_mode):
             item, value, epoch = saved[0], saved[0].metrics[chosen], saved[0].epoch + 1
-            path, step = joined(row.folder.checkpoints, item.name), None if item.finished else item.global_step
+            path, step = join_path(row.folder.checkpoints, item.name), None if item.finished else item.global_step
         else:
             value, epoch = row.metrics.get(chosen, math.nan), row.epoch
             path, step = (row.record.get("latest") or {}).get("path"), None

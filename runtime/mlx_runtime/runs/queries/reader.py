@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
-from mlx_runtime.config import build, build_group, parsed, unset_variables
+from mlx_runtime.config import build, build_group, parse_config, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
-from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, reading, records, snapshots
+from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, read_errors, records, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointStore, State
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.storage import is_uri, storage_at
@@ -61,7 +61,7 @@ class Run:
         Raises:
             StorageError: it cannot be read.
         """
-        return records.recorded(self._folder)
+        return records.load_record(self._folder)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class Run:
         Raises:
             StorageError: it cannot be read.
         """
-        with reading(self._folder, "conf.yaml"):
-            return parsed(self._folder.document("conf.yaml"))
+        with read_errors(self._folder, "conf.yaml"):
+            return parse_config(self._folder.document("conf.yaml"))
 
     def metrics(self, by: Literal["report", "epoch"] = "report") -> "pandas.DataFrame":
         """Return all recorded metrics, with `step`, `epoch` (from 0), `timestamp` (seconds since 1970) and a column per
@@ -90,7 +90,7 @@ class Run:
         if by not in ("report", "epoch"):
             raise UsageError(f"metrics(by={by!r}): there is one row per 'report' or per 'epoch'")
 
-        with reading(self._folder, "metrics.jsonl"):
+        with read_errors(self._folder, "metrics.jsonl"):
             *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last line
             rows = [from_json(line, {}) for line in lines]
         if by == "epoch":
@@ -106,7 +106,7 @@ class Run:
         Raises:
             StorageError: they cannot be read.
         """
-        with reading(self._folder, EVALUATIONS):
+        with read_errors(self._folder, EVALUATIONS):
             names = storage_at(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
@@ -140,7 +140,7 @@ class Run:
         if "models" not in self.config:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
         state = self.state(checkpoint)
-        with self._matching("load_models", "models", trust) as node:
+        with self._matching_node("load_models", "models", trust) as node:
             models = built_to_be_restored(lambda: build(node, "models"))
             checkpoints.load_into(models, state["models"], "models")
         return models
@@ -161,13 +161,13 @@ class Run:
         config = self.config
         if "datasets" not in config:
             raise UsageError(f"{self._folder.title} has no group of datasets")
-        with self._matching("load_datasets", "datasets", trust) as node:
+        with self._matching_node("load_datasets", "datasets", trust) as node:
             if config.get("cfg", {}).get("cross_validation", {}).get("fold") is not None:
                 return companions.part("sweeps.folds").load_fold(node, self._importable("cfg", trust))
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())
 
     @contextlib.contextmanager
-    def _matching(self, method: str, group: str, trust: bool) -> Iterator[Any]:
+    def _matching_node(self, method: str, group: str, trust: bool) -> Iterator[Any]:
         """Provide the node of a group to build. If the code does not match it, raise a ConfigError with a cure.
 
         All errors of imports and constructors count as such mismatches.
@@ -189,7 +189,7 @@ class Run:
         if unset := sorted(unset_variables(node)):
             raise ConfigError(f"{group} of {self._folder.title} read the environment: set {', '.join(unset)}")
         if trust:
-            return snapshots.private(node, snapshots.unpacked(self._folder))
+            return snapshots.private(node, snapshots.unpack(self._folder))
         here = Path.cwd()
         if not Path(here, EXPERIMENT).is_file():
             raise UsageError(
@@ -213,7 +213,7 @@ class _RemoteRun(Run):
     """A run in a repository, at the commit at which it was opened. Checkpoints are downloaded when they are read."""
 
     def __init__(self, run: RemoteRun) -> None:
-        super().__init__(run.cached())
+        super().__init__(run.fetch())
         self._remote = run
 
     def state(self, checkpoint: str | int = "latest") -> State:

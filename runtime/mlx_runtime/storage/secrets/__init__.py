@@ -5,5 +5,5 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     detection="HIDDEN LEFT_OUT find is_secret",
-    redaction="FILES filled hidden_texts redacted redacted_override redacted_tree secret_keys",
+    redaction="FILES hidden_texts redact redact_override redact_tree secret_keys unredact",
 )

@@ -19,30 +19,30 @@ FILES = (
 _KEY = re.compile(r"[+~]*[\w.@/-]+")
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Return a text without the secrets that can be recognized in it."""
     for secret in reversed(find(text)):
         text = text[: secret.start] + HIDDEN + text[secret.end :]
     return text
 
 
-def redacted_override(text: str) -> str:
+def redact_override(text: str) -> str:
     """Return an override or another word of a command line, without its value if the value is a secret."""
     name, mark, value = text.partition("=")
     if mark and _KEY.fullmatch(name) and _hides(name, value):
         return f"{name}={HIDDEN}"
-    return redacted(text)
+    return redact(text)
 
 
-def redacted_tree(value: Any, *, secret: bool = False) -> Any:
+def redact_tree(value: Any, *, secret: bool = False) -> Any:
     """Return a config without the values whose keys mark them as secrets, and without secrets recognized in strings."""
     if isinstance(value, Mapping):
-        return {name: redacted_tree(item, secret=secret or _hides(str(name), item)) for name, item in value.items()}
+        return {name: redact_tree(item, secret=secret or _hides(str(name), item)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted_tree(item, secret=secret) for item in value]
+        return [redact_tree(item, secret=secret) for item in value]
     if secret and reveals(str(value)):
         return HIDDEN
-    return _redacted_value(value) if isinstance(value, str) else value
+    return _redact_value(value) if isinstance(value, str) else value
 
 
 def secret_keys(tree: Any, key: str = "", *, secret: bool = False) -> Iterator[str]:
@@ -51,7 +51,7 @@ def secret_keys(tree: Any, key: str = "", *, secret: bool = False) -> Iterator[s
         for name, item in tree.items():
             yield from secret_keys(item, f"{key}.{name}".lstrip("."), secret=secret or _hides(str(name), item))
     elif not isinstance(tree, list | tuple) and (
-        reveals(str(tree)) if secret else isinstance(tree, str) and "${" not in tree and redacted(tree) != tree
+        reveals(str(tree)) if secret else isinstance(tree, str) and "${" not in tree and redact(tree) != tree
     ):
         yield key
 
@@ -63,9 +63,9 @@ def _hides(name: str, value: Any) -> bool:
     return is_secret(name) and reveals(str(value), name)
 
 
-def _redacted_value(value: str) -> str:
+def _redact_value(value: str) -> str:
     """Return a value without secrets. Random text counts as a secret even without quotes."""
-    return HIDDEN if is_random(value) else redacted(value)
+    return HIDDEN if is_random(value) else redact(value)
 
 
 def hidden_texts(tree: Any, shown: Any) -> set[str]:
@@ -77,7 +77,7 @@ def hidden_texts(tree: Any, shown: Any) -> set[str]:
     return {tree} if isinstance(tree, str) and tree != shown else set()
 
 
-def filled(saved: Any, shown: Any, tree: Any) -> Any:
+def unredact(saved: Any, shown: Any, tree: Any) -> Any:
     """Return a saved, redacted config with its secrets put back from the current config `tree`, `shown` redacted.
 
     A secret is put back only where the two configs are otherwise equal.
@@ -87,4 +87,4 @@ def filled(saved: Any, shown: Any, tree: Any) -> Any:
     if not (isinstance(saved, Mapping) and isinstance(shown, Mapping) and isinstance(tree, Mapping)):
         return saved
     both = shown.keys() & tree.keys()
-    return {name: filled(item, shown[name], tree[name]) if name in both else item for name, item in saved.items()}
+    return {name: unredact(item, shown[name], tree[name]) if name in both else item for name, item in saved.items()}

@@ -17,7 +17,7 @@ ENGINES = {
 __all__, __getattr__ = door(
     __name__,
     base="Cluster Handle Job StopAsked backend_of lost",
-    local="Local cool_down warm_server warm_up",
+    local="Local cool_down take_server warm_up",
     placement="JOB_FLAG changing_size check_room engine_class engine_for errors_of shortage this_machine uses_gpus",
     protocol="Engine EngineClass Group",
     scratch="Scratch",

@@ -52,7 +52,7 @@ def warm_up(*modules: str) -> None:
         _warm_server.preload(*modules)
 
 
-def warm_server() -> ForkServer:
+def take_server() -> ForkServer:
     """Return the server of `warm_up`, or a new one."""
     global _warm_server
     server, _warm_server = _warm_server or ForkServer(), None
@@ -62,7 +62,7 @@ def warm_server() -> ForkServer:
 def cool_down() -> None:
     """Close the server of `warm_up` if no run has used it."""
     if _warm_server is not None:
-        warm_server().close()
+        take_server().close()
 
 
 class Local:
@@ -81,7 +81,7 @@ class Local:
         from mlx_runtime.training.strategies import strategy_class
 
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
-        self.server = warm_server()
+        self.server = take_server()
         self.server.preload(*strategy_class(cfg.strategy).preloads, *(RAY if "ray" in sys.modules else ()))
 
     @property
@@ -123,7 +123,7 @@ class LocalGroup:
         ended = {**died, **load_results(attempt.results)}  # stored results are more specific than exit codes
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
-            self._failed(attempt, errors)
+            self._handle_failure(attempt, errors)
         elif len(ended) == len(self._ranks):  # user code may keep a process from exiting
             attempt.finished_at = attempt.finished_at or time.monotonic()
             return len(attempt.codes) < len(self._ranks) and time.monotonic() - attempt.finished_at <= EXIT_S
@@ -170,7 +170,7 @@ class LocalGroup:
             changed["CUDA_VISIBLE_DEVICES"] = ""
         return {**os.environ, **{name: str(value) for name, value in changed.items()}}
 
-    def _failed(self, attempt: "_Attempt", errors: dict[int, BaseException]) -> None:
+    def _handle_failure(self, attempt: "_Attempt", errors: dict[int, BaseException]) -> None:
         """Raise the error of user code once the other workers have ended, or replace lost workers."""
         attempt.failed_at = attempt.failed_at or time.monotonic()
         failed_s = time.monotonic() - attempt.failed_at

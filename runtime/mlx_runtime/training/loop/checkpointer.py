@@ -13,7 +13,7 @@ from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointInfo, State
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
-from mlx_runtime.storage.secrets import filled, hidden_texts
+from mlx_runtime.storage.secrets import hidden_texts, unredact
 from mlx_runtime.training.loop.context import RunContext, is_per_worker
 from mlx_runtime.training.loop.optimization import Optimization
 from mlx_runtime.training.loop.reporting import Reporter
@@ -54,12 +54,12 @@ class Checkpointer:
         self._values: dict[str, float] = {}  # numbers by which that checkpoint is ranked
         self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
         self._unfinished: _Unfinished | None = None
-        self._from_shards = False  # the checkpoint to restore has shards
+        self._from_sharded = False  # the checkpoint to restore has shards
         self._saver: BackgroundSaver | None = None
         if context.topology.writes:
             context.checkpoints.clean()
             allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
-            self._saver = BackgroundSaver(context.checkpoints, self._stored, allowed)
+            self._saver = BackgroundSaver(context.checkpoints, self._complete, allowed)
 
     # -- saving
 
@@ -72,14 +72,14 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
-        parts = companions.part("sharding").Parts() if self._has_shards() else None
+        parts = companions.part("sharding").Parts() if self._has_sharded_tensors() else None
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
         own_parts["per_worker"] = self._states("per_worker")
         if parts is not None:
             own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
-        ranks = gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
+        ranks = gather(checkpoints.copy_to_cpu(own_parts))  # on the CPU: rank 0 may not have their GPU
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         ends: State = {"epoch": epoch, "finished": finished}
         groups: State = {}
@@ -96,8 +96,8 @@ class Checkpointer:
         elif self._saver is not None and ranks is not None:
             self._saver.save(self._state(ranks, groups) | ends, checkpoint)
 
-    def _has_shards(self) -> bool:
-        return checkpoints.has_shards(*(self._context.groups.members(name) for name in SAVED_ONCE))
+    def _has_sharded_tensors(self) -> bool:
+        return checkpoints.has_sharded_tensors(*(self._context.groups.members(name) for name in SAVED_ONCE))
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0."""
@@ -133,7 +133,7 @@ class Checkpointer:
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
-    def _stored(self, checkpoint: CheckpointInfo) -> None:
+    def _complete(self, checkpoint: CheckpointInfo) -> None:
         """Report a complete checkpoint, and remove those that are not kept. Called in the background."""
         saved, cfg = self._context.checkpoints, self._context.cfg
         saved.prune(cfg.keep_checkpoints, cfg.monitor, cfg.mode)
@@ -206,7 +206,7 @@ class Checkpointer:
         wanted: dict[str, Collection[str] | None] = {**added}
         if any(added.values()) or regrouped:
             wanted["optimizers"] = None
-        prepared = self._prepared(state, wanted)
+        prepared = self._prepare(state, wanted)
         for name, names in wanted.items():
             only = None if names is None else {*names} & set(state[name])
             self._load(name, prepared, only=only, owned=prepared is not state)
@@ -224,7 +224,7 @@ class Checkpointer:
 
     def _regrouped_by_loop(self, state: State) -> set[str]:
         """Return the optimizers that had other parameter groups at save time, without those of sharded models."""
-        if self._from_shards or self._has_shards():
+        if self._from_sharded or self._has_sharded_tensors():
             return set()
         optimizers = self._context.groups.members("optimizers")
         return {
@@ -245,9 +245,9 @@ class Checkpointer:
                 break
             latest = CheckpointInfo(**fields)
             state = saved.load(latest, whole=False)
-            self._from_shards = checkpoints.has_stored(state)
+            self._from_sharded = checkpoints.has_unread(state)
             try:
-                prepared = self._prepared(state)
+                prepared = self._prepare(state)
             except checkpoints.DamagedError as error:
                 saved.reject(latest, str(error))
                 continue
@@ -258,16 +258,16 @@ class Checkpointer:
         if not path:
             return None
         state = checkpoints.read(path, whole=False)
-        self._from_shards = checkpoints.has_stored(state)
+        self._from_sharded = checkpoints.has_unread(state)
         if not self._context.cfg.restore_strict:
             for line in self._load_what_fits(state["models"]):
                 notice(f"          {line}")
             notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
             return None
         notice(f"restored  {path} (epoch {state['epoch'] + 1}, step {state['global_step']})")
-        return state, self._prepared(state)
+        return state, self._prepare(state)
 
-    def _prepared(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
+    def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
         """Return a state in the form that the members of groups load: each worker reads the parts that it holds.
 
         Raises:
@@ -299,10 +299,10 @@ class Checkpointer:
 
     def _layouts(self) -> Any:
         """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
-        if not self._from_shards and not self._has_shards():
+        if not self._from_sharded and not self._has_sharded_tensors():
             return None
         layouts = companions.part("sharding").Layouts
-        return layouts(self._context.groups.members("models"), whole=not self._from_shards)
+        return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
 
     def _load_what_fits(self, saved: State) -> list[str]:
         """Load the weights that fit; see `checkpoints.load_what_fits`."""
@@ -319,7 +319,7 @@ class Checkpointer:
 
     def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
-        return filled(state["config"], self._context.shown_config, self._context.config), self._context.config
+        return unredact(state["config"], self._context.shown_config, self._context.config), self._context.config
 
     def _load(self, name: str, state: State, *, only: set[str] | None = None, owned: bool) -> None:
         """Restore the members of a group; tools get the settings that the config has changed."""
@@ -383,7 +383,7 @@ class Checkpointer:
         for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
             saved, group = mine[0][name], self._context.groups[name]
             if replicas < len(of_replicas):
-                saved = checkpoints.merged([part[name] for part in mine], group)
+                saved = checkpoints.merge_ranks([part[name] for part in mine], group)
                 for item, metric in checkpoints.members(group).items():
                     if item in ranks[0][name] and is_metric(metric) and not is_mergeable(metric):
                         saved.pop(item, None)  # on all workers, or its value would cover only some

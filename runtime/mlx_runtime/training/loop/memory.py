@@ -18,7 +18,7 @@ from mlx_runtime.distributed.torch_private import dump_memory
 from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.storage import joined, size_text
+from mlx_runtime.storage import join_path, size_text
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """Text in the plain RuntimeError that torch raises if there is no memory left on the CPU."""
@@ -85,7 +85,7 @@ def snapshot(folder: RunFolder, topology: Topology) -> str:
         folder.push(file, must=True)
     except (OSError, RuntimeError, StorageError) as error:
         return f"A snapshot of the GPU's memory could not be stored: {short_message(error)}"
-    location = joined(folder.location, "profile", file.name)
+    location = join_path(folder.location, "profile", file.name)
     return f"Snapshot of the GPU's memory, for https://pytorch.org/memory_viz: {location}"
 
 

@@ -186,7 +186,7 @@ class MetricRecorder:
             if metric.syncs_itself:
                 found = self._value_synced_by_itself(title, metric)
             elif self._context.topology.writes and name in messages[0].snapshots:
-                state = metric.merged(title, [message.snapshots[name] for message in messages])
+                state = metric.merge(title, [message.snapshots[name] for message in messages])
                 found = None if state is None else metric.value(title, state)
                 if state is not None and item.training and metric.is_average:
                     since = metric.value(f"{title}_interval", state_since(state, self._before.get(name)))

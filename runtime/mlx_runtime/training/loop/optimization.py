@@ -122,17 +122,17 @@ class Optimization:
     def _weigh(self, loss: torch.Tensor, weight: Weight | None) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a loss, weighted as a part of the update, and a function to call after its backward pass."""
         alone = self.accumulation.steps == 1
-        weight = self._counted() if weight is None else weight
+        weight = self._loss_count() if weight is None else weight
         self.forget_calls()
         tensor, is_zero = (None, False) if weight is None else checked_weight(weight, self._context.topology.device)
         if not alone:
             self._weighted.add(tensor)
         if tensor is not None:
-            undo = without_gradient(loss) if is_zero else _nothing
+            undo = without_gradient(loss) if is_zero else _do_nothing
             return loss * self._weighted.factor(tensor, alone=alone).to(loss.dtype), undo
-        return loss if self._divisor == 1 else loss / self._divisor, _nothing
+        return loss if self._divisor == 1 else loss / self._divisor, _do_nothing
 
-    def _counted(self) -> Weight | None:
+    def _loss_count(self) -> Weight | None:
         """Return the count of the loss that was called for this backward pass; None for rows or after several calls."""
         called = {name: loss for name, loss in self._losses().items() if loss.calls}
         counted = [name for name, loss in called.items() if loss.counted is not None]
@@ -294,7 +294,7 @@ class Optimization:
         self._reporter.record(values, progress.global_step, progress.epoch)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

@@ -54,10 +54,10 @@ class Pass:
 
 
 @dataclass
-class Block:
-    """The passes within one `with self.stage(name)`, or in the loop outside any such block."""
+class Scope:
+    """The passes within one `with self.stage(name)`, or in the loop outside any such scope."""
 
-    name: str | None = None  # name of all passes in the block; None outside any block
+    name: str | None = None  # name of all passes in the scope; None outside any scope
     training: bool = True  # False if no step in it counts as a training step
     stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
     in_doubt: list[Pass] = field(default_factory=list)
@@ -69,14 +69,14 @@ class PassTracker:
     """Applies the rules of this module to passes over datasets, identified by their names."""
 
     def __init__(self) -> None:
-        self._blocks = [Block()]
+        self._scopes = [Scope()]
         self._outside: dict[str, Pass | None] = {}  # the pass that led when a loader was iterated, by dataset
         self._latest: dict[tuple[str, bool], Pass] = {}  # by dataset, and whether they train
 
     @property
     def leading(self) -> Pass | None:
         """The pass that leads, or None between two passes."""
-        return next(reversed(self._blocks[-1].stack), None)
+        return next(reversed(self._scopes[-1].stack), None)
 
     @property
     def training(self) -> Pass | None:
@@ -86,7 +86,7 @@ class PassTracker:
     @property
     def in_training_step(self) -> bool:
         """True within a training step, but not within an evaluation in that step."""
-        item = self.leading or self._blocks[-1].unknown
+        item = self.leading or self._scopes[-1].unknown
         return item is not None and item.training
 
     @property
@@ -96,25 +96,25 @@ class PassTracker:
 
     @property
     def _stacked(self) -> list[Pass]:
-        return [item for block in self._blocks for item in block.stack]
+        return [item for scope in self._scopes for item in scope.stack]
 
     @property
     def latest(self) -> Pass | None:
         """The pass that leads or, between passes, the last one that led."""
-        return self.leading or self._blocks[-1].latest or self._blocks[-1].unknown
+        return self.leading or self._scopes[-1].latest or self._scopes[-1].unknown
 
     @property
     def stage(self) -> str | None:
         """Name of the innermost `with self.stage(name)` in which nothing trains; None outside any."""
-        return None if self._blocks[-1].training else self._blocks[-1].name
+        return None if self._scopes[-1].training else self._scopes[-1].name
 
     @property
     def awaits_update(self) -> bool:
-        """True if there has been no update in a pass of this block."""
-        block = self._blocks[-1]
-        return bool(block.in_doubt) or not all(item.updated for item in block.stack)
+        """True if there has been no update in a pass of this scope."""
+        scope = self._scopes[-1]
+        return bool(scope.in_doubt) or not all(item.updated for item in scope.stack)
 
-    def iterated(self, dataset: str) -> None:
+    def iterate(self, dataset: str) -> None:
         """`iter(loader)` was called."""
         self._outside[dataset] = self.leading
 
@@ -126,8 +126,8 @@ class PassTracker:
 
     def begin(self, dataset: str, *, training: bool, steps: int, **known: Any) -> Pass:
         """Begin a pass: the first batch of a loader is about to be read. `known` are other attributes of the pass."""
-        block = self._blocks[-1]
-        made = Pass(block.name or dataset, training and block.training, dataset, steps=steps, **known)
+        scope = self._scopes[-1]
+        made = Pass(scope.name or dataset, training and scope.training, dataset, steps=steps, **known)
         outside = self._outside.pop(dataset, None)
         for kind in {False, made.training}:  # a training pass continues after an evaluation within it
             before = self._latest.get((dataset, kind))
@@ -136,13 +136,13 @@ class PassTracker:
                 outside = None if outside is before else outside
         self._latest[dataset, made.training] = made
         if made.in_doubt:
-            block.in_doubt.append(made)
-        self._place(made, within_step=outside is not None)
+            scope.in_doubt.append(made)
+        self._insert(made, within_step=outside is not None)
         return made
 
-    def _place(self, made: Pass, *, within_step: bool) -> None:
+    def _insert(self, made: Pass, *, within_step: bool) -> None:
         """Decide whether a pass leads or is read alongside the leading one."""
-        stack, dataset = self._blocks[-1].stack, made.dataset
+        stack, dataset = self._scopes[-1].stack, made.dataset
         assert dataset is not None
         trainer = next((item for item in stack if item.training), None)
         if made.training and trainer is not None:
@@ -160,36 +160,36 @@ class PassTracker:
     def batch(self, found: Pass, number: int) -> bool:
         """Count a batch by its number in its pass, from 1. Return True if the pass leads."""
         found.step, found.closed = number, False
-        block = self._blocks[-1]
-        before = None if block.stack else block.latest
+        scope = self._scopes[-1]
+        before = None if scope.stack else scope.latest
         if before is not None and not before.closed and found.training and found.dataset in before.beside:
-            block.stack.append(found)  # the leading one has run out
-        for block in self._blocks:
-            if found in block.stack:
-                del block.stack[block.stack.index(found) + 1 :]
-                block.latest = found
+            scope.stack.append(found)  # the leading one has run out
+        for scope in self._scopes:
+            if found in scope.stack:
+                del scope.stack[scope.stack.index(found) + 1 :]
+                scope.latest = found
                 return True
         return False
 
     def update(self) -> list[Pass]:
         """An optimizer updates the models. Return the passes that were in doubt, and are now known to train."""
-        block = self._blocks[-1]
-        settled, block.in_doubt = block.in_doubt, []
+        scope = self._scopes[-1]
+        settled, scope.in_doubt = scope.in_doubt, []
         for item in settled:
             item.in_doubt, item.training = False, True
             assert item.dataset is not None
             self._latest[item.dataset, True] = item
-            if item in block.stack[1:]:  # it was begun within a step of a training pass, and is read alongside
-                block.stack.remove(item)
-            if item not in block.stack:
-                self._place(item, within_step=False)
-        for item in block.stack:
+            if item in scope.stack[1:]:  # it was begun within a step of a training pass, and is read alongside
+                scope.stack.remove(item)
+            if item not in scope.stack:
+                self._insert(item, within_step=False)
+        for item in scope.stack:
             item.updated = True
         return settled
 
     def leads(self, item: Pass) -> bool:
         """Return True if a pass leads, or will lead again when the pass that began within its step ends."""
-        return any(item in block.stack for block in self._blocks)
+        return any(item in scope.stack for scope in self._scopes)
 
     def is_within_training(self, item: Pass) -> bool:
         """Return True if a pass that leads was begun within a step of another training pass."""
@@ -199,18 +199,18 @@ class PassTracker:
     def end(self, item: Pass) -> None:
         """End a pass that was read completely, that the loop has left, or whose loader is iterated again."""
         item.active = False
-        for block in self._blocks:
-            for passes in (block.stack, block.in_doubt):
+        for scope in self._scopes:
+            for passes in (scope.stack, scope.in_doubt):
                 if item in passes:
                     passes.remove(item)
 
     def close(self) -> None:
         """The loop has reset the metrics or saved a checkpoint."""
-        block = self._blocks[-1]
-        for item in block.stack:
+        scope = self._scopes[-1]
+        for item in scope.stack:
             item.closed = True
-        if block.latest is not None and not block.latest.active:
-            block.latest.recorded = block.latest.closed = True
+        if scope.latest is not None and not scope.latest.active:
+            scope.latest.recorded = scope.latest.closed = True
 
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
         """Return the pass to which metrics saved now belong.
@@ -219,25 +219,25 @@ class PassTracker:
         the runtime does not know. `name` is the name that user code gives it, if any; `evaluation` is True if its steps
         are then not training steps.
         """
-        block = self._blocks[-1]
+        scope = self._scopes[-1]
         current = self.leading
-        if current is None and block.latest is not None and not block.latest.recorded:
-            current = block.latest if name in (None, block.latest.name) else None
+        if current is None and scope.latest is not None and not scope.latest.recorded:
+            current = scope.latest if name in (None, scope.latest.name) else None
         if current is not None and not (evaluation and current.training and name != current.name):
             current.name = name or current.name
             return current
-        title = name or block.name or (block.latest.name if block.latest is not None else "train")
-        if block.unknown is None or block.unknown.recorded or block.unknown.name != title:
-            after = block.latest is not None and block.latest.name == title
-            block.unknown = Pass(title, training=block.training and not evaluation and not after)
-        return block.unknown
+        title = name or scope.name or (scope.latest.name if scope.latest is not None else "train")
+        if scope.unknown is None or scope.unknown.recorded or scope.unknown.name != title:
+            after = scope.latest is not None and scope.latest.name == title
+            scope.unknown = Pass(title, training=scope.training and not evaluation and not after)
+        return scope.unknown
 
     @contextmanager
-    def block(self, name: str, *, training: bool) -> Iterator[None]:
-        """Give the same name to all passes that begin within the block."""
-        self._blocks.append(Block(name, training))
+    def scope(self, name: str, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes that begin within the scope."""
+        self._scopes.append(Scope(name, training))
         try:
             yield
         finally:
-            for item in self._blocks.pop().stack:
+            for item in self._scopes.pop().stack:
                 item.active = False

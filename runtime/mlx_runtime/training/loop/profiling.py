@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs import RunFolder
-from mlx_runtime.storage import joined
+from mlx_runtime.storage import join_path
 
 WAIT, WARMUP, ACTIVE = 1, 1, 5
 """Numbers of training steps: skipped, because the first is slow; to warm up the profiler; traced."""
@@ -20,7 +20,7 @@ OPERATORS = 10
 
 
 @contextlib.contextmanager
-def profiled(folder: RunFolder, device: torch.device, notify: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+def trace(folder: RunFolder, device: torch.device, notify: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
     """Trace the first training steps in the block on the CPU and a device. Rank 0 only.
 
     Yields a function to call with the global step after each training step. The trace is stored as
@@ -41,7 +41,7 @@ def profiled(folder: RunFolder, device: torch.device, notify: Callable[[str], No
         except (OSError, RuntimeError, StorageError) as error:
             notify(f"profile   the trace could not be stored: {short_message(error)}")
         else:
-            location = joined(folder.location, "profile", file.name)
+            location = join_path(folder.location, "profile", file.name)
             notify(f"profile   {location}; open it in https://ui.perfetto.dev")
         order = "self_cpu_time_total" if on_cpu else "self_device_time_total"
         table = trace.key_averages().table(sort_by=order, row_limit=OPERATORS, max_name_column_width=40)

@@ -18,7 +18,7 @@ from mlx_runtime.distributed import agree, gather, is_sharded, whole
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport
-from mlx_runtime.runs.tables import counted
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.tracking import ReportWriter, hooks_in_workers
 from mlx_runtime.training.loop.channel import Sink
 from mlx_runtime.training.loop.checkpointer import Checkpointer
@@ -112,8 +112,8 @@ class Session:
         self.checkpoints.loaders[name] = loader
         return loader
 
-    def iterated(self, loader: Loader) -> None:
-        self.passes.iterated(loader.shard.name)
+    def loader_iterated(self, loader: Loader) -> None:
+        self.passes.iterate(loader.shard.name)
 
     def advances(self, loader: Loader) -> bool:
         """Return False if the next pass reads a training dataset but, as far as is known, does not train."""
@@ -219,7 +219,7 @@ class Session:
             )
         elif item is not None:
             self.reporter.events.notice(
-                f"{counted(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
+                f"{plural(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
                 f"optimizer updated a model; if it was not training, read it under torch.no_grad() or in a block "
                 f'`with self.stage("probe"):`'
             )
@@ -269,7 +269,7 @@ class Session:
                 self._call("on_evaluate_end", item.name)
         self.passes.end(item)
 
-    def updated(self) -> None:
+    def update_finished(self) -> None:
         """Note that an optimizer has stepped."""
         self.beat()
         self.optimization.after_update()
@@ -316,7 +316,7 @@ class Session:
     def stage(self, name: str, *, training: bool) -> Iterator[None]:
         """Give the same name to all passes in a block, which train only if `training` is True."""
         self.metrics.flush()
-        with self.passes.block(name, training=training):
+        with self.passes.scope(name, training=training):
             yield
             self.metrics.flush()
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime import companions
 from mlx_runtime.config import build_cfg
 from mlx_runtime.data import DatasetShards
-from mlx_runtime.distributed import Topology, broadcast, raised_by_shards
+from mlx_runtime.distributed import Topology, broadcast, raised_by_sharded_tensors
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
@@ -56,7 +56,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
 
             stack.enter_context(at_breakpoint(no_pdb(sink)))
-        with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
+        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(_needs_in_all, job))):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
@@ -66,12 +66,12 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         context = RunContext(
             job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
         )
-        tracking = stack.enter_context(_tracking(job, cfg, sink)) if topology.writes else None
+        tracking = stack.enter_context(_report_writer(job, cfg, sink)) if topology.writes else None
         session = experiment._run = Session(context, strategy, sink, tracking)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_here, groups))):
+        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(_needs_here, groups))):
             if topology.writes:
-                sink.send(_started(groups, topology, strategy.described()))
+                sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
                 session.reporter.events.notice(strategy.notice)
             session.begin()
@@ -122,7 +122,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
         hint = " (return instead of exiting)" if isinstance(error, SystemExit) else ""
-        if raised_by_shards(error) and not out_of_memory(error):
+        if raised_by_sharded_tensors(error) and not out_of_memory(error):
             hint = f" ({_NOT_MIXED})"
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
 
@@ -137,7 +137,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         raise type(error)(f"{error}\n{needed()}".rstrip()) from None
 
 
-def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
+def _needs(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
     """Return the needs of models and optimizers and, on a GPU, the path of a memory snapshot."""
     from mlx_runtime.training.loop.memory import snapshot
 
@@ -145,15 +145,15 @@ def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
     return f"{needed()}\n{stored}".rstrip()
 
 
-def _needed_here(groups: Mapping[str, Any]) -> str:
+def _needs_here(groups: Mapping[str, Any]) -> str:
     from mlx_runtime.training.loop.memory import memory_needs, ways_to_save
 
     needs = memory_needs(groups.get("models"), groups.get("optimizers"))
     return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
 
 
-def _needed_in_all(job: Job) -> str:
-    """Return the same as `_needed_here` for an experiment that could not be built."""
+def _needs_in_all(job: Job) -> str:
+    """Return the same as `_needs_here` for an experiment that could not be built."""
     from mlx_runtime.training.loop.memory import needs_of_config, ways_to_save
 
     lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
@@ -183,10 +183,10 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         record_allocations(enabled=True)
         stack.callback(record_allocations, enabled=False)
     if cfg.debug.profile and topology.writes:
-        from mlx_runtime.training.loop.profiling import profiled
+        from mlx_runtime.training.loop.profiling import trace
 
         notify = session.reporter.events.notice
-        session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
+        session.step_done = stack.enter_context(trace(job.folder, topology.device, notify))
     if not isinstance(sink, Direct):
         from mlx_runtime.training import Watchdog  # imported here, because a single process cannot deadlock
 
@@ -199,11 +199,11 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         session.optimization.before_update(optimizer)
 
     stack.callback(register_optimizer_step_pre_hook(before_update).remove)
-    stack.callback(register_optimizer_step_post_hook(lambda *_: session.updated()).remove)
+    stack.callback(register_optimizer_step_post_hook(lambda *_: session.update_finished()).remove)
     stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails
 
 
-def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
+def _report_writer(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
     """Return the recorder of metrics, after copying those of previous attempts to the run folder."""
     folder = job.folder
     files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
@@ -222,7 +222,7 @@ def _position(session: Session) -> WorkerPosition:
     return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
 
 
-def _started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
+def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
     models = members(groups.get("models"), torch.nn.Module)
     parameters = sum(item.numel() for model in models.values() for item in model.parameters())
     on_cpu = topology.device.type == "cpu"

@@ -8,5 +8,5 @@ __all__, __getattr__ = door(
     children="die_with_parent exit_reason memory_kills unsafe_to_fork",
     fork_server="ForkServer",
     links="PRUNE Link RunProcess",
-    standby="warm_server",
+    standby="get_server",
 )

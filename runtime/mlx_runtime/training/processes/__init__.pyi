@@ -10,4 +10,4 @@ from mlx_runtime.training.processes.fork_server import ForkServer as ForkServer
 from mlx_runtime.training.processes.links import PRUNE as PRUNE
 from mlx_runtime.training.processes.links import Link as Link
 from mlx_runtime.training.processes.links import RunProcess as RunProcess
-from mlx_runtime.training.processes.standby import warm_server as warm_server
+from mlx_runtime.training.processes.standby import get_server as get_server

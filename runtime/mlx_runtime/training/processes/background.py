@@ -63,7 +63,7 @@ def work(job: RunJob, connection: Any) -> int:
             experiment = getattr(project_module(job.module, Path.cwd()), job.name)
             if job.function:  # report its errors before the run begins, and store its module with the run
                 companions.part("notebook").load(job.function)
-            config = loaded_config(experiment, job.request, job.title)
+            config = load_bound_config(experiment, job.request, job.title)
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster, listeners=[handle], control=link.control)
     except BaseException as caught:
@@ -76,7 +76,7 @@ def work(job: RunJob, connection: Any) -> int:
     return 0
 
 
-def loaded_config(experiment: type, request: Request, title: str) -> RunConfig:
+def load_bound_config(experiment: type, request: Request, title: str) -> RunConfig:
     """Return the checked config of an experiment. If the project has no conf.yaml, write one first."""
     with conf_of(experiment) as conf:
         if not conf.is_file():

@@ -88,7 +88,7 @@ class WarmServer:
 _kept: WarmServer | None = None
 
 
-def warm_server(module: str) -> WarmServer:
+def get_server(module: str) -> WarmServer:
     """Return a server for the experiment of a module in the working directory: the previous one, or a new one.
 
     A server is reused only with the same environment variables and `sys.path`.
@@ -113,18 +113,18 @@ def libraries(module: str) -> list[str]:
     names: set[str] = set()
     for file in [path for folder in folders for path in folder.rglob("*.py")] or [Path(package.__file__ or "")]:
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # the run reports it
-            names.update(_imported(ast.parse(file.read_bytes()).body))
+            names.update(_imported_modules(ast.parse(file.read_bytes()).body))
     return sorted(filter(_is_installed, names))
 
 
-def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
+def _imported_modules(statements: Sequence[ast.stmt]) -> Iterator[str]:
     for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
         elif isinstance(node, ast.Try):
-            yield from _imported(node.body)
+            yield from _imported_modules(node.body)
 
 
 def _is_installed(name: str) -> bool:

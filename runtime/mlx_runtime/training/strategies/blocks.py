@@ -76,7 +76,7 @@ def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
     else:
         found = []
         for pattern in wanted:
-            matches = selected(model, pattern)
+            matches = select_modules(model, pattern)
             if not matches:
                 raise ConfigError(f"{title}: {pattern!r} matches no module.{near_matches(pattern, paths)}")
             found += [path for path in matches if path not in found]
@@ -87,7 +87,7 @@ def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
     return found
 
 
-def selected(model: nn.Module, pattern: str) -> list[str]:
+def select_modules(model: nn.Module, pattern: str) -> list[str]:
     """Return the paths of modules that match a pattern; `*` matches any text without a dot."""
     wanted = pattern.split(".")
     parts = [path.split(".") for path, _ in model.named_modules() if path]

@@ -42,7 +42,7 @@ def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
         ConfigError: a model cannot be built, or `Models.deferred_init` or `Models.strategies` names one that does not
             exist.
     """
-    group = _built(node, elsewhere)
+    group = _build(node, elsewhere)
     models = members(group, nn.Module)
     for name in getattr(group, "strategies", {}):
         if name not in models:
@@ -50,7 +50,7 @@ def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
     return group
 
 
-def _built(node: Mapping[str, Any], elsewhere: bool) -> Any:
+def _build(node: Mapping[str, Any], elsewhere: bool) -> Any:
     deferred = deferred_models(node)
     if not elsewhere and not deferred:
         return build(node, "models")

@@ -6,7 +6,7 @@ from torch import nn
 
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.loop import recompute
-from mlx_runtime.training.strategies.blocks import near_matches, selected
+from mlx_runtime.training.strategies.blocks import near_matches, select_modules
 
 
 def recompute_blocks(models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], wanted: bool | str) -> None:
@@ -18,7 +18,7 @@ def recompute_blocks(models: Mapping[str, nn.Module], blocks: Mapping[str, list[
     if not wanted:
         return
     if isinstance(wanted, str):
-        blocks = {name: selected(model, wanted) for name, model in models.items()}
+        blocks = {name: select_modules(model, wanted) for name, model in models.items()}
     if not any(blocks.values()):
         if not isinstance(wanted, str):
             cure = "name them with a pattern, like 'encoder.*'"

@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 
-from mlx_runtime.companions.hub.datasets import adopted
+from mlx_runtime.companions.hub.datasets import adopt_dataset
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.data import DatasetShard, LoaderOptions
 from mlx_runtime.datasets import Batched
@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_read_is_named() -> None:
 
 def test_other_datasets_stay_as_they_are() -> None:
     plain = torch.utils.data.TensorDataset(torch.ones(3))
-    assert adopted(plain, "train") is plain
+    assert adopt_dataset(plain, "train") is plain
 
 
 def test_a_prepared_dataset_has_the_columns_of_the_rows(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_length_of_a_described_split_is_known() -> None:
     rows = stream()
     rows.info.splits = datasets.SplitDict.from_split_dict([{"name": "train", "num_examples": 40}])
     rows._split = datasets.Split.TRAIN
-    assert len(adopted(Batched(rows), "train")) == 40
+    assert len(adopt_dataset(Batched(rows), "train")) == 40
 
 
 def test_a_stream_is_prepared_as_columns(tmp_path: Path) -> None:

@@ -69,7 +69,11 @@ class Following:
     def __init__(self, opened: Mirror, training: "Training") -> None:
         self._told: list[Notice] = []
         self._follower = opened.follow(training.record, training.reasons.append, self._told.append)
-        self.saved, self.abandon, self._done = self._follower.saved, self._follower.abandon, self._follower._done
+        self.saved, self.abandon, self._done = (
+            self._follower.checkpoint_saved,
+            self._follower.abandon,
+            self._follower._done,
+        )
 
     def notices(self) -> list[Notice]:
         """Return what it has told since the last call."""
@@ -86,7 +90,7 @@ class Training:
     def __init__(self, root: Path | str, attempt: int = 1, folder: RunFolder | None = None) -> None:
         self.folder = folder or claim_run(str(root), "digits")
         assert self.folder.claim_attempt(attempt)
-        before = records.recorded(self.folder) if folder is not None else None
+        before = records.load_record(self.folder) if folder is not None else None
         facts = {"attempt": attempt, "monitor": "loss", "mode": "min", "command": "mlx train run", "overrides": ["a=1"]}
         self.record = records.Record(self.folder, before, status="RUNNING", **facts)
         self.record.begin(CONF)
@@ -133,7 +137,7 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
     """README.md mirror.json run.json conf.yaml metrics.jsonl model.safetensors checkpoints/epoch_000{2,3}/…"""
     training = Training(tmp_path)
     following = training.follow()
-    assert records.recorded(training.folder)["mirror"]["unfinished"] is True
+    assert records.load_record(training.folder)["mirror"]["unfinished"] is True
     for epoch in range(3):
         training.save(epoch)
         following.saved()
@@ -153,8 +157,8 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
 
     weight = CheckpointStore(training.folder.checkpoints).load(CheckpointStore(training.folder.checkpoints).all()[-1])
     assert torch.equal(load(files["model.safetensors"])["net.weight"], weight["models"]["net"]["weight"])
-    assert records.recorded(training.folder)["mirror"] == {
-        **records.recorded(training.folder)["mirror"],
+    assert records.load_record(training.folder)["mirror"] == {
+        **records.load_record(training.folder)["mirror"],
         "uri": URI,
         "unfinished": False,
     }
@@ -200,7 +204,7 @@ def test_a_run_on_an_object_store(server: Hub, tmp_path: Path, s3: str, monkeypa
     assert run == first.folder
     assert lines[0].endswith("continuing from the mirror")
     assert (run.attempts(), remote_files(run)) == (2, local_files(copy))
-    assert records.recorded(run)["latest"]["path"].startswith("s3://")
+    assert records.load_record(run)["latest"]["path"].startswith("s3://")
     aside = [name for name in storage_at(run.location).names() if name.startswith("replaced_")]
     assert any("epoch_0003" in storage_at(run.location).names(name, "checkpoints") for name in aside)
     assert restoring.latest(URI, root, "digits") == (run, [])
@@ -215,7 +219,7 @@ def test_a_run_on_an_object_store(server: Hub, tmp_path: Path, s3: str, monkeypa
     third.record.finish("SUCCEEDED")
     pushing.push(third.folder, "hf://alice/third")
     assert open_run("hf://alice/third").state()["epoch"] == 0
-    assert records.recorded(third.folder)["mirror"]["unfinished"] is False
+    assert records.load_record(third.folder)["mirror"]["unfinished"] is False
 
 
 def test_the_best_run_of_a_sweep(server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,7 +237,7 @@ def test_the_best_run_of_a_sweep(server: Hub, tmp_path: Path, capsys: pytest.Cap
     pushed = lambda: push.callback(str(sweep.path), URI, None)  # noqa: E731
     for trials, value in ((runs[:1], 0.5), (runs, 0.2)):
         numbered = [{"trial": number} | trial for number, trial in enumerate(trials, 1)]
-        sweep.record.write_text(json.dumps(records.recorded(sweep) | {"trials": numbered}))
+        sweep.record.write_text(json.dumps(records.load_record(sweep) | {"trials": numbered}))
         pushed()
         best = f"run_{len(trials):03d}"
         assert f" of digits/sweep_001 and its best run, digits/{best}, uploaded" in capsys.readouterr().out
@@ -247,7 +251,7 @@ def test_the_best_run_of_a_sweep(server: Hub, tmp_path: Path, capsys: pytest.Cap
         assert row in shown.partition("## Trials")[2].partition("##")[0]
         assert open_run(URI).record["run"] == best
         assert read(URI)["models"]["net"]["weight"].item() == pytest.approx(value)
-    assert records.recorded(sweep)["mirror"]["unfinished"] is False
+    assert records.load_record(sweep)["mirror"]["unfinished"] is False
     with pytest.raises(
         UsageError, match=r"holds the best run of a sweep, which is not resumed; start a new run .*--from"
     ):
@@ -421,15 +425,15 @@ class TestEnd:
         assert time.monotonic() - started < 10
         assert "is unfinished: it was not done within cfg.hub.timeout_s=1" in line
         assert line.endswith("complete it with: mlx xp push digits run_001")
-        assert records.recorded(training.folder)["mirror"]["unfinished"] is True
-        assert [run.name for run in pushing.unfinished(str(tmp_path))] == ["run_001"]
+        assert records.load_record(training.folder)["mirror"]["unfinished"] is True
+        assert [run.name for run in pushing.unfinished_runs(str(tmp_path))] == ["run_001"]
         until(lambda: len(server.uploads) == 2)  # the state and the weights
         server.faults = Faults()
         following._done.wait(60)  # its process would have exited
         assert "digits/run_001 uploaded" in pushing.push(training.folder)
         assert len(server.uploads) == 2
         assert server.files("alice/digits").items() >= local_files(training.folder).items()
-        assert pushing.unfinished(str(tmp_path)) == []
+        assert pushing.unfinished_runs(str(tmp_path)) == []
 
     def test_a_checkpoint_never_waits(self, server: Hub, tmp_path: Path) -> None:
         training = Training(tmp_path)
@@ -476,7 +480,7 @@ class TestEnd:
         monkeypatch.setattr(mirror.Writer, "write", resumed)
         with pytest.raises(UsageError, match="digits/run_001 has changed during the upload; repeat the command"):
             pushing.push(training.folder, URI)
-        assert records.recorded(training.folder)["status"] == "SUCCEEDED"
+        assert records.load_record(training.folder)["status"] == "SUCCEEDED"
 
 
 def test_all_that_can_be_pushed_is_pushed(
@@ -619,7 +623,7 @@ class TestContinuing:
         assert local_files(copy) == local_files(training.folder)
         assert copy.attempts() == 1
         assert (copy.path / "wandb-run-id").read_text() == "abc"  # the run stays one run there
-        assert records.recorded(copy)["best"]["path"] == f"{copy.path}/checkpoints/epoch_0002"
+        assert records.load_record(copy)["best"]["path"] == f"{copy.path}/checkpoints/epoch_0002"
         assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (copy, [])
 
     def test_another_run_has_its_name(self, server: Hub, tmp_path: Path) -> None:
@@ -627,7 +631,7 @@ class TestContinuing:
         Training(tmp_path / "b")
         copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
         assert copy is not None
-        assert copy.name == records.recorded(copy)["run"] == "run_002"
+        assert copy.name == records.load_record(copy)["run"] == "run_002"
 
     def test_the_newest_attempt_wins_then_the_step(self, server: Hub, tmp_path: Path) -> None:
         training = self.mirrored(tmp_path / "a", 2)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_runtime.companions.notebook.cells import Cell, placed
+from mlx_runtime.companions.notebook.cells import Cell, insert_cell
 from mlx_runtime.companions.notebook.magic import register
 from mlx_runtime.errors import UsageError
 
@@ -23,7 +23,7 @@ def texts(*cells: Cell) -> list[str]:
     """Run cells one after another, and return the texts that the module then has."""
     found: list[Cell] = []
     for cell in cells:
-        found = placed(found, cell)
+        found = insert_cell(found, cell)
     return [cell.text for cell in found]
 
 
@@ -77,7 +77,7 @@ def test_names_of_modules_are_checked(name: str, problem: str, tmp_path: Path, m
 
 def test_a_cell_that_is_not_python_is_refused() -> None:
     with pytest.raises(SyntaxError):
-        placed([Cell(NET)], Cell("class Net(:"))
+        insert_cell([Cell(NET)], Cell("class Net(:"))
 
 
 @pytest.mark.process

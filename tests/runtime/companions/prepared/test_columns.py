@@ -113,7 +113,7 @@ def test_of_two_writers_the_first_wins_and_the_other_leaves_nothing(store: Store
 
 def test_a_set_in_use_stays(store: Store) -> None:
     written(store)
-    with store.used("Rows-1"):
+    with store.mark_used("Rows-1"):
         assert [item.busy for item in store.entries()] == [True]
         assert not store.remove("Rows-1")
         assert store.clean(max_age_s=-1, max_bytes=0) == []
@@ -135,11 +135,11 @@ def test_clean_up_by_age_and_size_spares_what_was_used_last(tmp_path: Path) -> N
         age(tmp_path, name, days)
     size = store.entries()[0].size_bytes
     assert [item.name for item in store.entries()] == ["older", "old", "new"]
-    assert [item.name for item in store.unwanted(max_age_s=45 * 86_400, max_bytes=1e9)] == ["older"]
-    assert [item.name for item in store.unwanted(max_age_s=1e9, max_bytes=2.5 * size)] == ["older"]
-    assert [item.name for item in store.unwanted(max_age_s=1e9, max_bytes=1.5 * size)] == ["older", "old"]
-    assert [item.name for item in store.unwanted(max_age_s=0, max_bytes=0, keep=["old"])] == ["older", "new"]
-    with store.used("older"):
+    assert [item.name for item in store.unwanted_entries(max_age_s=45 * 86_400, max_bytes=1e9)] == ["older"]
+    assert [item.name for item in store.unwanted_entries(max_age_s=1e9, max_bytes=2.5 * size)] == ["older"]
+    assert [item.name for item in store.unwanted_entries(max_age_s=1e9, max_bytes=1.5 * size)] == ["older", "old"]
+    assert [item.name for item in store.unwanted_entries(max_age_s=0, max_bytes=0, keep=["old"])] == ["older", "new"]
+    with store.mark_used("older"):
         pass
     assert store.entries()[-1].name == "older"
 
@@ -147,7 +147,7 @@ def test_clean_up_by_age_and_size_spares_what_was_used_last(tmp_path: Path) -> N
 def test_a_mark_that_nobody_refreshes_holds_nothing(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     written(store)
-    with store.used("Rows-1"):
+    with store.mark_used("Rows-1"):
         age(tmp_path, "Rows-1", 0.1)
         assert store.remove("Rows-1")
 

@@ -11,7 +11,7 @@ import ray.data
 import torch
 
 from mlx_runtime.companions.ray import start as ray_start
-from mlx_runtime.companions.ray.stream_reader import BlockAssigner, StreamReader
+from mlx_runtime.companions.ray.stream_reader import StreamAssigner, StreamReader
 from mlx_runtime.data import DatasetShard, Loader, ShardPlan
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import DatasetError
@@ -51,11 +51,11 @@ def with_ray() -> Iterator[None]:
             assigner.close()
 
 
-ASSIGNERS: list[BlockAssigner] = []
+ASSIGNERS: list[StreamAssigner] = []
 
 
-def assign(name: str = "train", copies: int = 1, **arguments: object) -> BlockAssigner:
-    assigner = BlockAssigner({"_target_": f"{__name__}.Numbers", **arguments}, name, 0, Path(__file__).parent, copies)
+def assign(name: str = "train", copies: int = 1, **arguments: object) -> StreamAssigner:
+    assigner = StreamAssigner({"_target_": f"{__name__}.Numbers", **arguments}, name, 0, Path(__file__).parent, copies)
     ASSIGNERS.append(assigner)
     return assigner
 

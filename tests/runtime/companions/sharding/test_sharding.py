@@ -18,7 +18,7 @@ from torch import nn
 
 import mlx_runtime
 from mlx_runtime import TrainConfig
-from mlx_runtime.distributed import Topology, is_sharded, raised_by_shards
+from mlx_runtime.distributed import Topology, is_sharded, raised_by_sharded_tensors
 from mlx_runtime.errors import MlxError
 from mlx_runtime.sections import Sharding
 from mlx_runtime.training.loop.gradients import GradientMonitor
@@ -377,7 +377,7 @@ def optimizers(rank: int) -> dict[str, Any]:
         strategy.prepare_optimizers({"it": optimizer})
         with pytest.raises(RuntimeError) as caught:
             train(ours.net, optimizer)
-        found[name] = raised_by_shards(caught.value)
+        found[name] = raised_by_sharded_tensors(caught.value)
     return found
 
 

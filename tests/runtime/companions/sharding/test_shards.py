@@ -20,7 +20,7 @@ from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import ABOUT, INDEX, CheckpointStore, list_checkpoints, read
-from mlx_runtime.storage import BlockReader, BlockWriter, hashing, storage_at
+from mlx_runtime.storage import SegmentReader, SegmentWriter, hashing, storage_at
 
 pytestmark = pytest.mark.local
 
@@ -242,18 +242,18 @@ def test_reading_shards_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_parts_of_files_are_verified_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "VERIFIED_BYTES", 10)
+    monkeypatch.setattr(hashing, "SEGMENT_BYTES", 10)
     content = bytes(range(35))
-    file = BlockWriter((tmp_path / "x").open("wb"))
+    file = SegmentWriter((tmp_path / "x").open("wb"))
     with file:
         for start, stop in ((0, 3), (3, 25), (25, 25), (25, 35)):
             file.write(content[start:stop])
-    assert (len(file.blocks), file.size_bytes) == (4, 35)
+    assert (len(file.digests), file.size_bytes) == (4, 35)
     flipped = bytearray(content)
     flipped[31] ^= 1
     (tmp_path / "x").write_bytes(flipped)
     with (tmp_path / "x").open("rb") as stream:
-        reader = BlockReader(stream, file.blocks)
+        reader = SegmentReader(stream, file.digests)
         for start, stop in ((0, 35), (8, 30), (12, 13), (0, 0)):
             buffer = bytearray(stop - start)
             if stop > 30:

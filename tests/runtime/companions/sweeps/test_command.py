@@ -17,7 +17,7 @@ from faults import diary, wait_for
 from mlx_runtime.companions.sweeps.results import SweepResult, open_sweep
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import CheckpointStore
-from mlx_runtime.storage import joined, storage_at
+from mlx_runtime.storage import join_path, storage_at
 
 pytestmark = pytest.mark.process
 
@@ -219,10 +219,10 @@ def test_the_second_ctrl_c_kills_the_trials(experiment: Make, mlx: Mlx, start: S
 def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3: str, tmp_path: Path) -> None:
     """Killed, resumed, and read by its URI."""
     folder, storage = experiment("faults"), s3.format(f"swept-{tmp_path.name}")
-    first, sweep = (joined(storage, "faults", name) for name in ("run_001", "sweep_001"))
+    first, sweep = (join_path(storage, "faults", name) for name in ("run_001", "sweep_001"))
     settings = (f"cfg.storage_path='{storage}'", "cfg.pause_s=0.1", "cfg.checkpoint_every_steps=2", "--parallel=1")
     process = start(folder, "train", "sweep", LR, *COMMON, *settings)
-    wait_for(lambda: CheckpointStore(joined(first, "checkpoints")).any())
+    wait_for(lambda: CheckpointStore(join_path(first, "checkpoints")).any())
     process.kill()
     process.wait()
     done = mlx(folder, "train", "sweep", f"--resume={sweep}")
@@ -238,9 +238,11 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
     best = json.loads(mlx(folder, "xp", "best", "faults", "sweep_001", "--json", **there).stdout)
     result = open_sweep(sweep)
     assert (best["trial"], best["value"]) == (result.best.number, result.best.score)
-    assert best["checkpoint"] == joined(storage, "faults", best["runs"][0], "checkpoints", f"epoch_{best['epoch']:04d}")
+    assert best["checkpoint"] == join_path(
+        storage, "faults", best["runs"][0], "checkpoints", f"epoch_{best['epoch']:04d}"
+    )
     page = mlx(folder, "xp", "report", sweep).stdout.strip()
-    assert page == joined(sweep, "report.html")
+    assert page == join_path(sweep, "report.html")
     assert "optimizers.adam.lr" in storage_at(sweep).read("report.html").decode()
 
 

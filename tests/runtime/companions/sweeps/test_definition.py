@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_runtime.companions.sweeps.definition import Definition, differences, merged
+from mlx_runtime.companions.sweeps.definition import Definition, differences, merge
 from mlx_runtime.storage.secrets import HIDDEN
 
 pytestmark = pytest.mark.pure
@@ -13,34 +13,34 @@ STORED = Definition(("lr=1,2",), "grid", "none", "val/loss", "min", 2, parallel=
 
 
 def test_what_a_command_leaves_out_stays_as_stored() -> None:
-    assert merged(STORED, Definition()) == STORED
-    assert merged(STORED, Definition(trials=5, parallel=1)).trials == 5
-    assert differences(STORED, merged(STORED, Definition(trials=5, parallel=1))) == []
+    assert merge(STORED, Definition()) == STORED
+    assert merge(STORED, Definition(trials=5, parallel=1)).trials == 5
+    assert differences(STORED, merge(STORED, Definition(trials=5, parallel=1))) == []
 
 
 def test_none_of_the_gpus_is_a_number_of_gpus() -> None:
-    assert merged(replace(STORED, gpus_per_trial=1.0), Definition(gpus_per_trial=0.0)).gpus_per_trial == 0
+    assert merge(replace(STORED, gpus_per_trial=1.0), Definition(gpus_per_trial=0.0)).gpus_per_trial == 0
 
 
 def test_repeated_overrides_with_a_secret_are_no_other_space() -> None:
     typed = ("lr=1,2,3", "cfg.api_key=abcdef")
-    stored = Definition.recorded(replace(STORED, overrides=typed).as_json())
-    assert merged(stored, Definition(typed)) == replace(STORED, overrides=typed)
+    stored = Definition.from_json(replace(STORED, overrides=typed).as_json())
+    assert merge(stored, Definition(typed)) == replace(STORED, overrides=typed)
 
 
 def test_another_space_has_another_number_of_trials() -> None:
-    changed = merged(STORED, Definition(("lr=1,2,3",)))
+    changed = merge(STORED, Definition(("lr=1,2,3",)))
     assert changed.trials == 0  # all of its points
     assert differences(STORED, changed) == ["overrides: lr=1,2 → lr=1,2,3"]
 
 
 def test_each_difference_is_named() -> None:
-    changed = merged(STORED, Definition(scheduler="asha", metric="val/acc", mode="max"))
+    changed = merge(STORED, Definition(scheduler="asha", metric="val/acc", mode="max"))
     assert differences(STORED, changed) == ["scheduler: none → asha", "metric: val/loss → val/acc", "mode: min → max"]
 
 
 def test_a_record_holds_no_secrets() -> None:
     definition = Definition(("lr=1,2", "cfg.api_key=abcdef"))
     assert definition.as_json()["overrides"] == ["lr=1,2", f"cfg.api_key={HIDDEN}"]
-    assert Definition.recorded(STORED.as_json()) == STORED
-    assert differences(definition, Definition.recorded(definition.as_json())) == []
+    assert Definition.from_json(STORED.as_json()) == STORED
+    assert differences(definition, Definition.from_json(definition.as_json())) == []

@@ -57,7 +57,7 @@ class Trials:
         if not isinstance(event, EpochEnded):
             return False
         self.epochs[job.trial].append(event.values["val/mse"])
-        self.pids[job.trial] = records.recorded(job.folder)["pid"]
+        self.pids[job.trial] = records.load_record(job.folder)["pid"]
         return self.act(self, job)
 
     def ended(self, job, status, error=""):

@@ -14,13 +14,13 @@ from stored_sweeps import LR, WIDTH, store_run, store_sweep
 
 from mlx_runtime.cli import mlx
 from mlx_runtime.companions.sweeps.results import SweepResult
-from mlx_runtime.companions.sweeps.scores import typed
+from mlx_runtime.companions.sweeps.scores import parse_value
 from mlx_runtime.companions.sweeps.states import read_trial
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import RunFolder, run_folder
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
 from mlx_runtime.runs.queries import ranking as ranking
-from mlx_runtime.storage import joined, storage_at
+from mlx_runtime.storage import join_path, storage_at
 
 pytestmark = pytest.mark.process
 
@@ -132,7 +132,7 @@ def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str
     saved = CheckpointStore(run_folder(root, "digits", names[0]).checkpoints)
     for step, value in ((15, 0.1), (19, 0.3)):
         saved.save({}, CheckpointInfo(1, step == 19, step, {"val/loss": value}))
-    assert result.summary()["checkpoint"] == joined(saved._storage.root, "epoch_0002_step_00000015")
+    assert result.summary()["checkpoint"] == join_path(saved._storage.root, "epoch_0002_step_00000015")
     for entry, found in zip(result.trials, ((1, 0.1), (1, 0.2)), strict=True):
         stored = {"trial": entry.number, "values": {}, "runs": [entry.runs[0].row.folder.name]}
         assert read_trial(result.folder, stored, "val/loss", "min", folds=False).best("min") == found
@@ -162,8 +162,8 @@ def test_the_best_of_a_maximum(root: str) -> None:
     [("8", 8), ("1e-4", 1e-4), ("true", True), ("null", None), ("relu", "relu"), ("[1,2]", "[1,2]"), ("-0.5", -0.5)],
 )
 def test_values_are_typed(text: str, value: object) -> None:
-    assert typed(text) == value
-    assert type(typed(text)) is type(value)
+    assert parse_value(text) == value
+    assert type(parse_value(text)) is type(value)
 
 
 def test_without_any_value_there_is_no_best(root: str) -> None:
@@ -210,7 +210,7 @@ def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch
         "trial       1 of digits/sweep_001",
         f"values      {LR}=0.1 {WIDTH}=8",
         "run         digits/run_001",
-        f"checkpoint  {joined(best.checkpoints, 'epoch_0002')} (epoch 2)",
+        f"checkpoint  {join_path(best.checkpoints, 'epoch_0002')} (epoch 2)",
         f"full run    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
     ]
     found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)

@@ -82,16 +82,16 @@ def test_other_overrides_and_options_apply_to_every_trial() -> None:
     typed = ["--from=run_003", "cfg.num_epochs=3", "+a.b=1,2", "cfg.secrets=[A,B]", "cfg.name='a,b'", "~c"]
     space = parse(typed)
     assert space.fixed == ("--from=run_003", "cfg.num_epochs=3", "cfg.secrets=[A,B]", "cfg.name='a,b'", "~c")
-    assert space.applied({"+a.b": "2"}) == (*typed[:2], "+a.b=2", *typed[3:])
+    assert space.expand({"+a.b": "2"}) == (*typed[:2], "+a.b=2", *typed[3:])
 
 
 def test_overrides_of_a_trial_keep_the_order_typed() -> None:
     space = parse(["a=1,2", "a.width=8", "b=3,4"])
-    assert space.applied({"a": "2", "b": "3"}) == ("a=2", "a.width=8", "b=3")
+    assert space.expand({"a": "2", "b": "3"}) == ("a=2", "a.width=8", "b=3")
 
 
 def test_a_trial_of_another_space_keeps_its_values() -> None:
-    assert parse(["a=1,2", "b=3"]).applied({"c": "7"}) == ("b=3", "c=7")
+    assert parse(["a=1,2", "b=3"]).expand({"c": "7"}) == ("b=3", "c=7")
 
 
 def test_the_last_key_of_a_grid_changes_fastest() -> None:
@@ -218,7 +218,7 @@ def test_values_of_all_kinds_arrive_as_typed(conf: Path) -> None:
     check(space, Experiment, conf)
     found = []
     for values in space.grid():
-        tree = load_config(Experiment, space.applied(values), conf).tree
+        tree = load_config(Experiment, space.expand(values), conf).tree
         found.append((tree["models"]["net"]["sizes"], tree["models"]["net"]["name"], tree["optimizers"]["adam"]["lr"]))
     assert found[0] == ([1, 2], "a=b, c", 0.001)
     assert found[-1] == ([3], "x", 0.5)
@@ -227,10 +227,10 @@ def test_values_of_all_kinds_arrive_as_typed(conf: Path) -> None:
 
 def test_written_values_stay_in_the_interval() -> None:
     dimension = Dimension("a", "", low=1.23443e-5, high=0.123456, log=True)
-    written = [dimension.written(value) for value in (1.23443e-5, 0.0123456, 0.123456)]
+    written = [dimension.format(value) for value in (1.23443e-5, 0.0123456, 0.123456)]
     assert written == ["1.23443e-05", "0.01235", "0.123456"]
     narrow = Dimension("a", "", low=100.00012, high=100.0011)
-    assert [narrow.written(value) for value in (100.00012, 100.00054321, 100.0011)] == [
+    assert [narrow.format(value) for value in (100.00012, 100.00054321, 100.0011)] == [
         "100.00012",
         "100.0005432",
         "100.0011",

@@ -45,7 +45,7 @@ def loss(job: Any, epoch: int) -> float:
 
 def carry_out(plan: Any, engine: FakeEngine, heard: list | None = None, **options: Any) -> Sweep:
     sweep = starting.claim(plan, listeners=[(heard if heard is not None else []).append], **options)
-    with sweep.running():
+    with sweep.supervise():
         engine.run(sweep)
     return sweep
 
@@ -180,7 +180,7 @@ def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
             sweep.control.request("Ctrl-C")
         return loss(job, epoch)
 
-    with sweep.running():
+    with sweep.supervise():
         FakeEngine(score).run(sweep)
     assert record_of(tmp_path)["status"] == "STOPPED"
     assert heard[-1] == SweepEnded("STOPPED", best=1, unfinished=2, failed=0)
@@ -203,7 +203,7 @@ def test_what_was_begun_first_continues_first(tmp_path: Path) -> None:
             sweep.control.request("Ctrl-C")
         return loss(job, epoch)
 
-    with sweep.running():
+    with sweep.supervise():
         FakeEngine(score, parallel=3).run(sweep)
     again = FakeEngine(loss)
     carry_out(resumed(plan, tmp_path), again)
@@ -216,7 +216,7 @@ def job_path(root: Path, number: int) -> Path:
 
 def test_a_broken_engine_leaves_a_sweep_that_can_be_resumed(tmp_path: Path) -> None:
     sweep = starting.claim(plan_of(tmp_path, LR))
-    with pytest.raises(MlxError, match="on purpose"), sweep.running():
+    with pytest.raises(MlxError, match="on purpose"), sweep.supervise():
         raise MlxError("on purpose")
     assert record_of(tmp_path)["status"] == "STOPPED"
 
@@ -238,7 +238,7 @@ def test_the_second_request_kills(tmp_path: Path) -> None:
 def test_a_run_stopped_by_the_user_is_left_to_a_resumed_sweep(tmp_path: Path) -> None:
     plan, engine = plan_of(tmp_path, "lr=1,2"), FakeEngine(loss)
     sweep = starting.claim(plan)
-    with sweep.running():
+    with sweep.supervise():
         job = sweep.next()
         assert job is not None
         engine._begin(job)
@@ -263,7 +263,7 @@ def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path:
         plan = plan_of(root, "x=interval(0,1)", search="optuna", scheduler="asha", trials=16, epochs=9)
         while sweep is None or sweep.control.reason is not None:
             sweep = starting.claim(plan if sweep is None else resumed(plan, root))
-            with sweep.running():
+            with sweep.supervise():
                 FakeEngine(score, epochs=9).run(sweep)
             stop_at = None
         return [row[2:] for row in table(root)]
@@ -391,7 +391,7 @@ def test_a_driver_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> Non
         wait_for(lambda: sweep.killing, 10)
         assert sweep.next() is None
 
-    with pytest.raises(MlxError, match="taken over"), sweep.running():
+    with pytest.raises(MlxError, match="taken over"), sweep.supervise():
         engine()
     assert record_of(tmp_path)["status"] == "RUNNING"
 
@@ -425,7 +425,7 @@ def test_a_folder_that_became_another_run_is_left_alone(tmp_path: Path, sweep: d
 )
 def test_the_folds_of_a_trial(statuses: list[str], waiting: int | None, status: str) -> None:
     trial = TrialState(1, {}, [None] * 3, statuses)
-    assert (trial.waiting, trial.status, trial.done) == (waiting, status, status not in ("RUNNING", "STOPPED"))
+    assert (trial.next_index, trial.status, trial.done) == (waiting, status, status not in ("RUNNING", "STOPPED"))
 
 
 def test_names_of_sweeps(tmp_path: Path) -> None:

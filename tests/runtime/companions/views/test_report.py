@@ -16,7 +16,7 @@ from mlx_runtime.companions.views import report
 from mlx_runtime.runs import RunFolder, claim_run, records
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
 from mlx_runtime.runs.queries import listing
-from mlx_runtime.storage import documents, joined, size_text
+from mlx_runtime.storage import documents, join_path, size_text
 
 pytestmark = pytest.mark.browser
 
@@ -200,7 +200,7 @@ class TestOfARun:
         CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 3, {"loss": 2.0}))
         shutil.rmtree(folder.path)
         done = mlx(tmp_path, "xp", "report", "digits", "1", MLX_STORAGE=storage)
-        assert (done.returncode, done.stdout) == (0, f"{joined(folder.location, 'report.html')}\n"), done.stderr
+        assert (done.returncode, done.stdout) == (0, f"{join_path(folder.location, 'report.html')}\n"), done.stderr
         assert not list(tmp_path.glob("*.html"))
         (tmp_path / "page.html").write_bytes(folder.read("report.html"))
         page = opened(browser, tmp_path / "page.html")

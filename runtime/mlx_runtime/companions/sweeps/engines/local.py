@@ -19,7 +19,7 @@ from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import cool_down, shortage, warm_server, warm_up
+from mlx_runtime.training.engines import cool_down, shortage, take_server, warm_up
 from mlx_runtime.training.processes import PRUNE, Link, RunProcess, exit_reason
 
 PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
@@ -76,7 +76,7 @@ class Local:
     def __init__(self, cfg: TrainConfig, *, parallel: int | None = None, gpus_per_trial: float | None = None) -> None:
         self._room = slots(cfg, parallel, gpus_per_trial)
         self._free = list(range(len(self._room.environments)))
-        self._server = warm_server()
+        self._server = take_server()
         self._server.preload(*PRELOADED)
         self._numbers = itertools.count()
         self._running: dict[int, _Trial] = {}
