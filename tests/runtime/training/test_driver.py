@@ -179,7 +179,7 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
     cfg = SimpleNamespace(callbacks={}, hang_timeout_s=600)
     unused: Any = None
     engine = SimpleNamespace(start=lambda *_: Group())
-    cluster = SimpleNamespace(in_driver=False)
+    cluster = SimpleNamespace(in_driver=False, engine="local")
     plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), cluster=cluster, engine=engine, extensions=())
     with contextlib.closing(Receiver("127.0.0.1")) as receiver:
         followed = Driver(plan, [heard.append])._follow(unused, receiver, unused)
