@@ -113,7 +113,7 @@ class Experiment(BaseModule):
     def train_discriminator(self, real: torch.Tensor) -> None:
         with torch.no_grad():
             fake = self.models.generator(self.noise(len(real), real.device))
-        logits = self.models.discriminator(torch.cat([real, fake]))  # DDP requires one forward per backward
+        logits = self.models.discriminator(torch.cat([real, fake]))  # DDP: a second pass may change buffers
         wanted = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(fake[:, :1])])
         loss = F.binary_cross_entropy_with_logits(logits, wanted)
         self.backward(loss)

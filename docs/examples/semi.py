@@ -108,7 +108,7 @@ class Experiment(BaseModule):
         self.reset_all_metrics_and_losses()
         for batch_idx, (known, unknown) in enumerate(zip(train, unlabelled, strict=True)):
             noisy = unknown["image"] + self.cfg.noise * torch.randn_like(unknown["image"])
-            images = torch.cat([known["image"], unknown["image"], noisy])  # DDP requires one forward per backward
+            images = torch.cat([known["image"], unknown["image"], noisy])  # DDP: a second pass may change buffers
             rows = len(known["image"]), len(noisy), len(noisy)
             logits, clean, perturbed = self.models.net(images).split(rows)
             loss = F.cross_entropy(logits, known["label"])

@@ -244,7 +244,7 @@ def _entry(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:
     """Return the entry of a path on this machine, or None if it is missing or a link that leads nowhere."""
     try:
         facts = facts_of()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     is_file = stat.S_ISREG(facts.st_mode)
     return Stored(path, facts.st_size if is_file else 0, facts.st_mtime, is_file)
