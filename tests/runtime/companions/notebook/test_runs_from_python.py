@@ -22,7 +22,7 @@ import json, os, signal, threading, time
 from pathlib import Path
 from mlx_runtime import MlxError, run
 from mlx_runtime.events import StepProgress
-from mlx_runtime.training import warm_server
+from mlx_runtime.training.processes import standby
 from src.experiment import Experiment
 
 
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     found["epochs"] = [[each.epoch, each.epochs, sorted(each.metrics), each.checkpoint] for each in first]
     outcome = first.result()
     found["outcome"] = [outcome.status, outcome.run.record["status"], outcome.metrics, outcome.best["path"]]
-    server = warm_server._kept
+    server = standby._kept
 
     for each in run(Experiment, ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"]):
         break
@@ -86,7 +86,7 @@ if __name__ == "__main__":
         failing.result()
     except MlxError as error:
         found["failed"] = [type(error).__name__, str(error).splitlines()[0]]
-    found["warm"] = warm_server._kept is server
+    found["warm"] = standby._kept is server
     print(json.dumps(found))
 """
 

@@ -322,7 +322,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.companions.sharding.shards import Parts
-from mlx_runtime.runs.checkpoints import PARTS, BackgroundSaver, CheckpointStore
+from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointStore
+from mlx_runtime.runs.checkpoints.store import PARTS
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parts = Parts()
 sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
