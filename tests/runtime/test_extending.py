@@ -411,7 +411,7 @@ def test_an_engine_of_sweeps_trains_as_ours_does(run: Run, tmp_path: Path) -> No
 @pytest.mark.local
 def test_an_engine_of_sweeps_prunes(run: Run, tmp_path: Path) -> None:
     """The second run learns nothing, so it is worse than the first when a ninth of its epochs is over."""
-    run("train", "sweep", "optimizers.sgd.lr=0.1,0", *SWEEP[1:], IN_TURN, "cfg.num_epochs=180", "--scheduler=asha")
+    run("train", "sweep", "optimizers.sgd.lr=0.1,0", *SWEEP[1:], IN_TURN, "cfg.num_epochs=90", "--scheduler=asha")
     assert [item["status"] for item in records(tmp_path)] == ["SUCCEEDED", "PRUNED"]
 
 
