@@ -21,6 +21,9 @@ START_S = 300
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
+IDLE = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+"""Keeps nodes from starting workers before they are needed: most of them would never be used."""
+
 
 def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
@@ -48,8 +51,8 @@ class RayCluster:
         self.port, self.dashboard, self.client = free_ports(3)
         self.url = f"http://127.0.0.1:{self.dashboard}"
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token} if self.token else {"RAY_AUTH_MODE": "disabled"}
-        unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH")
-        self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth
+        unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "PYTHONDONTWRITEBYTECODE")  # many processes import an upload
+        self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth | IDLE
         self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # for a busy machine
         self.head = self._start(
             *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0"),

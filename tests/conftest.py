@@ -1,5 +1,7 @@
 """Shared fixtures: the command `mlx` as typed by a user, and experiments to run it in."""
 
+import compileall
+import importlib.util
 import json
 import os
 import shutil
@@ -33,9 +35,10 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 """Fixtures that tests of the inner three rings may not use."""
 
 LONGEST = (
-    *("test_install.py", "test_faults.py", "test_engines.py", "test_kinds.py", "test_cluster.py"),
-    *("test_functions.py", "test_mirrors.py", "test_command.py", "test_setup.py"),
-    *("test_template.py", "test_runs.py", "test_notebook.py"),
+    *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_engines.py", "test_functions.py", "test_install.py"),
+    *("test_extending.py", "test_command.py", "test_cluster_trials.py", "test_second_machine.py", "test_python.py"),
+    *("test_runs_from_python.py", "test_template.py", "test_runs.py", "test_mirrors.py", "test_setup.py"),
+    *("test_driver.py", "test_notebook.py", "test_waterline.py"),
     *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_optimization.py", "test_listing.py"),
 )
 """The slowest files, slowest first. Each process runs one file after another."""
@@ -53,6 +56,13 @@ def ring_of(item: pytest.Item) -> str | None:
     """Return the ring marked closest to a test: on its parameters, itself, its class or its module."""
     marks = [mark.name for node in item.listchain() for mark in node.own_markers]
     return next((name for name in reversed(marks) if name in RINGS), None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the runtime once, because commands that tests start do not write bytecode."""
+    spec = importlib.util.find_spec("mlx_runtime")
+    if not hasattr(config, "workerinput") and spec is not None:
+        compileall.compile_dir(*(spec.submodule_search_locations or ()), quiet=2)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -138,7 +148,7 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
 
 def forks(settings: Mapping[str, str]) -> bool:
     """True if these variables take effect in a command whose libraries were imported before."""
-    return all(name.startswith(("MLX_", "HF_")) for name in settings)
+    return all(name.startswith(("MLX_", "HF_")) or name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN") for name in settings)
 
 
 @pytest.fixture(scope="session")

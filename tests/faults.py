@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clusters import IDLE
 
 from mlx_runtime.runs.checkpoints import read
 
@@ -141,10 +142,10 @@ def cluster(nodes: int, environment: Mapping[str, str]) -> Iterator[Any]:
     """
     before = dict(os.environ)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment | IDLE)
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     try:
         for _ in range(nodes):
             made.add_node(num_cpus=1)

@@ -6,6 +6,7 @@ experiment, and exits like any interpreter. Libraries that read the environment 
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 STREAMS = ("stdout", "stderr")
 
@@ -110,13 +112,15 @@ class Commands:
         self._server.wait()
         self._places.cleanup()
 
-    def start(self, folder: Path, arguments: list[str], environment: Mapping[str, str]) -> Command:
-        """Start `python -m mlx_runtime` with arguments, in the background."""
+    def start(
+        self, folder: Path, arguments: list[str], environment: Mapping[str, str], code: str | None = None
+    ) -> Command:
+        """Start `python -m mlx_runtime`, or `python -c` with that code, with arguments, in the background."""
         place = tempfile.mkdtemp(dir=self._places.name)
         streams = [Path(place, name) for name in STREAMS]
         for stream in streams:
             stream.touch()  # so that they can be read before the command starts
-        order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams]]
+        order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams], code]
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         if self.threads is None:
@@ -127,14 +131,19 @@ class Commands:
         return Command(self, arguments, pid, place)
 
     def run(
-        self, folder: Path, arguments: list[str], environment: Mapping[str, str], timeout_s: float
+        self,
+        folder: Path,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        timeout_s: float,
+        code: str | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run `python -m mlx_runtime` with arguments to its end.
+        """Run what `start` starts to its end.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in time, and was killed.
         """
-        command = self.start(folder, arguments, environment)
+        command = self.start(folder, arguments, environment, code)
         try:
             code = command.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -163,13 +172,15 @@ class Commands:
         return None
 
 
-def serve() -> None:
+def serve() -> str | None:
     """Send the names of this process's threads, then the pid of a child for each command, and its exit code at its end.
 
-    Returns only in the children.
+    Returns only in the children: the code to run, or None for `mlx`.
     """
     for name in LIBRARIES:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each child traverses all of them as it exits, which takes two CPU seconds
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     print(json.dumps([(task / "comm").read_text().strip() for task in tasks]), flush=True)
     orders = sys.stdin.buffer.raw  # unbuffered: a buffer would hide commands from `select`
@@ -181,8 +192,9 @@ def serve() -> None:
                 sys.exit()
             pid = os.fork()
             if pid == 0:
-                become(*json.loads(order))
-                return
+                *place, code = json.loads(order)
+                become(*place)
+                return code
             running.add(pid)
             print(pid, flush=True)
         for pid in list(running):
@@ -214,7 +226,11 @@ if __name__ == "__main__":
     from mlx_runtime.settings import prepare_ray
 
     prepare_ray()
-    serve()
+    code = serve()
     for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_runtime"]:
         del sys.modules[name]
-    runpy.run_module("mlx_runtime", run_name="__main__", alter_sys=True)
+    if code is None:
+        runpy.run_module("mlx_runtime", run_name="__main__", alter_sys=True)
+    else:
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(code, vars(main))

@@ -37,4 +37,9 @@ def attach(
     events = sink if sink is not None else Events()
     strategy = strategy or DDP(module.cfg, topology)
     module._run = Session(context, strategy, Direct(events.send, stop_requested))
-    return module._run
+    return session_of(module)
+
+
+def session_of(module: BaseModule) -> Session:
+    """Return the session that an experiment is attached to."""
+    return module._session

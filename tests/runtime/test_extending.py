@@ -190,11 +190,15 @@ def experiment(folder: Path, baked: Path, code: str) -> Path:
     return folder
 
 
+def variables(installed: Path, storage: Path) -> dict[str, str]:
+    """Environment variables with which commands find the example, and keep their runs in a folder."""
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "MLX_STORAGE": str(storage)}
+
+
 @pytest.fixture
 def settings(installed: Path, tmp_path: Path) -> dict[str, str]:
-    """Environment variables with which commands find the example."""
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path, "MLX_STORAGE": str(tmp_path)}
+    return variables(installed, tmp_path)
 
 
 @pytest.fixture
@@ -207,6 +211,20 @@ def run(extended: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
 def split(layered: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     """The same in the experiment whose model can be split."""
     return caller(layered, mlx, settings)
+
+
+@pytest.fixture(scope="module")
+def ours(extended: Path, mlx: Mlx, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """What a run of the local engine in a folder prints, and its weights."""
+    run = caller(extended, mlx, variables(installed, tmp_path_factory.mktemp("ours")))
+    return run("train", "run", "cfg.engine=local"), weights(run, "experiment")
+
+
+@pytest.fixture(scope="module")
+def whole(layered: Path, mlx: Mlx, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a split run of two workers prints, and the folder of its runs."""
+    storage = tmp_path_factory.mktemp("whole")
+    return caller(layered, mlx, variables(installed, storage))("train", "run", SPLIT, "cfg.name=split"), storage
 
 
 def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
@@ -225,36 +243,36 @@ def weights(run: Run, name: str) -> list[str]:
 
 
 @pytest.mark.local
-def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(run: Run, tmp_path: Path) -> None:
-    here = run("train", "run", "cfg.engine=local")
+def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
+    run: Run, ours: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    here, expected = ours
     there = run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.name=other")
     assert "workers   2 DDP workers on" in there
     assert "(cfg.engine=more_mlx.engine.Subprocesses)" in there
     assert "local engine" in here
 
-    assert len(weights(run, "experiment")) == 2
-    assert weights(run, "other") == weights(run, "experiment")
+    assert len(expected) == 2
+    assert weights(run, "other") == expected
     for rank in range(2):  # 11 of the 22 rows for each, in steps of 4; each worker writes its own log
         (log,) = (tmp_path / "other" / "run_001").rglob(f"*{rank}.log")
         assert log.read_text().count("rows 11\n") == 2
 
 
 @pytest.mark.local
-def test_a_run_goes_on_with_another_engine(run: Run, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_engine(run: Run, ours: tuple[str, list[str]]) -> None:
     run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
-    run("train", "run", "cfg.engine=local", "cfg.name=one")
-    assert weights(run, "two") == weights(run, "one")
+    assert weights(run, "two") == ours[1]
 
 
 @pytest.mark.local
-def test_runs_live_in_a_storage_of_another_package(run: Run, tmp_path: Path) -> None:
+def test_runs_live_in_a_storage_of_another_package(run: Run, ours: tuple[str, list[str]], tmp_path: Path) -> None:
     database = f"cfg.storage_path=sqlite://{tmp_path}/runs.db"
     run("train", "run", "cfg.engine=local", database, "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", f"--resume=sqlite://{tmp_path}/runs.db/two/run_001", "cfg.num_epochs=2", database)
-    run("train", "run", "cfg.engine=local", "cfg.name=one")
-    assert weights(run, f"sqlite://{tmp_path}/runs.db/two") == weights(run, "one")
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["one", "runs.db"]
+    assert weights(run, f"sqlite://{tmp_path}/runs.db/two") == ours[1]
+    assert [item.name for item in tmp_path.iterdir()] == ["runs.db"]
     rows = json.loads(run("xp", "ls", "two", "--json", MLX_STORAGE=f"sqlite://{tmp_path}/runs.db"))
     assert [row["status"] for row in rows] == ["SUCCEEDED"]
 
@@ -279,9 +297,11 @@ def orders(printed: str) -> Counter[str]:
 
 @pytest.mark.local
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_strategy_splits_a_model(split: Run, tmp_path: Path, replicas: int) -> None:
+def test_a_strategy_splits_a_model(split: Run, whole: tuple[str, Path], tmp_path: Path, replicas: int) -> None:
     """The result is that of as many workers as there are replicas, each with the whole model."""
-    there = split("train", "run", SPLIT, f"cfg.start_workers={2 * replicas}", "cfg.name=split")
+    there, storage = whole
+    if replicas == 2:
+        there, storage = split("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=split"), tmp_path
     here = split("train", "run", f"cfg.start_workers={replicas}", "cfg.name=whole")
     assert f"workers   {2 * replicas} Split workers on" in there
     assert "42 parameters" in there
@@ -289,7 +309,7 @@ def test_a_strategy_splits_a_model(split: Run, tmp_path: Path, replicas: int) ->
     assert orders(there) == dict.fromkeys(orders(here), 2)
     assert len(orders(here)) == 4 * replicas
 
-    one, other = latest(tmp_path / "split"), latest(tmp_path / "whole")
+    one, other = latest(storage / "split"), latest(tmp_path / "whole")
     assert one["numbers"]["latest"]["train/rows"] == 22
     assert list(one["models"]["net"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert sorted(one["optimizers"]["adam"]["state"]) == [0, 1, 2, 3]
@@ -301,12 +321,13 @@ def test_a_strategy_splits_a_model(split: Run, tmp_path: Path, replicas: int) ->
 
 
 @pytest.mark.local
-def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(split: Run, tmp_path: Path) -> None:
+def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(
+    split: Run, whole: tuple[str, Path], tmp_path: Path
+) -> None:
     """Within an epoch, and bit by bit; under another strategy and number of replicas, it reads each row once."""
-    split("train", "run", SPLIT, "cfg.name=whole", "cfg.num_epochs=3")
-    split("train", "run", SPLIT, "cfg.name=halves", "cfg.num_epochs=3", "cfg.max_steps=8")
+    split("train", "run", SPLIT, "cfg.name=halves", "cfg.max_steps=8")
     split("train", "run", "--resume=halves/run_001", SPLIT, "cfg.max_steps=null")
-    one, other = latest(tmp_path / "halves"), latest(tmp_path / "whole")
+    one, other = latest(tmp_path / "halves"), latest(whole[1] / "split")
     for group in ("models", "optimizers", "ranks"):
         assert encode(one[group]) == encode(other[group])
 
@@ -317,22 +338,22 @@ def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(split: Run, tmp_p
 
 @pytest.mark.local
 def test_the_checkpoint_of_a_split_run_needs_no_strategy(
-    split: Run, layered: Path, settings: dict[str, str], tmp_path: Path
+    whole: tuple[str, Path], layered: Path, mlx: Mlx, installed: Path, commands: Commands, environment: dict[str, str]
 ) -> None:
-    split("train", "run", SPLIT, "cfg.name=split", "cfg.num_epochs=1")
+    storage = whole[1]
+    settings = variables(installed, storage)
     code = (
         "import mlx_runtime\n"
-        f"models = mlx_runtime.open_run({str(tmp_path / 'split' / 'run_001')!r}).load_models()\n"
+        f"models = mlx_runtime.open_run({str(storage / 'split' / 'run_001')!r}).load_models()\n"
         "print([round(float(item.sum()), 6) for item in models.net.parameters()])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=layered, env=os.environ | settings, capture_output=True, text=True, check=True
-    )
-    weights = latest(tmp_path / "split")["models"]["net"].values()
-    assert done.stdout == f"{[round(float(item.sum()), 6) for item in weights]}\n"
-    whole = split("train", "eval", "split/run_001", "cfg.strategy=ddp", "cfg.start_workers=0")
-    halves = split("train", "eval", "split/run_001")
-    (value,) = [line for line in whole.splitlines() if line.startswith("train/entropy")]
+    done = commands.run(layered, [], environment | settings, TIMEOUT_S, code)
+    weights = latest(storage / "split")["models"]["net"].values()
+    assert done.stdout == f"{[round(float(item.sum()), 6) for item in weights]}\n", done.stderr
+    call = caller(layered, mlx, settings)
+    alone = call("train", "eval", "split/run_001", "cfg.strategy=ddp", "cfg.start_workers=0")
+    halves = call("train", "eval", "split/run_001")
+    (value,) = [line for line in alone.splitlines() if line.startswith("train/entropy")]
     assert value in halves
 
 
@@ -390,7 +411,7 @@ def test_an_engine_of_sweeps_trains_as_ours_does(run: Run, tmp_path: Path) -> No
 @pytest.mark.local
 def test_an_engine_of_sweeps_prunes(run: Run, tmp_path: Path) -> None:
     """The second run learns nothing, so it is worse than the first when a ninth of its epochs is over."""
-    run("train", "sweep", "optimizers.sgd.lr=0.1,0", *SWEEP[1:], IN_TURN, "cfg.num_epochs=180", "--scheduler=asha")
+    run("train", "sweep", "optimizers.sgd.lr=0.1,0", *SWEEP[1:], IN_TURN, "cfg.num_epochs=90", "--scheduler=asha")
     assert [item["status"] for item in records(tmp_path)] == ["SUCCEEDED", "PRUNED"]
 
 
@@ -399,7 +420,7 @@ def test_an_engine_of_sweeps_stops_and_goes_on(
     run: Run, extended: Path, start: Start, settings: dict[str, str], tmp_path: Path
 ) -> None:
     """Its first run is lost, and the second stopped."""
-    process = start(extended, "train", "sweep", *SWEEP, IN_TURN, "cfg.num_epochs=300", **settings)
+    process = start(extended, "train", "sweep", *SWEEP, IN_TURN, "cfg.num_epochs=60", **settings)
 
     def latest(number: int) -> dict[str, Any] | None:
         found = records(tmp_path)

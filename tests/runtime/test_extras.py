@@ -103,29 +103,25 @@ def test_a_run_and_a_plain_grid_need_none(swept: Path) -> None:
             ("xp", "ls", "hf://alice/faults"),
             'hf://alice/faults needs huggingface_hub; type: pip install "mlx-runtime[hub]"',
         ),
-        pytest.param(
-            "botocore",
-            ("train", "run", "cfg.storage_path={s3}"),
-            'storage on S3 needs botocore; type: pip install "mlx-runtime[stores]"',
-            marks=pytest.mark.s3,
-        ),
     ],
 )
 def test_what_needs_a_missing_library_ends_with_one_line(
-    library: str,
-    command: tuple[str, ...],
-    line: str,
-    swept: Path,
-    mlx: Mlx,
-    without: Without,
-    request: pytest.FixtureRequest,
+    library: str, command: tuple[str, ...], line: str, swept: Path, mlx: Mlx, without: Without
 ) -> None:
     """It exits with 1 and writes no run."""
     before = sorted(swept.rglob("run.json"))
-    words = [word.format(s3=request.getfixturevalue("s3").format("none") if "{s3}" in word else "") for word in command]
-    done = mlx(swept, *words, *(SHORT if command[0] == "train" else ()), **without(library))
+    done = mlx(swept, *command, *(SHORT if command[0] == "train" else ()), **without(library))
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n"), done.stdout
     assert sorted(swept.rglob("run.json")) == before
+
+
+@pytest.mark.s3
+def test_so_does_a_storage(experiment: Callable[[str], Path], mlx: Mlx, without: Without, s3: str) -> None:
+    folder = experiment("faults")
+    done = mlx(folder, "train", "run", f"cfg.storage_path={s3.format('none')}", *SHORT, **without("botocore"))
+    line = 'storage on S3 needs botocore; type: pip install "mlx-runtime[stores]"'
+    assert (done.returncode, done.stderr) == (1, f"error: {line}\n"), done.stdout
+    assert list(folder.rglob("run.json")) == []
 
 
 def test_a_missing_library_that_conf_yaml_names_is_a_line_of_its_problems(

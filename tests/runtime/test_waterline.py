@@ -69,7 +69,7 @@ def test_a_companion_is_removed_with_its_folder_and_its_line(
     name: str, digits: Path, commands: Commands, environment: dict[str, str], tmp_path: Path
 ) -> None:
     package = tmp_path / "mlx_runtime"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)  # with its bytecode
     shutil.rmtree(package / "companions" / name)
     registry = package / "companions" / "__init__.py"
     lines = registry.read_text().splitlines(keepends=True)

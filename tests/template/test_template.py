@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, Mlx, Start, edit
 from faults import differences, final_state, reports, wait_for
+from forkserver import Commands
 from torchmetrics.classification import MulticlassAccuracy
 
 pytestmark = pytest.mark.process
@@ -75,7 +76,9 @@ def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str
 
 @pytest.mark.local
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path, str], split: str) -> None:
+def test_a_metric_over_two_workers_is_the_one_over_all_rows(
+    trained: tuple[Path, str], commands: Commands, environment: dict[str, str], split: str
+) -> None:
     """Evaluating the best checkpoint in this process gives the value that two workers reported."""
     run = trained[0] / "runs" / "digits" / "run_001"
     record = json.loads((run / "run.json").read_text())
@@ -86,7 +89,7 @@ def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path,
         "net = DigitsNet(); net.load_state_dict(state); net.eval()\n"
         f"data = Digits(split={split!r}); torch.save((net(data.images), data.labels), 'out.pt')"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=trained[0], check=True, timeout=60)
+    assert commands.run(trained[0], [], environment, 60, script).returncode == 0
     logits, labels = torch.load(trained[0] / "out.pt")
     value = MulticlassAccuracy(num_classes=10, average="micro")(logits, labels)
     reported = best["value"] if split == "val" else record["metrics"]["test/accuracy"]
@@ -153,14 +156,18 @@ def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[
         server.wait()
 
 
-@pytest.mark.local
-def test_overrides_reach_the_run_through_make(trained: tuple[Path, str], environment: dict[str, str]) -> None:
+def test_overrides_and_settings_of_dot_env_reach_the_run_through_make(
+    digits: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (digits / ".env").write_text(f"MLX_STORAGE={tmp_path}/elsewhere\n")
     options = "cfg.start_workers=0 cfg.num_epochs=1 optimizers.adam.lr=1e-4 cfg.name=other"
-    done = make(trained[0], environment, "run", f"ARGS={options}")
+    done = make(digits, environment, "run", f"ARGS={options}")
     assert done.returncode == 0, done.stderr
-    lines = (trained[0] / "runs" / "other" / "run_001" / "metrics.jsonl").read_text().splitlines()
+    run = tmp_path / "elsewhere" / "other" / "run_001"
+    assert (run / "run.json").is_file()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line).get("lr/adam", 0) for line in lines) <= 1e-4
-    assert "  lr: 0.0001" in (trained[0] / "runs" / "other" / "run_001" / "conf.yaml").read_text()
+    assert "  lr: 0.0001" in (run / "conf.yaml").read_text()
 
 
 def test_conf_yaml_may_name_one_of_torchs_schedules(digits: Path, mlx: Mlx) -> None:
@@ -303,13 +310,6 @@ def test_every_setting_of_the_example_reaches_the_commands(digits: Path, environ
     (digits / ".env").unlink()
     shown = make(digits, kept, "-f", "show.mk", "show").stdout.splitlines()
     assert [line for line in shown if line.partition("=")[0] in names] == []  # not even empty
-
-
-def test_the_runs_settings_come_from_dot_env(digits: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    (digits / ".env").write_text(f"MLX_STORAGE={tmp_path}/elsewhere\n")
-    done = make(digits, environment, "run", "ARGS=cfg.start_workers=0 cfg.num_epochs=1")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "elsewhere" / "digits" / "run_001" / "run.json").is_file()
 
 
 def test_bind_checks_and_shows_without_writing(digits: Path, mlx: Mlx) -> None:

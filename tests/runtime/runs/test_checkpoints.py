@@ -28,7 +28,7 @@ from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, Checkpoin
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries import ranking as ranking
-from mlx_runtime.storage import HashingReader
+from mlx_runtime.storage import HashingReader, storage_at
 
 pytestmark = pytest.mark.pure
 
@@ -187,15 +187,15 @@ def test_one_of_the_same_name_is_replaced(root: str) -> None:
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: str) -> None:
     saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
-    file = saved.all()[1].file
-    content = saved._storage.read("epoch_0002", file)
+    storage, file = storage_at(root), saved.all()[1].file
+    content = storage.read("epoch_0002", file)
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
     changed = {"cut": content[:-9], "flipped": bytes(flipped), "empty": b""}
     if damage == "gone":
-        saved._storage.remove_file("epoch_0002", file)
+        storage.remove_file("epoch_0002", file)
     else:
-        saved._storage.write(changed[damage], "epoch_0002", file)
+        storage.write(changed[damage], "epoch_0002", file)
     told: list[str] = []
     found = saved.newest(told.append)
     assert found is not None
@@ -205,14 +205,14 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: st
     assert "is damaged: " in told[0]
     assert told[0].endswith("resuming from the previous one")
     assert names(saved) == ["epoch_0001", "epoch_0002"]  # nothing has changed so far
-    content = {name: saved._storage.read("epoch_0002", name) for name in saved._storage.names("epoch_0002")}
+    content = {name: storage.read("epoch_0002", name) for name in storage.names("epoch_0002")}
     saved.set_damaged_aside()
     assert names(saved) == ["epoch_0001"]  # the other one is not retried
-    (aside,) = [name for name in saved._storage.names() if name.startswith("damaged_epoch_0002_")]
-    assert {name: saved._storage.read(aside, name) for name in saved._storage.names(aside)} == content
+    (aside,) = [name for name in storage.names() if name.startswith("damaged_epoch_0002_")]
+    assert {name: storage.read(aside, name) for name in storage.names(aside)} == content
     saved.save(a_state(epoch=7), CheckpointInfo(1, True, 16, {}))
     saved.clean()
-    assert aside in saved._storage.names()
+    assert aside in storage.names()
 
 
 def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,29 +231,25 @@ def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: py
 @pytest.mark.parametrize("damage", ["state", "description", "both"])
 def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, damage: str) -> None:
     saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
+    storage = storage_at(root)
     for item in saved.all():
         if damage in ("state", "both"):
-            saved._storage.write(b"damaged", item.name, item.file)
+            storage.write(b"damaged", item.name, item.file)
         if damage in ("description", "both"):
-            saved._storage.write(b'{"epoch": ', item.name, ABOUT)
-    before = contents(saved)
+            storage.write(b'{"epoch": ', item.name, ABOUT)
+    before = {item.path: storage.read(item.path) for item in storage.below()}
     for _ in range(2):
         with pytest.raises(ConfigError, match="is damaged: .*No other checkpoint is left to resume from"):
             saved.newest(pytest.fail)
         saved.set_damaged_aside()
-    assert contents(saved) == before
+    assert {item.path: storage.read(item.path) for item in storage.below()} == before
     assert saved.any()
-
-
-def contents(saved: CheckpointStore) -> dict[str, bytes]:
-    storage = saved._storage
-    return {item.path: storage.read(item.path) for item in storage.below()}
 
 
 def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:
     """A storage in a folder, where checkpoints appear atomically."""
     saved = stored(str(tmp_path), CheckpointInfo(0, True, 8, {}))
-    saved._storage.remove_file("epoch_0001", ABOUT)
+    (tmp_path / "epoch_0001" / ABOUT).unlink()
     with pytest.raises(ConfigError, match="No other checkpoint is left"):
         saved.newest(pytest.fail)
 
@@ -282,10 +278,10 @@ def test_readers_name_those_that_they_leave_out(
 
 
 def test_no_checkpoint_is_none_at_all(root: str) -> None:
-    saved = CheckpointStore(root)
+    saved, storage = CheckpointStore(root), storage_at(root)
     assert (saved.newest(pytest.fail), saved.any()) == (None, False)
-    if not saved._storage.local:  # left by a killed save
-        saved._storage.write(b"half", "epoch_0001", "state-12345678.pt")
+    if not storage.local:  # left by a killed save
+        storage.write(b"half", "epoch_0001", "state-12345678.pt")
         assert (saved.newest(pytest.fail), saved.any()) == (None, False)
 
 
@@ -312,7 +308,7 @@ def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
     assert found is not None
     assert found.global_step == (9 if renames == 2 else 8)
     assert again.load(found)["epoch"] == (7 if renames == 2 else 0)
-    assert [name for name in again._storage.names() if name.startswith(".")] == []
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_a_save_that_wakes_up_after_another_driver_has_begun_changes_nothing(tmp_path: Path) -> None:
@@ -336,7 +332,7 @@ def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
     assert names(saved) == ["epoch_0001"]
     assert saved.load(saved.all()[0])["epoch"] == 0
     saved.clean()
-    assert [name for name in saved._storage.names() if name.startswith(".")] == []
+    assert [name for name in storage_at(root).names() if name.startswith(".")] == []
 
 
 @pytest.mark.process

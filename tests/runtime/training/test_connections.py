@@ -10,6 +10,7 @@ from multiprocessing.connection import Client, answer_challenge
 from typing import Any
 
 import pytest
+from faults import wait_for
 
 from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
 from mlx_runtime.training.loop import connections
@@ -71,7 +72,7 @@ def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callab
     worker = Remote(receiver.address, receiver.key, rank=0)
     assert heard(receiver) == WorkerConnected(0)
     receiver.broadcast(STOP)
-    assert worker._stop.wait(PATIENCE_S)
+    wait_for(worker.stop_asked, PATIENCE_S)
     worker.close()
     for connection in strangers:
         connection.close()
@@ -193,7 +194,7 @@ def test_a_worker_that_closes_its_end_is_not_waited_for(receiver: Receiver) -> N
     worker = Remote(receiver.address, receiver.key, rank=0)
     assert heard(receiver) == WorkerConnected(0)
     receiver.broadcast(STOP)
-    assert worker._stop.wait(PATIENCE_S)
+    wait_for(worker.stop_asked, PATIENCE_S)
     time.sleep(0.1)  # until that thread waits again; otherwise this test shows nothing
     worker.close()
     (reader,) = receiver._readers

@@ -2,15 +2,14 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Mlx
+from forkserver import Commands
 
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.events import Event, Notice, WorkerConnected
@@ -72,14 +71,19 @@ print(json.dumps({
 """
 
 
-def driven(folder: Path, environment: dict[str, str], *arguments: str, verb: str = "stop") -> dict[str, Any]:
-    """What a script that drives a run in a thread has seen; it must be all that the process prints."""
-    command = [sys.executable, "-c", SCRIPT, verb, *arguments]
-    settings = environment | {"PYTHONPATH": os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    return dict(json.loads(done.stdout))
+Drive = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def drive(digits: Path, environment: dict[str, str], commands: Commands) -> Drive:
+    """`drive("never", ...)` returns what a script that drives a run in a thread has seen, which is all it prints."""
+
+    def driven(*arguments: str, verb: str = "stop") -> dict[str, Any]:
+        done = commands.run(digits, [verb, *arguments], environment, 300, SCRIPT)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return dict(json.loads(done.stdout))
+
+    return driven
 
 
 ENGINES = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
@@ -110,8 +114,8 @@ main()
 
 
 @ENGINES
-def test_a_run_yields_its_events(digits: Path, environment: dict[str, str], workers: int) -> None:
-    found = driven(digits, environment, "never", f"cfg.start_workers={workers}", "cfg.num_epochs=2")
+def test_a_run_yields_its_events(drive: Drive, workers: int) -> None:
+    found = drive("never", f"cfg.start_workers={workers}", "cfg.num_epochs=2")
     assert found["names"][0] == "RunStarted"
     assert found["names"][-1] == "RunEnded"
     assert {"WorkersStarted", "LoopStarted", "LoaderOpened", "CheckpointSaved", "LoopEnded"} < {*found["names"]}
@@ -122,8 +126,8 @@ def test_a_run_yields_its_events(digits: Path, environment: dict[str, str], work
 
 
 @ENGINES
-def test_a_run_is_stopped_with_a_checkpoint(digits: Path, environment: dict[str, str], workers: int) -> None:
-    found = driven(digits, environment, "1", f"cfg.start_workers={workers}", "cfg.num_epochs=1000")
+def test_a_run_is_stopped_with_a_checkpoint(drive: Drive, workers: int) -> None:
+    found = drive("1", f"cfg.start_workers={workers}", "cfg.num_epochs=1000")
     assert "StopRequested" in found["names"]
     assert (found["status"], found["errors"]) == (["STOPPED"], [])
     assert found["record"]["status"] == "STOPPED"
@@ -131,32 +135,32 @@ def test_a_run_is_stopped_with_a_checkpoint(digits: Path, environment: dict[str,
 
 
 @pytest.mark.kills
-def test_a_pruned_run_resumes_only_if_it_is_named(digits: Path, environment: dict[str, str], mlx: Mlx) -> None:
+def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, mlx: Mlx) -> None:
     here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
-    found = driven(digits, environment, "1", *here, verb="prune")
+    found = drive("1", *here, verb="prune")
     assert (found["status"], found["errors"], found["record"]["status"]) == (["PRUNED"], [], "PRUNED")
     assert found["record"]["latest"]["epoch"] >= 1
     again = mlx(digits, "train", "run", *here, "cfg.resume=auto")
     assert (again.returncode, again.stdout) == (0, "loading   src/experiment.py\n")
     assert again.stderr == "digits run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
-    named = driven(digits, environment, "never", "--resume=run_001", "cfg.num_epochs=3")
+    named = drive("never", "--resume=run_001", "cfg.num_epochs=3")
     assert (named["status"], named["record"]["status"]) == (["SUCCEEDED"], "SUCCEEDED")
 
 
 @pytest.mark.kills
-def test_a_run_that_is_pruned_before_it_resumes_is_pruned(digits: Path, environment: dict[str, str]) -> None:
+def test_a_run_that_is_pruned_before_it_resumes_is_pruned(drive: Drive) -> None:
     here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
-    assert driven(digits, environment, "0", *here)["record"]["status"] == "STOPPED"
-    before = driven(digits, environment, "before", "--resume=run_001")
+    assert drive("0", *here)["record"]["status"] == "STOPPED"
+    before = drive("before", "--resume=run_001")
     assert (before["status"], before["record"]["attempt"]) == (["STOPPED"], 1)  # as it was
-    found = driven(digits, environment, "before", "--resume=run_001", verb="prune")
+    found = drive("before", "--resume=run_001", verb="prune")
     assert (found["status"], found["record"]["status"], found["record"]["attempt"]) == (["PRUNED"], "PRUNED", 3)
 
 
-def test_an_error_of_user_code_is_raised_after_the_last_event(digits: Path, environment: dict[str, str]) -> None:
+def test_an_error_of_user_code_is_raised_after_the_last_event(drive: Drive, digits: Path) -> None:
     file = digits / "src" / "experiment.py"
     file.write_text(file.read_text().replace("self.train(train, val, epoch)", "self.train(train, val, 1 / 0)"))
-    found = driven(digits, environment, "never", "cfg.start_workers=0")
+    found = drive("never", "cfg.start_workers=0")
     assert found["status"] == ["FAILED"]
     assert found["errors"][0].startswith("WorkerLoopError: ZeroDivisionError: division by zero (raised on rank 0)")
     assert found["record"]["status"] == "FAILED"
@@ -189,15 +193,16 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
 
 
 @pytest.mark.kills
-def test_a_second_interrupt_leaves_no_run_without_an_end(digits: Path, environment: dict[str, str]) -> None:
+def test_a_second_interrupt_leaves_no_run_without_an_end(
+    digits: Path, environment: dict[str, str], commands: Commands
+) -> None:
     """It comes while the end is recorded, like SIGTERM after Ctrl-C."""
-    command = [sys.executable, "-c", INTERRUPTED, "train", "run", "cfg.start_workers=0"]
-    done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=300)
+    done = commands.run(digits, ["train", "run", "cfg.start_workers=0"], environment, 300, INTERRUPTED)
     assert json.loads((digits / "runs/digits/run_001/run.json").read_text())["status"] == "STOPPED"
     assert done.returncode == 130, done.stderr
 
 
-def test_leaving_the_loop_over_the_events_stops_the_run(digits: Path, environment: dict[str, str]) -> None:
-    found = driven(digits, environment, "start", "cfg.start_workers=0")
+def test_leaving_the_loop_over_the_events_stops_the_run(drive: Drive) -> None:
+    found = drive("start", "cfg.start_workers=0")
     assert found["names"] == ["RunStarted", "RunEnded"]
     assert found["record"]["status"] == "STOPPED"

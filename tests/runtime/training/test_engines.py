@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx, edit
-from faults import diary, differences, final_state, make, points, reports, run_of, wait_for
+from conftest import Mlx, Start, edit
+from faults import diary, differences, final_state, points, reports, run_of, wait_for
 from leftovers import marked
 
 from mlx_runtime.companions.notebook import actors
@@ -167,8 +167,8 @@ class TestTheSameNumbers:
     """With dropout and batch norm, random numbers of every kind, metrics, and a schedule."""
 
     @pytest.fixture(scope="class")
-    def bound(self, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return make(tmp_path_factory.mktemp("bound") / "faults")
+    def bound(self, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_in("faults", tmp_path_factory.mktemp("bound"))
 
     @pytest.fixture(scope="class")
     def finished(self, mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
@@ -204,6 +204,7 @@ class TestTheSameNumbers:
         first: str,
         then: str,
         end: signal.Signals,
+        start: Start,
         start_group: StartGroup,
         mlx: Mlx,
         bound: Path,
@@ -212,7 +213,8 @@ class TestTheSameNumbers:
     ) -> None:
         """Between them, the two runs that change the engine take every step on Ray."""
         folder = Path(shutil.copytree(bound, tmp_path / "faults"))
-        process = start_group(folder, OFTEN, f"cfg.engine={first}", "cfg.pause_s=0.2")
+        words = (OFTEN, f"cfg.engine={first}", "cfg.pause_s=0.2")
+        process = start_group(folder, *words) if first == "ray" else start(folder, "train", "run", *words)
         wait_for(lambda: any(note.get("step") == 10 for note in diary(folder)))
         process.send_signal(end)
         _, errors = process.communicate(timeout=60)
@@ -225,11 +227,11 @@ class TestTheSameNumbers:
         assert record(folder)["engine"] == {"asked": then, "used": then}
 
     def test_lost_workers_are_replaced(
-        self, start_group: StartGroup, bound: Path, finished: Callable[..., Path], tmp_path: Path
+        self, start: Start, bound: Path, finished: Callable[..., Path], tmp_path: Path
     ) -> None:
         """Each rank is killed once, and the run ends as if nothing had happened."""
         folder = Path(shutil.copytree(bound, tmp_path / "faults"))
-        process = start_group(folder, OFTEN, "cfg.pause_s=0.1", "cfg.elastic.max_failures=2")
+        process = start(folder, "train", "run", OFTEN, "cfg.pause_s=0.1", "cfg.elastic.max_failures=2")
         for rank, step in ((1, 5), (0, 12)):
             wait_for(lambda step=step: any(note.get("step") == step for note in diary(folder)))
             victim = [note["pid"] for note in diary(folder) if note["rank"] == rank and "pid" in note][-1]

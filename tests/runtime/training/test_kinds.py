@@ -217,7 +217,6 @@ def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, 
 def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, environment: dict[str, str]) -> None:
     folder = experiment("kinds")
     command = [sys.executable, "-m", "mlx_runtime", "train", "prepare", "datasets.train.slow_s=0.02"]
-    subprocess.run([*command[:4], "bind"], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     environment = environment | {"RAY_ADDRESS": ""}
     both = [subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for one in both:
@@ -238,9 +237,7 @@ def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_t
 ) -> None:
     folder = without_streams(experiment("kinds"))
     options = (f"cfg.preparation.path={s3.format('run')}", "cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1")
-    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    settings["MLX_CACHE"] = str(tmp_path / "cache")
-    done = mlx(folder, "train", "run", "--prepare-batches", *options, **settings)
+    done = mlx(folder, "train", "run", "--prepare-batches", *options, MLX_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prepared  train, table, val, test: read from s3://bucket/run" in done.stdout
     check_every_row_once_in_equal_steps(seen(folder, 1), ["train"], epochs=1)

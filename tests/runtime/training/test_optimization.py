@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Mlx
 from faults import differences
-from sessions import ALONE, Events, attach
+from sessions import ALONE, Events, attach, session_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -77,7 +77,7 @@ Begin = Callable[..., BaseModule]
 def begin(tmp_path: Path) -> Begin:
     """`begin(accumulate_grad_batches=4)`: an experiment with these settings of `cfg`, as it is when its loop begins."""
 
-    def begin(**settings: Any) -> BaseModule:
+    def begin(*, sink: Events | None = None, **settings: Any) -> BaseModule:
         torch.manual_seed(0)
         nets = SimpleNamespace(net=Net(), other=Net())
         optimizers = SimpleNamespace(
@@ -85,7 +85,7 @@ def begin(tmp_path: Path) -> Begin:
             adam=torch.optim.Adam(nets.other.parameters(), lr=0.1),
         )
         module = BaseModule(cfg=TrainConfig(**settings), models=nets, optimizers=optimizers)
-        session = attach(module, tmp_path)
+        session = attach(module, tmp_path, sink)
         for optimizer in vars(optimizers).values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: session.optimization.before_update(optimizer))
             optimizer.register_step_post_hook(lambda *_: session.update_finished())
@@ -178,7 +178,7 @@ class TestUpdates:
             step(module, batch)
             if number == 1:
                 module.save_checkpoint(0)
-        module._session.end()
+        session_of(module).end()
         assert [path.name for path in tmp_path.rglob("epoch_*")] == ["epoch_0001_step_00000001"]
         state = torch.load(next(tmp_path.rglob("state.pt")), weights_only=True)
         assert state["loaders"]["train"]["steps"] == 4
@@ -186,7 +186,7 @@ class TestUpdates:
     def test_models_that_share_a_loss_step_apart(self, begin: Begin) -> None:
         """Under fp16 both must have stepped before the scale changes, which it does at every step here."""
         module, plain = begin(precision="fp16"), begin()
-        module._session.optimization.load_state_dict(SCALE | {"growth_interval": 1})
+        session_of(module).optimization.load_state_dict(SCALE | {"growth_interval": 1})
         for batch in loader_of(module, batch_size=8):
             module.backward((module.models.net(batch["x"]) + module.models.other(batch["x"])).square().mean())
             assert module.optimizer_step("sgd")
@@ -195,7 +195,7 @@ class TestUpdates:
             plain.backward((plain.models.net(batch["x"]) + plain.models.other(batch["x"])).square().mean())
             assert plain.optimizer_step("sgd")
             assert plain.optimizer_step("adam")
-        assert module._session.optimization.state_dict()["scale"] == 2.0**7
+        assert session_of(module).optimization.state_dict()["scale"] == 2.0**7
         assert same(module.models.net, plain.models.net, atol=0.01)
         assert not same(module.models.net, plain.models.net)
 
@@ -203,8 +203,7 @@ class TestUpdates:
     def test_a_loss_that_passes_through_the_model_of_another_optimizer(self, begin: Begin, accumulate: int) -> None:
         """The generator `net` and its discriminator `other`, which the reference freezes for the generator's loss."""
 
-        def train(module: BaseModule, **generator: Any) -> list[str]:
-            module._session.reporter.events._sink = events = Events()
+        def train(module: BaseModule, events: Events, **generator: Any) -> list[str]:
             net, other = module.models.net, module.models.other
             for batch in loader_of(module, batch_size=4):
                 module.backward((other(batch["x"] + net(batch["x"])[:, None].detach()) - 1).square().mean())
@@ -216,11 +215,12 @@ class TestUpdates:
             return [event.text for event in events if isinstance(event, Notice)]
 
         settings = {"accumulate_grad_batches": accumulate}
-        module, frozen, mixed = begin(**settings), begin(**settings), begin(**settings)
-        assert [*train(module, optimizer="sgd"), *train(frozen)] == []
+        sinks = Events(), Events(), Events()
+        module, frozen, mixed = (begin(sink=sink, **settings) for sink in sinks)
+        assert [*train(module, sinks[0], optimizer="sgd"), *train(frozen, sinks[1])] == []
         assert same(module.models.net, frozen.models.net)
         assert same(module.models.other, frozen.models.other)
-        (notice,) = train(mixed, weight=4)  # the gradients of both losses, as with loss.backward()
+        (notice,) = train(mixed, sinks[2], weight=4)  # the gradients of both losses, as with loss.backward()
         assert notice == (
             "the loss of sgd left gradients in parameters of adam, too, which are added to its next update; if they do "
             'not belong there: self.backward(loss, optimizer="sgd")'
@@ -232,7 +232,7 @@ class TestUpdates:
         module = begin(precision="fp16")
         for batch in loader_of(module, batch_size=8):
             assert all(step(module, batch, factor=1e-3) for _ in range(3))
-        assert module._session.optimization.state_dict()["_growth_tracker"] == 9
+        assert session_of(module).optimization.state_dict()["_growth_tracker"] == 9
 
 
 class TestErrors:
@@ -279,11 +279,11 @@ class TestErrors:
             module.optimizers.sgd.step()
 
     def test_a_plain_step_does_not_clip_which_is_noticed_once(self, begin: Begin) -> None:
-        module, events = begin(gradient_clip=1.0), Events()
-        module._session.reporter.events._sink = events
+        events = Events()
+        module = begin(sink=events, gradient_clip=1.0)
         for _ in range(2):
             module.optimizers.sgd.step()
-        (event,) = events
+        (event,) = [event for event in events if isinstance(event, Notice)]
         assert event.text == "cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip"
 
     def test_a_plain_backward(self, begin: Begin) -> None:
@@ -367,9 +367,9 @@ class TestPrecision:
         before = copy.deepcopy(module.models.net)
         assert step(module, {"x": torch.ones(2, 3)}, factor=float("inf"))
         assert same(module.models.net, before)
-        assert module._session.optimization.state_dict()["scale"] == 2.0**15
-        assert module._session.optimization.step_completed_update()
-        assert not module._session.optimization.step_completed_update()
+        assert session_of(module).optimization.state_dict()["scale"] == 2.0**15
+        assert session_of(module).optimization.step_completed_update()
+        assert not session_of(module).optimization.step_completed_update()
         assert step(module, {"x": torch.ones(2, 3)}, factor=1e-3)
         assert not same(module.models.net, before)
 
@@ -377,12 +377,12 @@ class TestPrecision:
         saved, restored = (begin(precision="fp16") for _ in range(2))
         for _ in range(2):
             assert step(saved, {"x": torch.ones(2, 3)}, factor=float("inf"))
-        state = saved._session.optimization.state_dict()
+        state = session_of(saved).optimization.state_dict()
         assert state["scale"] == 2.0**14
-        restored._session.optimization.load_state_dict(state)
-        assert restored._session.optimization.state_dict() == state
-        restored._session.optimization.load_state_dict({})  # saved with another precision
-        assert restored._session.optimization.state_dict() == state
+        session_of(restored).optimization.load_state_dict(state)
+        assert session_of(restored).optimization.state_dict() == state
+        session_of(restored).optimization.load_state_dict({})  # saved with another precision
+        assert session_of(restored).optimization.state_dict() == state
 
 
 @pytest.mark.parametrize(

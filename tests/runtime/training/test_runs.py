@@ -209,7 +209,6 @@ def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(m
     ("workers", "sent", "code"),
     [
         pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.local),
-        (0, signal.SIGINT, 130),
         (0, signal.SIGTERM, 143),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sessions import ALONE, Events, attach
+from sessions import ALONE, Events, attach, session_of
 from torch import nn
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
@@ -93,7 +93,7 @@ def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop
 
 def state(experiment: Experiment) -> str:
     optimizer, schedule = experiment.optimizers.sgd.state_dict(), experiment.schedule.state_dict()
-    weights, mean = experiment.models.net.state_dict(), experiment._session.reporter.latest["train/mean"]
+    weights, mean = experiment.models.net.state_dict(), session_of(experiment).reporter.latest["train/mean"]
     return f"{weights} {optimizer} {schedule} {mean} {experiment.global_step}"
 
 
@@ -180,7 +180,7 @@ class Numbers(Experiment):
 def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     events = Events()
     experiment = run(Numbers(monitor="e"), tmp_path, sink=events)
-    latest = experiment._session.reporter.latest
+    latest = session_of(experiment).reporter.latest
     found = {name: latest[name] for name in "abcde"}
     assert found == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 1.0, "e": 0.25}
     assert {type(value) for value in found.values()} == {float}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Mlx
-from sessions import ALONE, Events, attach
+from sessions import ALONE, Events, attach, session_of
 from torch import nn
 from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
@@ -126,7 +126,7 @@ def run(
 def state(experiment: Experiment) -> str:
     """Return everything that a resumed run has to have in common with an uninterrupted one."""
     weights, optimizer = experiment.models.net.state_dict(), experiment.optimizers.sgd.state_dict()
-    return f"{weights} {optimizer} {experiment._session.reporter.latest} {experiment.global_step} {torch.rand(1)}"
+    return f"{weights} {optimizer} {session_of(experiment).reporter.latest} {experiment.global_step} {torch.rand(1)}"
 
 
 def of_type(events: Events, kind: type) -> list[Any]:
@@ -349,7 +349,7 @@ class TestEvaluationWithinAnEpoch:
             resumed, _ = run(Experiment(**settings), tmp_path / f"{limit}")
             again = recorded.pop("train/mean_interval")
             assert first + again == expected
-            assert "train/mean_interval" not in resumed._session.reporter.latest
+            assert "train/mean_interval" not in session_of(resumed).reporter.latest
 
     def test_an_interval_begins_with_a_reset(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
         experiment = Experiment(num_epochs=1)

@@ -190,7 +190,7 @@ OTHERS = (
     *("failing", "restarted", "stopped", "nested"),
 )
 
-ON_A_CLUSTER = ("iterator", "ddp", "loading", "used", "experiment", "objects")
+ON_A_CLUSTER = ("iterator", "ddp", "used", "experiment", "objects")
 
 Found = dict[str, Any]
 
@@ -267,11 +267,12 @@ class TestRuns:
         assert finished
         assert returns == [[0, 2, 0], [1, 2, 1]]
 
-    def test_a_function_continues_from_a_checkpoint_and_saves_its_own(self, both: Found) -> None:
-        returned, checkpoint, path, cfg = both["loading"]
+    @pytest.mark.local
+    def test_a_function_continues_from_a_checkpoint_and_saves_its_own(self, local: Found) -> None:
+        returned, checkpoint, path, cfg = local["loading"]
         assert returned == [10, 10]
         assert checkpoint == {"epoch": 4, "model": 10}
-        assert path == str(both["folder"] / "runs" / "resumable" / "run_001" / "checkpoints" / "epoch_0002")
+        assert path == str(local["folder"] / "runs" / "resumable" / "run_001" / "checkpoints" / "epoch_0002")
         assert (cfg["function"], cfg["config"]) == ("src.training.resumable", {"num_epochs": 5})
 
     @pytest.mark.local

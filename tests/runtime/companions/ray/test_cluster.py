@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from clusters import RayCluster, cluster, free_ports
 from conftest import KEYS, Mlx, edit
+from forkserver import Commands
 from hub_server import Hub
 
 from mlx_runtime.cli.verbs import data
@@ -63,28 +64,23 @@ class User:
     Args:
         folder: folder of the experiment.
         environment: environment of the terminal.
+        commands: the server that runs most commands.
     """
 
     folder: Path
     environment: dict[str, str]
+    commands: Commands
 
     def types(self, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-        done = subprocess.run(
-            [sys.executable, "-m", "mlx_runtime", *arguments],
-            cwd=self.folder,
-            env=self.environment | settings,
-            capture_output=True,
-            text=True,
-            timeout=560,
-        )
+        done = self.commands.run(self.folder, [*arguments], self.environment | settings, 560)
         print(" ".join(arguments), "->", done.returncode, done.stdout[-3000:], done.stderr[-3000:])
         return done
 
-    def starts(self, *arguments: str) -> "subprocess.Popen[str]":
+    def starts(self, *arguments: str, **settings: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [sys.executable, "-m", "mlx_runtime", *arguments],
             cwd=self.folder,
-            env=self.environment,
+            env=self.environment | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -100,9 +96,11 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def user(bound: Path, environment: dict[str, str], hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> User:
+def user(
+    bound: Path, environment: dict[str, str], commands: Commands, hub: Hub, tmp_path_factory: pytest.TempPathFactory
+) -> User:
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
-    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN})
+    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN}, commands)
 
 
 def until(what: Callable[[], Any], seconds: float = 400) -> Any:
@@ -122,6 +120,7 @@ def tags(port: int) -> dict[str, Any]:
     return {}
 
 
+STEP = "self.scheduler.step()"
 LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
 
 
@@ -330,7 +329,7 @@ def test_a_secret_is_not_written_down(user: User, ray_cluster: RayCluster) -> No
 def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayCluster, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(user.folder, tmp_path / "digits", ignore=shutil.ignore_patterns("runs")))
     edit(folder / "main.py", "import sys", "import os\nimport sys\n\nassert 'MLX_JOB' not in os.environ, 'not here'")
-    other = User(folder, user.environment)
+    other = User(folder, user.environment, user.commands)
     done = other.types("train", "launch", "--ray-address", ray_cluster.url)
     assert done.returncode == 1
     assert "failed during startup" in done.stderr
@@ -362,7 +361,7 @@ def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) 
     assert kept is not None
     assert re.search(r"^ *2/2 ", kept.decode(), re.MULTILINE)
     port = free_ports(1)[0]
-    server = User(user.folder, user.environment | there).starts("xp", "board", "digits", "--port", str(port))
+    server = user.starts("xp", "board", "digits", "--port", str(port), **there)
     try:
         until(lambda: "val/accuracy" in tags(port).get("run_001", {}), 180)
     finally:
@@ -450,7 +449,8 @@ class TestDataJobs:
 
 @pytest.fixture(scope="class")
 def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[Proxy]:
-    """`run_002`, launched through a proxy; it never ends by itself."""
+    """`run_002`, launched through a proxy; it never ends by itself, and leaves the cores to the tests."""
+    edit(user.folder / "src" / "experiment.py", STEP, f"{STEP}, __import__('time').sleep(0.02)")
     proxy = Proxy(ray_cluster.dashboard)
     done = user.types("train", "launch", *LONG, RAY_ADDRESS=f"127.0.0.1:{proxy.port}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -461,12 +461,12 @@ def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest
 class TestSweep:
     """A sweep whose driver is a job: Ray places the drivers of its runs."""
 
-    SHORT = ("cfg.name=tuning", "cfg.start_workers=1", "tools.early_stopping.patience=1000")
+    SHORT = ("cfg.name=tuning", "tools.early_stopping.patience=1000")
 
     def test_its_runs_share_the_cluster_and_a_lost_driver_is_replaced(
         self, user: User, ray_cluster: RayCluster
     ) -> None:
-        grid = ("optimizers.adam.lr=1e-3,1e-2,2e-2", "cfg.num_epochs=15")
+        grid = ("optimizers.adam.lr=1e-3,1e-2,2e-2", "cfg.num_epochs=15", "cfg.start_workers=1")
         words = (*self.SHORT, *grid, "--name", "shared", "--parallel", "2")
         done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -490,7 +490,8 @@ class TestSweep:
 
     def test_one_that_is_stopped_continues_as_another_job(self, user: User, ray_cluster: RayCluster) -> None:
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
-        done = user.types(*launch, *self.SHORT, "cfg.seed=0,1", "cfg.num_epochs=60", "--name=stopped")
+        words = ("cfg.start_workers=0", "cfg.seed=0,1", "cfg.num_epochs=60", "--name=stopped")
+        done = user.types(*launch, *self.SHORT, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: len(self.runs(user, "stopped")) == 2)  # the cluster has CPUs for both
         first = self.runs(user, "stopped")[0]
@@ -531,7 +532,7 @@ class TestSweep:
     def test_the_second_ctrl_c_kills_its_runs(self, user: User, ray_cluster: RayCluster) -> None:
         """It is then STOPPED, like the sweep above, which resumes."""
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
-        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=1", "cfg.num_epochs=15")
+        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=0", "cfg.num_epochs=60")
         done = user.types(*launch, *words, "tools.early_stopping.patience=1000", "--parallel=1")
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: user.has("run_001", "killed") and user.record("run_001", "killed").get("latest"))
@@ -559,7 +560,7 @@ class TestMirror:
             "cfg.hub.mirror=hf://alice/digits",
             "cfg.resume=auto",
             "cfg.secrets=[HF_TOKEN]",
-            "cfg.start_workers=2",
+            "cfg.start_workers=1",
         )
         for epochs in (1, 2):
             storage = str(tmp_path / f"storage_{epochs}")

@@ -281,7 +281,10 @@ def test_shards_on_an_object_store(s3: str, tmp_path: Path) -> None:
 
 @pytest.mark.kills
 def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """Either of two workers is killed at different moments; the other one notices, and readers find whole ones."""
+    """Either of two workers is killed at different moments; the other one notices, and readers find whole ones.
+
+    KILLS=12 in `make chaos`.
+    """
     saved, streams = (
         CheckpointStore(str(tmp_path / "checkpoints")),
         {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
@@ -290,12 +293,12 @@ def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Pat
     with subprocess.Popen(command, **streams, stderr=subprocess.DEVNULL, text=True, bufsize=1) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        for number in range(10):
+        for number in range(kills := int(os.environ.get("KILLS", "4"))):
             process.stdin.write("another\n")
             pids = [*map(int, process.stdout.readline().split())]
             for _ in range(4):
                 process.stdout.readline()
-            time.sleep(number / 300)
+            time.sleep(number / kills / 30)
             os.kill(pids[number % 2], signal.SIGKILL)
             line = next(line for line in process.stdout if line.startswith("ended"))
             assert sorted(map(int, line.split()[1:])) == [-signal.SIGKILL, 1]

@@ -41,7 +41,7 @@ class FakeEngine:
         while True:
             while len(running) < self.parallel and not sweep.stopping and (job := sweep.next()) is not None:
                 self.seen.append(job)
-                self._begin(job)
+                self.begin(job)
                 running.append(job)
             if not running:
                 return
@@ -50,7 +50,7 @@ class FakeEngine:
                 if sweep.stopping and not status:
                     status = "STOPPED"
                 if status:
-                    self._record(job, status=status, error=error)
+                    self.record(job, status=status, error=error)
                     running.remove(job)
                     sweep.ended(job, status, error or "")
 
@@ -69,11 +69,11 @@ class FakeEngine:
             return "PRUNED", None
         return ("SUCCEEDED" if epoch + 1 == self.epochs else ""), None
 
-    def _begin(self, job: TrialJob) -> None:
-        self._record(job, **lease())
+    def begin(self, job: TrialJob) -> None:
+        self.record(job, **lease())
         (folder(job) / "conf.yaml").write_text("cfg: {}\n")
 
-    def _record(self, job: TrialJob, **fields: Any) -> None:
+    def record(self, job: TrialJob, **fields: Any) -> None:
         file = folder(job) / "run.json"
         known = json.loads(file.read_text()) if file.exists() else {"sweep": job.facts}
         part = file.with_suffix(".part")

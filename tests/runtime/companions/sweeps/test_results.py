@@ -129,10 +129,11 @@ def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str
         (2, 0.1, 0.1),
         (2, 0.2, 0.2),
     ]
-    saved = CheckpointStore(run_folder(root, "digits", names[0]).checkpoints)
+    checkpoints = run_folder(root, "digits", names[0]).checkpoints
+    saved = CheckpointStore(checkpoints)
     for step, value in ((15, 0.1), (19, 0.3)):
         saved.save({}, CheckpointInfo(1, step == 19, step, {"val/loss": value}))
-    assert result.summary()["checkpoint"] == join_path(saved._storage.root, "epoch_0002_step_00000015")
+    assert result.summary()["checkpoint"] == join_path(checkpoints, "epoch_0002_step_00000015")
     for entry, found in zip(result.trials, ((1, 0.1), (1, 0.2)), strict=True):
         stored = {"trial": entry.number, "values": {}, "runs": [entry.runs[0].row.folder.name]}
         assert read_trial(result.folder, stored, "val/loss", "min", folds=False).best("min") == found

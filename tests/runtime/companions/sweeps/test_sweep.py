@@ -241,8 +241,8 @@ def test_a_run_stopped_by_the_user_is_left_to_a_resumed_sweep(tmp_path: Path) ->
     with sweep.supervise():
         job = sweep.next()
         assert job is not None
-        engine._begin(job)
-        engine._record(job, status="STOPPED")
+        engine.begin(job)
+        engine.record(job, status="STOPPED")
         sweep.ended(job, "STOPPED")
         engine.run(sweep)
     assert [job.trial for job in engine.seen] == [2]
@@ -374,7 +374,7 @@ def test_a_run_that_is_being_trained_is_not_taken_from_its_driver(tmp_path: Path
     sweep = starting.claim(plan)
     job = sweep.next()
     assert job is not None
-    engine._begin(job)
+    engine.begin(job)
     sweep.record.finish("STOPPED")
     before = record_of(tmp_path)
     with pytest.raises(UsageError, match="digits run_001 is being trained by process"):
@@ -438,6 +438,9 @@ def test_names_of_sweeps(tmp_path: Path) -> None:
         starting.claim(plan, "a/b")
 
 
+EVERY = 1 if "KILLS" in os.environ else 4
+
+
 class TestKilled:
     """A driver killed before any of its writes; a resumed sweep finds what an uninterrupted one does."""
 
@@ -471,8 +474,9 @@ class TestKilled:
             os._exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.kills)])
+    @pytest.mark.parametrize("every", [9, pytest.param(EVERY, marks=pytest.mark.kills)])
     def test_before_any_write(self, tmp_path: Path, every: int) -> None:
+        """Of which this is one in so many; `make chaos` takes each of them."""
         assert self.drive(tmp_path / "whole", None) == 0
         expected = [row[1:] for row in table(tmp_path / "whole")]
         kill_at, codes = every, []
