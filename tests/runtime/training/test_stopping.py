@@ -35,7 +35,7 @@ class TestInterval:
         return most
 
     def test_it_comes_about_as_often_however_long_steps_take(self, clock: list[float]) -> None:
-        for seconds, wanted in ((0.025, 10), (0.125, 2), (3.0, 1), (1e-6, MAX_STEPS_PER_VOTE)):
+        for seconds, wanted in ((0.01, 10), (0.05, 2), (3.0, 1), (1e-6, MAX_STEPS_PER_VOTE)):
             consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
             self.steps(consensus, clock, seconds)
             consensus.vote(0)
@@ -46,9 +46,9 @@ class TestInterval:
         consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
         self.steps(consensus, clock, 0.002)
         consensus.vote(0)
-        self.steps(consensus, clock, 0.12, most=20)
+        self.steps(consensus, clock, 0.045, most=20)
         assert consensus.vote(1) == 1
-        assert self.steps(consensus, clock, 0.12) == 2
+        assert self.steps(consensus, clock, 0.045) == 2
 
     def test_the_loop_does_not_wait_for_a_round_unless_steps_are_slow(self, clock: list[float]) -> None:
         consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))

@@ -8,13 +8,13 @@ import torch
 
 from mlx_runtime.distributed import Topology
 
-SECONDS_PER_VOTE = 0.25
+SECONDS_PER_VOTE = 0.1
 """Time between two rounds. A request waits for up to two of them, or for the next step if steps take longer."""
 
 MAX_STEPS_PER_VOTE = 50
 """Maximum number of steps between two rounds, for loops whose steps suddenly become much slower."""
 
-VOTES_PER_PREEMPTION_CHECK = 4
+VOTES_PER_PREEMPTION_CHECK = 10
 """Rounds of the stop consensus per check for preemption; each check is a collective of a few milliseconds."""
 
 
