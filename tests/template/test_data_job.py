@@ -72,7 +72,7 @@ def test_no_template_syntax_is_left(baked_job: Path) -> None:
 
 @pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "../a", "naïve", "a" * 101])
 def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
-    cure = "use up to 100 letters, digits, - and _, first a letter"
+    cure = "use up to 100 letters, digits, - and _, starting with a letter"
     message = f"error: {name!r} is not a valid data job name; {cure}\n"
     done = mlx(tmp_path, "data", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)

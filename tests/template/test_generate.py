@@ -94,7 +94,7 @@ def test_the_version_of_the_template_is_recorded_and_is_the_runtimes(baked: Path
 
 @pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "a/b", "", "-a", "naïve", "a.b", "a" * 101])
 def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
-    cure = "use up to 100 letters, digits, - and _, first a letter"
+    cure = "use up to 100 letters, digits, - and _, starting with a letter"
     message = f"error: {name!r} is not a valid experiment name; {cure}\n"
     done = mlx(tmp_path, "train", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)
