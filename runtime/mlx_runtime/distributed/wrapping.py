@@ -26,7 +26,7 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
     and returns the tensors of this worker.
 
     Args:
-        model: a model with trainable parameters. For others, use `model.to(get_device())`.
+        model: any model. One without trainable parameters, such as a teacher, is only moved.
         parallel_strategy_kwargs: arguments for DistributedDataParallel, such as `{"find_unused_parameters": True}`.
 
     Returns:
@@ -34,14 +34,14 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
 
     Raises:
         MlxError: called outside of a worker.
-        RuntimeError: with several workers, no parameter of the model requires a gradient, or the models differ.
+        RuntimeError: the models of the workers differ.
     """
     topology = current("prepare_model")
     if topology.model_parallel_size > 1:
         return model
     device = topology.device
     model = model.to(device)
-    if topology.world_size == 1 or is_sharded(model):
+    if topology.world_size == 1 or is_sharded(model) or not any(item.requires_grad for item in model.parameters()):
         return model
     own: dict[str, Any] = {"device_ids": [device], "output_device": device} if device.type == "cuda" else {}
     return DistributedDataParallel(model, **(own | dict(parallel_strategy_kwargs or {})))

@@ -38,6 +38,14 @@ def test_a_model_is_prepared_for_one_worker() -> None:
     with Topology(0, 1, torch.device("meta")).entered():
         assert mlx_runtime.prepare_model(model) is model
         assert model.weight.device == mlx_runtime.get_device() == torch.device("meta")
+
+
+def test_a_model_that_is_not_trained_is_only_moved() -> None:
+    """As for a momentum encoder, which has no gradients to synchronize."""
+    model = nn.Linear(2, 1).requires_grad_(False)
+    with Topology(1, 2, torch.device("meta")).entered():
+        assert mlx_runtime.prepare_model(model) is model
+        assert model.weight.device == torch.device("meta")
     for call, name in ((mlx_runtime.get_device, "get_device"), (lambda: mlx_runtime.prepare_model(model), "prepare_m")):
         with pytest.raises(MlxError, match=rf"{name}.*\(\) works on workers: in worker_loop, eval_loop, or a function"):
             call()

@@ -344,7 +344,7 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
     script = (
         "import os, sys, torch\n"
         "from mlx_runtime.runs.checkpoints.index import CheckpointInfo\n"
-        "from mlx_runtime.runs.checkpoints import *\n"
+        "from mlx_runtime.runs.checkpoints.store import PARTS, CheckpointStore\n"
         "saved = CheckpointStore(sys.argv[1])\n"
         "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"
         "for _ in iter(sys.stdin.readline, ''):\n"
