@@ -71,6 +71,10 @@ class Request:
         options = [f"{option}={value}" for option, name in OPTIONS.items() if (value := getattr(self, name))]
         return [*options, *[FAST_DEV_RUN] * self.fast, *self.overrides]
 
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over these arguments, for a main.py that adds some: `[*overrides, "cfg.seed=1"]`."""
+        return iter(self.words)
+
 
 @dataclass(frozen=True)
 class RunConfig(Config):

@@ -1,6 +1,7 @@
 """Requests: what a command line, `mlx train run` and a job on a cluster ask a main.py for."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ def test_arguments_of_main_are_a_request_and_back(line: str, expected: Request) 
     asked = Request.parse(shlex.split(line))
     assert asked == expected
     assert Request.parse(asked.words) == asked
+    more = Request.parse([*asked, "cfg.more=1"])  # as in a main.py that adds an override
+    assert more == replace(asked, overrides=(*asked.overrides, "cfg.more=1"))
 
 
 @pytest.mark.pure
