@@ -60,8 +60,10 @@ class Checker:
                 own, rest = split_cfg(tree[name], base)
                 found = [*self._value(own, cls, name, path_of(cls)), *self._value(rest, base, name, path_of(base))]
                 hints = {item.name: item.annotation for item in parameters(base) or []}
-                for key in own.keys() & hints.keys() - {problem.key.split(".")[1] for problem in found}:
-                    found += self._value(own[key], hints[key], f"{name}.{key}", path_of(base))  # your type may be wider
+                wrong = {key for problem in found for key in problem.key.split(".")[1:2]}
+                for key in own:  # your type may be wider
+                    if key in hints and key not in wrong:
+                        found += self._value(own[key], hints[key], f"{name}.{key}", path_of(base))
                 yield from found
             else:  # the `params` of optimizers come from the models
                 free = {f"{name}.{optimizer}.params" for optimizer in tree[name]} if name == "optimizers" else ()
