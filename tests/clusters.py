@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leftovers import marked
+
 START_S = 300
+
+ENDING_S = 60
+
+MARK = "RAY_TEST_NODE"
+"""Variable that all processes of a node inherit."""
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -45,6 +52,7 @@ class RayCluster:
     environment: Mapping[str, str]
     token: str | None = None
     raylets: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    _marks: dict[int, str] = field(default_factory=dict)
 
     def __enter__(self) -> "RayCluster":
         self.folder = Path(tempfile.mkdtemp(prefix="mlxr-", dir="/tmp"))  # short, because socket paths are limited
@@ -114,38 +122,41 @@ class RayCluster:
         ports = ("--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=true")
         command = [RAY, "start", *options, *common, *ports, f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         with (self.folder / "start.log").open("ab") as log:
-            return subprocess.Popen(
+            mark = f"{self.folder}:{time.monotonic_ns()}"
+            process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self._env | dict(environment or {}),
+                env=self._env | dict(environment or {}) | {MARK: mark},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._marks[process.pid] = mark
+        return process
 
-    @staticmethod
-    def _end(process: "subprocess.Popen[bytes]") -> None:
-        """Send SIGKILL to all processes of the session of a `ray start`."""
-        members = _session(process.pid)
-        for pid in [process.pid, *members]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        """Send SIGKILL to all processes of a `ray start`, and to those that they start until they are dead."""
+        mark = self._marks.pop(process.pid)
+        until = time.monotonic() + ENDING_S
+        while (pids := _members(mark)) and time.monotonic() < until:
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         process.wait()
 
 
-def _session(leader: int) -> list[int]:
-    """Return the processes of a session, and those that they started in other sessions."""
-    parents: dict[int, int] = {}
-    sessions: dict[int, int] = {}
+def _members(mark: str) -> set[int]:
+    """Return the living processes of a node: those with its mark, and their children, whose titles may overwrite it."""
+    found, parents = set(marked(mark, MARK)), dict[int, int]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            pid = int(stat.parent.name)
-            parents[pid], sessions[pid] = int(fields[1]), int(fields[3])
-    found = {pid for pid, session in sessions.items() if session == leader}
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                parents[int(stat.parent.name)] = int(parent)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    return sorted(found)
+    return found
 
 
 @contextlib.contextmanager

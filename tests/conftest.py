@@ -117,7 +117,7 @@ def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
     """`mlx(folder, "train", "run", ...)` runs the command in a folder and returns the completed process."""
 
     def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-        changed = environment | settings
+        changed = environment | settings | current_test()
         if forks(settings):
             return commands.run(folder, [*arguments], changed, TIMEOUT_S)
         command = [sys.executable, "-m", "mlx_runtime", *arguments]
@@ -132,7 +132,7 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
     started: list[Started] = []
 
     def start(folder: Path, *arguments: str, **settings: str) -> Started:
-        changed = environment | settings
+        changed = environment | settings | current_test()
         if forks(settings):
             started.append(commands.start(folder, [*arguments], changed))
         else:
@@ -144,6 +144,12 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait()
+
+
+def current_test() -> dict[str, str]:
+    """The variable by which leftover processes name the test that started them."""
+    name = "PYTEST_CURRENT_TEST"
+    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def forks(settings: Mapping[str, str]) -> bool:

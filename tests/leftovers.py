@@ -17,26 +17,35 @@ import pytest
 
 NAME = "TESTS_OF_SESSION"
 
-ENDING_S = float(os.environ.get("TESTS_ENDING_S", 20))
-"""How long processes may take to end after the last test."""
+ENDING_S = float(os.environ.get("TESTS_ENDING_S", 180))
+"""How long processes may take to end after the last test; Ray's agents take minutes to notice a killed driver."""
 
 KILLING_S = 60.0
 """How long to look for processes that those to be killed have just started."""
 
 REAPER = pytest.StashKey["subprocess.Popen[bytes]"]()
 
+LEFT = pytest.StashKey["dict[int, str]"]()
+"""What was left behind: process ids and descriptions."""
+
 
 def left(session: str) -> dict[int, str]:
-    """Return the processes of a session and their commands, without this process and its children."""
+    """Return the processes of a session and what they are, without this process and its children."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            if f"{NAME}={session}\0".encode() in (entry / "environ").read_bytes():
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if os.getpid() not in (parent, int(entry.name)):
-                    found[int(entry.name)] = command.strip()
+            variables = dict(pair.split("=", 1) for pair in strings(entry / "environ") if "=" in pair)
+            if variables.get(NAME) == session:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if os.getpid() not in (int(parent), int(entry.name)):
+                    test = variables.get("PYTEST_CURRENT_TEST", "an unknown test")
+                    command = " ".join(strings(entry / "cmdline")).strip()
+                    found[int(entry.name)] = f"{command} (started by {test}, state {state}, parent {parent})"
     return found
+
+
+def strings(file: Path) -> list[str]:
+    return file.read_bytes().decode(errors="replace").split("\0")
 
 
 def kill(session: str) -> None:
@@ -65,10 +74,16 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         while left(mark) and time.monotonic() < until:
             time.sleep(0.1)
         if found := left(mark):
-            print(*(f"\nleft behind, and killed: process {pid}: {what}" for pid, what in found.items()))
+            session.config.stash[LEFT] = found
             kill(mark)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return result
+
+
+@pytest.hookimpl(trylast=True)  # at the end, where it is seen
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for pid, what in config.stash.get(LEFT, {}).items():
+        terminalreporter.write_line(f"left behind, and killed: process {pid}: {what}", red=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -82,11 +97,11 @@ if __name__ == "__main__":
     kill(sys.argv[1])
 
 
-def marked(mark: Path | str) -> list[int]:
-    """Return the living processes of a test."""
+def marked(mark: Path | str, name: str = "MLX_TEST_MARK") -> list[int]:
+    """Return the living processes that have inherited a variable with this value."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and f"MLX_TEST_MARK={mark}\0".encode() in (entry / "environ").read_bytes():
+            if entry.name.isdecimal() and f"{name}={mark}\0".encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
     return found

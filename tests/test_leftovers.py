@@ -36,7 +36,8 @@ def running(folder: Path) -> bool:
 def test_what_is_left_fails_the_session_and_is_killed(tmp_path: Path, environment: dict[str, str]) -> None:
     with session(tmp_path, environment, lasts_s=0) as process:
         output, _ = process.communicate(timeout=120)
-    assert f"left behind, and killed: process {(tmp_path / 'pid').read_text().strip()}: sleep 600" in output
+    assert f"left behind, and killed: process {(tmp_path / 'pid').read_text().strip()}: sleep 600 (" in output
+    assert "started by test_it.py::test_leaves_a_process (call)" in output
     assert "1 passed" in output
     assert process.returncode == 1
     assert not running(tmp_path)
