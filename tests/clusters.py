@@ -136,7 +136,7 @@ class RayCluster:
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         """Send SIGKILL to all processes of a `ray start`, and to those that they start until they are dead."""
-        mark = self._marks.pop(process.pid)
+        mark = self._marks[process.pid]
         until = time.monotonic() + ENDING_S
         while (pids := _members(mark)) and time.monotonic() < until:
             for pid in pids:
