@@ -13,7 +13,7 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
-from forkserver import Command, Commands
+from forkserver import Command, Commands, as_script
 from storages import filled
 
 pytest_plugins = ["leftovers"]
@@ -28,7 +28,7 @@ os.environ.update(KEYS)  # here, because some tests restore the environment of t
 TIMEOUT_S = 560
 """Timeout of one command."""
 
-RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "install", "gpu")
+RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "examples", "install", "gpu")
 """From inner to outer; pyproject.toml describes each of them."""
 
 OUTSIDE = {"s3", "browser", "ray_cluster"}
@@ -158,7 +158,21 @@ def forks(settings: Mapping[str, str]) -> bool:
 
 
 @pytest.fixture(scope="session")
-def script(environment: dict[str, str]) -> Script:
+def python(commands: Commands, environment: dict[str, str]) -> Mlx:
+    """`python(folder, "script.py", ...)` runs a script of a folder, and returns the completed process."""
+
+    def run(folder: Path, *command: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        changed = environment | settings | current_test()
+        if forks(settings):
+            return commands.run(folder, [*command], changed, TIMEOUT_S, as_script(str(folder), [*command]))
+        start = [sys.executable, *command]
+        return subprocess.run(start, cwd=folder, env=changed, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def script(python: Mlx) -> Script:
     """`script(folder, text)` runs a Python script in a folder and returns the one line of JSON that it prints.
 
     It may print nothing else, except `stderr`.
@@ -166,8 +180,7 @@ def script(environment: dict[str, str]) -> Script:
 
     def run(folder: Path, text: str, *, stderr: str = "") -> dict[str, Any]:
         (folder / "script.py").write_text(text)
-        command = [sys.executable, "script.py"]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        done = python(folder, "script.py")
         assert (done.returncode, done.stderr) == (0, stderr), done.stdout + done.stderr
         (line,) = done.stdout.splitlines()
         return dict(json.loads(line))

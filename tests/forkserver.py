@@ -172,6 +172,16 @@ class Commands:
         return None
 
 
+def as_script(folder: str, command: list[str]) -> str:
+    """Return code that does what `python script.py ...` does in a folder."""
+    path = Path(folder, command[0])
+    return (
+        f"import sys; __file__, sys.argv = {str(path)!r}, {command!r}; sys.orig_argv[1:] = sys.argv\n"
+        f"sys.path[0] = {str(path.parent)!r}\n"
+        f"exec(compile(open(__file__).read(), __file__, 'exec'))"
+    )
+
+
 def serve() -> str | None:
     """Send the names of this process's threads, then the pid of a child for each command, and its exit code at its end.
 

@@ -11,7 +11,7 @@ from conftest import ROOT, Mlx, bind
 
 from mlx_runtime import open_run
 
-pytestmark = pytest.mark.local
+pytestmark = pytest.mark.examples
 
 Make = Callable[[str], Path]
 
@@ -35,6 +35,7 @@ def lines(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in named]
 
 
+@pytest.mark.pure
 def test_every_example_is_listed_and_tested() -> None:
     page = (ROOT / "docs" / "guides" / "examples.md").read_text()
     for file in (ROOT / "docs" / "examples").glob("*.py"):

@@ -259,14 +259,14 @@ def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
         assert log.read_text().count("rows 11\n") == 2
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_a_run_goes_on_with_another_engine(run: Run, ours: tuple[str, list[str]]) -> None:
     run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
     assert weights(run, "two") == ours[1]
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_runs_live_in_a_storage_of_another_package(run: Run, ours: tuple[str, list[str]], tmp_path: Path) -> None:
     database = f"cfg.storage_path=sqlite://{tmp_path}/runs.db"
     run("train", "run", "cfg.engine=local", database, "cfg.num_epochs=1", "cfg.name=two")
@@ -320,7 +320,7 @@ def test_a_strategy_splits_a_model(split: Run, whole: tuple[str, Path], tmp_path
     )
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(
     split: Run, whole: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -336,7 +336,7 @@ def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(
     assert latest(tmp_path / "pairs")["numbers"]["latest"]["train/rows"] == 22
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_the_checkpoint_of_a_split_run_needs_no_strategy(
     whole: tuple[str, Path], layered: Path, mlx: Mlx, installed: Path, commands: Commands, environment: dict[str, str]
 ) -> None:
@@ -393,7 +393,7 @@ def records(storage: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(storage.glob("experiment/run_*/run.json"))]
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_an_engine_of_sweeps_trains_as_ours_does(run: Run, tmp_path: Path) -> None:
     printed = run("train", "sweep", *SWEEP, IN_TURN)
     assert "best      trial " in printed
@@ -408,7 +408,7 @@ def test_an_engine_of_sweeps_trains_as_ours_does(run: Run, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_an_engine_of_sweeps_prunes(run: Run, tmp_path: Path) -> None:
     """The second run learns nothing, so it is worse than the first when a ninth of its epochs is over."""
     run("train", "sweep", "optimizers.sgd.lr=0.1,0", *SWEEP[1:], IN_TURN, "cfg.num_epochs=90", "--scheduler=asha")

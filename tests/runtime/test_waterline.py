@@ -64,6 +64,7 @@ def test_it_does_without(loaded: list[str], name: str) -> None:
     assert list(PACKAGE.glob(f"{name.replace('.', os.sep)}*")), "there is no such module"
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("name", COMPANIONS)
 def test_a_companion_is_removed_with_its_folder_and_its_line(
     name: str, digits: Path, commands: Commands, environment: dict[str, str], tmp_path: Path

@@ -118,6 +118,7 @@ def test_its_settings_come_from_dot_env(shards: Path, environment: dict[str, str
     assert (tmp_path / "elsewhere" / "data" / "shards" / "job.json").is_file()
 
 
+@pytest.mark.examples
 def test_its_own_tests_pass(shards: Path, environment: dict[str, str]) -> None:
     assert make(shards, environment, "bind").returncode == 0
     done = make(shards, environment, "test")
@@ -125,6 +126,7 @@ def test_its_own_tests_pass(shards: Path, environment: dict[str, str]) -> None:
     assert "3 passed" in done.stdout
 
 
+@pytest.mark.examples
 def test_its_own_tests_notice_an_image_that_is_lost(shards: Path, environment: dict[str, str]) -> None:
     edit(shards / "src" / "job.py", "firsts = range(0, count,", "firsts = range(1, count,")
     done = make(shards, environment | {"PYTEST_ADDOPTS": "-k every_image"}, "test")
@@ -132,6 +134,7 @@ def test_its_own_tests_notice_an_image_that_is_lost(shards: Path, environment: d
     assert "FAILED tests/test_job.py::test_every_image_is_there_once" in done.stdout
 
 
+@pytest.mark.examples
 def test_it_is_linted_formatted_and_typed(shards: Path) -> None:
     check(shards)
 

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from mlx_runtime import open_run
 
-pytestmark = pytest.mark.local
+pytestmark = pytest.mark.examples
 
 FAILS = {"tags": ["raises-exception"]}
 

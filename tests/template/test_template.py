@@ -254,12 +254,14 @@ def test_every_setting_of_its_config_works_by_an_override(digits: Path, mlx: Mlx
     assert "is not finite at step 2 (cfg.debug.stop_on_nan)" in failed.stderr
 
 
+@pytest.mark.examples
 def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
     done = make(digits, environment, "test")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
 
 
+@pytest.mark.examples
 def test_its_own_tests_notice_a_model_that_does_not_train(digits: Path, environment: dict[str, str]) -> None:
     edit(digits / "src" / "experiment.py", 'self.optimizer_step("adam")', "True")
     done = make(digits, environment | {"PYTEST_ADDOPTS": "-k a_checkpoint"}, "test")
@@ -276,6 +278,7 @@ def check(folder: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.examples
 def test_it_is_linted_formatted_and_typed(digits: Path) -> None:
     check(digits)
 

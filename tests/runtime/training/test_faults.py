@@ -141,7 +141,10 @@ def test_the_run_ends_as_if_nobody_had_killed_anything(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("moment", ["in an epoch", "in an epoch, with loaders of shards", "while saving"])
+@pytest.mark.parametrize(
+    "moment",
+    ["in an epoch", pytest.param("in an epoch, with loaders of shards", marks=pytest.mark.kills), "while saving"],
+)
 def test_a_killed_driver_goes_on_where_it_was(
     moment: str, start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
@@ -284,7 +287,7 @@ class TestTwoWorkers:
         assert len(lines) == 2
         self.check_stopped(folder)
 
-    @pytest.mark.parametrize("ignored", [False, True], ids=["", "under nohup"])
+    @pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.kills)], ids=["", "under nohup"])
     def test_so_does_a_closed_terminal(self, ignored: bool, environment: dict[str, str], folder: Path) -> None:
         """Unless it ignores SIGHUP, whatever its output goes to."""
         overrides = ["cfg.pause_s=0.05", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2"]

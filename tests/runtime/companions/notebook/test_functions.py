@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EXPERIMENTS
+from conftest import EXPERIMENTS, Mlx
 from faults import cluster
 from leftovers import marked
 
@@ -200,14 +200,13 @@ def named() -> None:
 
 
 @pytest.fixture(scope="module")
-def of_script(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
+def of_script(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
     """`of_script("local", "iterator", ...)` returns what a script finds with a Trainer of that engine, by name."""
 
     def found(engine: str, *names: str, folder: Path | None = None, **settings: str) -> Found:
         folder = folder or made_in(tmp_path_factory.mktemp("functions"))
         (folder / "script.py").write_text(SCRIPT)
-        command, variables = [sys.executable, "script.py", engine, *names], environment | settings
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=540)
+        done = python(folder, "script.py", engine, *names, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         *printed, returned = done.stdout.splitlines()
         return json.loads(returned) | {"printed": printed, "stderr": done.stderr, "folder": folder}

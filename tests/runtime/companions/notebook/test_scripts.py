@@ -1,11 +1,11 @@
 """Functions in the script that starts their runs, which calls `Trainer.run` at its top level."""
 
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import Mlx
 
 from mlx_runtime import open_run
 
@@ -59,16 +59,13 @@ finally:
 """
 
 
-def test_a_script_without_a_package_trains_fails_changes_and_resumes(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_script_without_a_package_trains_fails_changes_and_resumes(python: Mlx, tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     script.write_text(SCRIPT)
 
     def run(argument: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, str(script), argument]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        return python(tmp_path, "scripts/train.py", argument)
 
     failed = run("fail")
     assert "ValueError: on purpose (raised on rank" in failed.stderr
@@ -101,14 +98,13 @@ def test_a_script_without_a_package_trains_fails_changes_and_resumes(
     ],
 )
 def test_a_script_that_workers_cannot_import_is_refused(
-    environment: dict[str, str], tmp_path: Path, name: str, cwd: str, message: str
+    python: Mlx, tmp_path: Path, name: str, cwd: str, message: str
 ) -> None:
     for folder in ("elsewhere", "src"):
         (tmp_path / folder).mkdir()
     (tmp_path / "src" / "__init__.py").touch()
     (tmp_path / name).write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / name), "train"]
-    done = subprocess.run(command, cwd=tmp_path / cwd, env=environment, capture_output=True, text=True, timeout=120)
+    done = python(tmp_path / cwd, str(tmp_path / name), "train")
     last = done.stderr.splitlines()[-1]
     assert last.startswith("mlx_runtime.errors.UsageError: workers cannot import train_func from ")
     assert message in last
