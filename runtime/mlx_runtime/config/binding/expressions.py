@@ -104,7 +104,8 @@ def record_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     """
     if value is None or type(value) in (bool, int, float, str):
         return None
-    package = [name for name in list(sys.modules) if name.partition(".")[0] == home.partition(".")[0]]
+    top = home.partition(".")[0]
+    package = [name for name in list(sys.modules) if name == top or name.startswith(f"{top}.")]
     for module in filter(None, map(sys.modules.get, [home, *package])):
         for constant, held in list(vars(module).items()):
             if held is value and (expression := _assigned_expression(module, constant)) is not None:
