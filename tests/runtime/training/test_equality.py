@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Mlx
+from conftest import Mlx, edit
+from faults import differences, final_state
 
 from mlx_runtime import open_run
 
@@ -62,3 +63,18 @@ def test_running_statistics(mlx: Mlx, experiment: Callable[[str], Path]) -> None
         mean = run.state()["models"]["net"]["layers.1.running_mean"]
         found[strategy] = [run.record["metrics"]["val/mse"], *mean.tolist()]
     assert found["fsdp"] == pytest.approx(found["ddp"], rel=RELATIVE, abs=1e-7)
+
+
+def test_running_statistics_of_a_model_outside_of_ddp(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    """A run that is resumed at the end of an epoch is exact, with evaluations by the statistics of the checkpoint."""
+    folder = experiment("faults")
+    module = folder / "src" / "experiment.py"
+    edit(module, "    net: Net = Net()\n", "    net: Net = Net()\n    norm: Norm = Norm(6, affine=False)\n")
+    edit(module, 'self.tools.noise(batch["x"])', 'self.models.norm.train()(self.tools.noise(batch["x"]))')
+    edit(module, "with torch.no_grad()", "with self.evaluation()")
+    edit(module, 'update(self.models.net(batch["x"])', 'update(self.models.net(self.models.norm(batch["x"]))')
+    for words in (["cfg.num_epochs=2"], ["cfg.num_epochs=1"], ["--resume=run_002", "cfg.num_epochs=2"]):
+        done = mlx(folder, "train", "run", "cfg.trackers={}", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    whole, resumed = (folder / "runs" / "faults" / f"run_00{number}" for number in (1, 2))
+    assert differences(final_state(whole), final_state(resumed)) == []

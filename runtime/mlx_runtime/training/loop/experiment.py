@@ -193,6 +193,8 @@ class BaseModule:
                     self.metrics.accuracy.update(self.models.net(batch["image"]), batch["label"])
                     self.save_metrics_and_losses(batch_idx, epoch)
         """
+        if self._run is not None:
+            self._run.sync_buffers()
         models = members(self.models, nn.Module).values()
         modes = {part: part.training for model in models for part in model.modules()}
         self.reset_all_metrics_and_losses()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data import Batch, Loader, WorkerPass, trains
-from mlx_runtime.distributed import agree, gather, is_sharded, whole
+from mlx_runtime.distributed import agree, gather, is_sharded, sync_buffers, whole
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport
@@ -335,6 +335,11 @@ class Session:
         self.metrics.before_reset(self.passes.around)
         self.passes.close()
 
+    def sync_buffers(self) -> None:
+        """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
+        if self.context.topology.world_size > 1 and not self.optimization.strategy.shards:
+            sync_buffers(self.context.groups.modules)
+
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
         self.beat()
@@ -359,6 +364,7 @@ class Session:
     def _store(self, epoch: int, *, finished: bool) -> None:
         self.reporter.begin()
         self.metrics.receive()
+        self.sync_buffers()
         self.checkpoints.save(epoch, finished=finished)
 
     def _finish(self, item: Pass, *, finished: bool) -> NoReturn:
