@@ -114,9 +114,10 @@ class SweepResult:
         return config
 
     def table(self, *, runs: bool = False) -> "pandas.DataFrame":
-        """Return one row per trial: its values, status, best epoch, all metrics, and its duration in seconds.
+        """Return one row per trial: its values, status, best epoch, metrics, and its duration in seconds.
 
-        With folds, metrics are means over the folds, and columns like `val/loss_std` contain standard deviations.
+        Metrics are those of the best epoch, and those that a run has recorded only once, such as the values of a final
+        test. With folds, they are means over the folds, and columns like `val/loss_std` contain standard deviations.
 
         Args:
             runs: Return one row per run instead, with the metrics at the best epoch of its trial.

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ class Trial:
     runs: tuple[RunResult, ...] = field(repr=False)  # those that were started; with folds, one per fold
     curve: Mapping[int, float] = field(repr=False)  # the metric by epoch, from 1; with folds, the mean
     epoch: int | None  # best epoch of the curve; None if the curve is empty
-    metrics: Mapping[str, float]  # all metrics at that epoch, or else their latest values; with folds, means
+    metrics: Mapping[str, float]  # metrics at that epoch, and of a final test; with folds, means
     spread: Mapping[str, float]  # standard deviations of the metrics over the folds
 
     @property
@@ -135,9 +136,13 @@ def with_checkpoint(curve: Mapping[int, float], saved: tuple[int, float] | None,
 
 
 def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:
-    """Return the metrics of an epoch, with latest values of metrics not recorded in it, like those of a final test."""
-    latest = {name: value for values in epochs.values() for name, value in values.items()}
-    return latest | dict(epochs.get(epoch or 0, {}))
+    """Return the metrics of an epoch, and those recorded only once in the run, like those of a final test.
+
+    Others have a value of another epoch only, which does not belong to this one.
+    """
+    counts = Counter(name for values in epochs.values() for name in values)
+    once = {name: value for values in epochs.values() for name, value in values.items() if counts[name] == 1}
+    return once | dict(epochs.get(epoch or 0, {}))
 
 
 def parse_value(text: str) -> Any:

@@ -76,8 +76,8 @@ def test_the_best_is_one_that_did_not_fail(searched: RunFolder) -> None:
 def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     """The best epochs of the single folds would favor trial 2."""
     curves = [([0.5, 0.4, 0.5], [0.6, 0.2, 0.7]), ([0.1, 0.9, 0.4], [0.9, 0.1, 0.4]), ([0.0], [0.0])]
-    last = [None, None, 7.0]
-    runs = [[store_run(root, {"val/loss": fold, "test/loss": last}) for fold in folds] for folds in curves]
+    others = {"test/loss": [None, None, 7.0], "val/rare": [9.0, None, 8.0]}
+    runs = [[store_run(root, {"val/loss": fold, **others}) for fold in folds] for folds in curves]
     trials = [{"values": {"a": str(number)}, "runs": own} for number, own in enumerate(runs)]
     trials[2]["runs"] = [runs[2][0], None]
     overrides = [
@@ -93,6 +93,8 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     table = result.table()
     assert table.loc[1, "val/loss_std"] == pytest.approx(math.sqrt(0.02))
     assert table.loc[1, ["test/loss", "test/loss_std"]].tolist() == [7.0, 0.0]
+    assert math.isnan(table.loc[1, "val/rare"])  # its values belong to other epochs
+    assert table.loc[2, "val/rare"] == 8.0
     assert table.loc[1, "duration_s"] == 60
     runs_table = result.table(runs=True)
     assert [*runs_table["fold"]] == [0, 1, 0, 1, 0]
