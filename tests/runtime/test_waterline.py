@@ -16,7 +16,7 @@ from mlx_runtime.companions import COMPANIONS
 
 pytestmark = pytest.mark.process
 
-MAX_MODULES, MAX_LINES = 99, 15_300
+MAX_MODULES, MAX_LINES = 99, 15_260
 """Of a run in one process. The goal is 80 and 11,500; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (

@@ -115,6 +115,8 @@ def _in(file: Path | None) -> str:
 def _blame(problem: Problem, selection: Selection) -> str:
     """Return the text of a problem, with the override or variant that causes it."""
     override = selection.override(problem.key)
+    if override and override.startswith("~"):
+        return f"{OVERRIDE}{override}: the experiment needs {problem.key}; leave this override out"
     return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + _in(selection.source(problem.key))
 
 
@@ -179,7 +181,13 @@ def read(
             try:
                 OmegaConf.select(config, key)
             except OmegaConfBaseException as error:  # an invalid interpolation
-                problems.append(Problem(key, f"{key}: {short_message(error)}"))
+                unset = re.search(r"Environment variable '(\w+)' not found", text := short_message(error))
+                cure = (
+                    f"the environment has no {unset[1]}; set it, or add a default: ${{oc.env:{unset[1]},0}}"
+                    if unset
+                    else ""
+                )
+                problems.append(Problem(key, f"{key}: {cure or text}"))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
         unresolved = resolve_config(config, environment=False)
@@ -189,6 +197,7 @@ def read(
     except (HydraException, OmegaConfBaseException) as error:
         source = "the overrides" if overrides and isinstance(error, HydraException) else title
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
+        why = why.replace("is not in struct", "is new there; to add keys, write ++ before the override")
         raise ConfigError(f"{source}: {short_message(error)}{why}") from error
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.torch_private import broadcast_tensors
 
 
 def data_parallel_group(topology: Topology) -> Any:
@@ -59,6 +58,8 @@ def sync_buffers(models: Iterable[torch.nn.Module]) -> None:
 
     DDP does so before each forward pass, but not for models and parts of models that are called without it.
     """
+    from mlx_runtime.distributed.torch_private import broadcast_tensors
+
     modules = [module for model in models for module in model.modules()]
     held = [(part, *item) for part in modules for item in part.named_buffers(recurse=False)]
     saved = [buffer.data for part, name, buffer in held if name not in part._non_persistent_buffers_set]

@@ -9,6 +9,6 @@ __all__, __getattr__ = door(
         "Storage Stored is_uri join_path parent_of prepared_root size_text split_options storage_at storage_errors "
         "storage_root to_json"
     ),
-    hashing="HashingReader HashingWriter SegmentReader SegmentWriter",
+    hashing="HashingReader HashingWriter",
     publishing="Publication leftovers recover unpublish",
 )

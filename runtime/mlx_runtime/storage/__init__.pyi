@@ -13,8 +13,6 @@ from mlx_runtime.storage.files import storage_root as storage_root
 from mlx_runtime.storage.files import to_json as to_json
 from mlx_runtime.storage.hashing import HashingReader as HashingReader
 from mlx_runtime.storage.hashing import HashingWriter as HashingWriter
-from mlx_runtime.storage.hashing import SegmentReader as SegmentReader
-from mlx_runtime.storage.hashing import SegmentWriter as SegmentWriter
 from mlx_runtime.storage.publishing import Publication as Publication
 from mlx_runtime.storage.publishing import leftovers as leftovers
 from mlx_runtime.storage.publishing import recover as recover

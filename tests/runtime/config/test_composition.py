@@ -168,6 +168,10 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             ["models.net.width=???"],
             "models.net.width: ??? must be given a value or removed, as {here}.Net has a default",
         ),
+        (
+            ["cfg.seed=${oc.env:NO_SUCH}"],
+            "cfg.seed: the environment has no NO_SUCH; set it, or add a default: ${oc.env:NO_SUCH,0}",
+        ),
         (["+models.net.widht=3"], "models.net.widht: {here}.Net has no such argument. Did you mean 'width'?"),
         (
             ["models.net._target_={here}.Gone"],
@@ -187,7 +191,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             "models.net.layer._target_ is torch.nn.Identity, which is not a torch.nn.modules.linear.Linear; "
             "{here}.Net takes one. A wider type in the code, like a base class, would allow it",
         ),
-        (["~tools"], "tools: missing; add it with: mlx train bind"),
+        (["~tools"], "the experiment needs tools; leave this override out"),
         (["+cfgs.x=1"], "cfgs: there is no such group. Did you mean 'cfg'?"),
         (["cfg.name=${nope}"], "cfg.name: Interpolation key 'nope' not found"),
     ],

@@ -241,7 +241,7 @@ class TestReports:
         first, second = [event.text for event in events if isinstance(event, WarningNotice)]
         assert first.startswith("own is not finite at step 0 of epoch 1.")
         kept = "the newest checkpoints are kept. Available: own."
-        assert second == f"cfg.monitor is 'val/loss', which was not recorded; {kept}"
+        assert second == f"cfg.monitor is 'val/loss', which is not recorded yet; {kept}"
 
     def test_outside_of_a_run(self) -> None:
         with pytest.raises(MlxError, match="inside worker_loop"):

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.companions.sharding.segments import SegmentWriter
 from mlx_runtime.errors import MlxError, StorageError, short_message
-from mlx_runtime.storage import Publication, SegmentWriter, Storage
+from mlx_runtime.storage import Publication, Storage
 
 
 class StagedPlanner(DefaultSavePlanner):

@@ -185,8 +185,8 @@ class BaseModule:
     def evaluation(self) -> Iterator[None]:
         """Evaluate in a `with` block: metrics and losses reset, gradients disabled, all `self.models` in eval mode.
 
-        At the end, each part of a model returns to its previous mode, so that one block is enough for an evaluation
-        within an epoch:
+        Every worker must enter it, because all of them get the buffers of rank 0. At the end, each part of a model
+        returns to its previous mode, so that one block is enough for an evaluation within an epoch:
 
             with self.evaluation():
                 for batch_idx, batch in enumerate(val):

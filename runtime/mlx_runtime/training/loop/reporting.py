@@ -164,7 +164,7 @@ class Reporter:
             self.events.send_once(WarningNotice(text))
         if monitor is not None and monitor not in self.latest:
             names = suggest(monitor, self.latest, "mlx xp report") if self.latest else " Nothing was recorded yet."
-            text = f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept.{names}"
+            text = f"cfg.monitor is {monitor!r}, which is not recorded yet; the newest checkpoints are kept.{names}"
             self.events.send_once(WarningNotice(text))
 
     def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:

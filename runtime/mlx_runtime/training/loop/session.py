@@ -337,8 +337,9 @@ class Session:
 
     def sync_buffers(self) -> None:
         """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
-        if self.context.topology.world_size > 1 and not self.optimization.strategy.shards:
-            sync_buffers(self.context.groups.modules)
+        topology = self.context.topology
+        if topology.data_parallel_size == topology.world_size > 1:
+            sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""

@@ -16,11 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mlx_runtime.companions.sharding import segments
 from mlx_runtime.companions.sharding.consolidation import consolidate
+from mlx_runtime.companions.sharding.segments import SegmentReader, SegmentWriter
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import ABOUT, INDEX, CheckpointStore, list_checkpoints, read
-from mlx_runtime.storage import SegmentReader, SegmentWriter, hashing, storage_at
+from mlx_runtime.storage import storage_at
 
 pytestmark = pytest.mark.local
 
@@ -242,7 +244,7 @@ def test_reading_shards_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_parts_of_files_are_verified_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "SEGMENT_BYTES", 10)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 10)
     content = bytes(range(35))
     file = SegmentWriter((tmp_path / "x").open("wb"))
     with file:
