@@ -109,8 +109,8 @@ class ClusterRun:
                             return
                 if state.ended:
                     return self._events.send(self._end_of_job(state))
-            except (MlxError, OSError, ValueError) as error:
-                if time.monotonic() > deadline or isinstance(error, ValueError):
+            except Exception as error:  # the iterator would wait forever
+                if time.monotonic() > deadline or not isinstance(error, MlxError | OSError):
                     return self._events.send(RunEnded(LOST, {}, error=self._lost(error)))
             time.sleep(POLL_S * (1 if self.folder.uri is None else 4))
 
@@ -139,7 +139,11 @@ class ClusterRun:
         event = decode(line)
         if isinstance(event, FunctionReturned):
             content = self.folder.read(returned_name(self.job, event.rank))
-            value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            try:
+                value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            except Exception as error:  # damaged or hostile: torch raises many types
+                name = f"{self.folder.location}/{returned_name(self.job, event.rank)}"
+                raise ValueError(f"{name} does not hold a value of plain data") from error
             event = replace(event, pickled=base64.b64encode(pickle.dumps(value)).decode())
         return event
 
@@ -157,9 +161,10 @@ class ClusterRun:
         return RunEnded(status, {}, error=None if status == "STOPPED" else MlxError(text))
 
     def _lost(self, error: Exception) -> ClusterError:
-        lost = ClusterError(
-            f"lost the connection to {self.folder.title}, which may still train: {short_message(error)}"
-        )
+        problem = f"lost the connection to {self.folder.title}, which may still train"
+        if not isinstance(error, MlxError | OSError):
+            problem = f"cannot read the events of {self.folder.title}, which may still train"
+        lost = ClusterError(f"{problem}: {short_message(error)}")
         lost.hint = f'Follow it again: reattach("{self.folder.title}", address="{self.dashboard.address.url}")'
         return lost
 
@@ -181,7 +186,7 @@ def launch(job: RunJob, address: str) -> ClusterRun:
             Path.cwd(), where, lambda: load_bound_config(experiment, job.request, job.title), write=lines.append
         )
     except ClusterError as error:
-        failed = [line.removeprefix("FAIL").strip() for line in lines if line.startswith("FAIL")]
+        failed = [": ".join(line.split(None, 2)[1:]) for line in lines if line.startswith("FAIL")]
         raise ClusterError("\n".join(failed) or str(error)) from None
     driver = ["-m", cluster_job.__name__, job.module, job.name, job.function]
     submitted = launch.submit_run(driver, function=job.function)

@@ -356,14 +356,6 @@ def train(config):
     return {"rank": world_rank(), "weights": torch.ones(2)}
 
 
-class Odd:
-    pass
-
-
-def odd(config):
-    return Odd()
-
-
 def refused(call):
     try:
         call()
@@ -374,23 +366,22 @@ def refused(call):
 
 found = {}
 if action == "train":
-    start = time.monotonic()
     running = Trainer(2, address=url, name="remote").run_iterator(train, {"epochs": 3, "pause_s": 0.2})
     found["losses"] = [[item["loss"] for item in results] for results in running]
     found["values"] = [[item["rank"], item["weights"].tolist()] for item in running.get_returns()]
-    found["record"] = trainer.run and running.result().run.record["status"]
+    found["record"] = running.result().run.record["status"]
     again = reattach("remote/run_001", address=url)
     found["again"] = [[item["loss"] for item in results] for results in again], len(again.get_returns())
 elif action == "launch":
     found["folder"] = trainer.launch(train, {"epochs": 1000, "pause_s": 0.2})
 elif action == "follow":
-    run = trainer.run_iterator if False else None
     running = reattach("remote/run_002", address=url)
     for count, results in enumerate(running):
         if count == 3:
             break
     found["status"] = running.status
-    found["odd"] = refused(lambda: trainer.run(odd, {}))
+elif action == "refused":
+    found["run"] = refused(lambda: trainer.run(train, {"epochs": 1, "pause_s": 0}))
 elif action == "lose":
     cluster_runs.RECONNECT_S = 2.0
     running = reattach("remote/run_002", address=url)
@@ -405,7 +396,8 @@ class TestFunctionsFromAnotherMachine:
     """Training functions of a script that is not a job of the cluster."""
 
     @pytest.fixture(scope="class")
-    def calls(self, user: User, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @classmethod
+    def calls(cls, user: User, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp("remote")
         (folder / "remote.py").write_text(REMOTE)
 
@@ -422,6 +414,21 @@ class TestFunctionsFromAnotherMachine:
 
         return call
 
+    def test_a_cluster_that_is_not_there_or_refuses_the_token_is_named_with_the_cure(
+        self, calls: Any, ray_cluster: RayCluster, tmp_path: Path
+    ) -> None:
+        for url, settings, texts in (
+            ("http://127.0.0.1:1", {}, ["http://127.0.0.1:1 (from address) does not answer", "Is the cluster up"]),
+            (ray_cluster.url, {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}, ["requires a token. Set RAY_AUTH_TOKEN"]),
+        ):
+            out, err = calls("refused", url, **settings).communicate(timeout=100)
+            found = json.loads(out)
+            print(out, err)
+            for error in found.values():
+                assert error[0] == "ClusterError"
+                assert "\n" not in error[1]
+                assert all(text in " ".join(error[1:]) for text in texts), error
+
     def test_results_and_values_come_back_while_it_trains(self, calls: Any) -> None:
         out, err = calls("train").communicate(timeout=500)
         print(out, err)
@@ -435,7 +442,7 @@ class TestFunctionsFromAnotherMachine:
         self, calls: Any, ray_cluster: RayCluster
     ) -> None:
         out, err = calls("launch").communicate(timeout=500)
-        print(out, err)
+        assert json.loads(out.splitlines()[-1])["folder"].endswith("/runs/remote/run_002"), out + err
         proxy = Proxy(ray_cluster.dashboard)
         losing = calls("lose", f"http://127.0.0.1:{proxy.port}")
         assert losing.stderr.readline() == "reported\n"
@@ -451,8 +458,6 @@ class TestFunctionsFromAnotherMachine:
         print(out, err)
         found = json.loads(out.splitlines()[-1])
         assert found["status"] == "STOPPED"
-        assert "has not arrived" in found["odd"][1]
-        assert "the function returned a Odd on rank 0" in out + err
 
 
 def test_two_gigabytes_are_refused_at_once_with_their_names(user: User, ray_cluster: RayCluster) -> None:
