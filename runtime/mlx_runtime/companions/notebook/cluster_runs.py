@@ -169,6 +169,17 @@ class ClusterRun:
         return lost
 
 
+def _address(text: str) -> Any:
+    """Return the address of a cluster.
+
+    Raises:
+        UsageError: it is not one.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(f"address is {text!r}, which is not the address of a cluster; write http://HEAD:8265")
+    return part("ray").Address.parse(text, "address")
+
+
 def launch(job: RunJob, address: str) -> ClusterRun:
     """Check that a run can train on a cluster, upload the working directory, and submit the run as a job.
 
@@ -180,7 +191,7 @@ def launch(job: RunJob, address: str) -> ClusterRun:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
     clusters, lines = part("ray"), list[str]()
     experiment = getattr(project_module(job.module, Path.cwd()), job.name)
-    where = clusters.Address.parse(address, "address")
+    where = _address(address)
     try:
         launch = clusters.prepare(
             Path.cwd(), where, lambda: load_bound_config(experiment, job.request, job.title), write=lines.append
@@ -202,7 +213,7 @@ def find(run: str | Path, address: str) -> ClusterRun:
         ClusterError: the cluster does not answer, refuses the token, or does not know the job.
     """
     clusters = part("ray")
-    where = clusters.Address.parse(address, "address")
+    where = _address(address)
     folder = resolve_run(str(run))
     job = (records.load_record(folder).get("job") or {}).get("id")
     if job is None:

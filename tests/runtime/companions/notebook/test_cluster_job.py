@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from mlx_runtime import Trainer, reattach
 from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.cluster_job import EventFile, events_name, returned_name
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.ray.jobs import JobState
-from mlx_runtime.errors import ClusterError, MlxError, WorkerLoopError
+from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded, RunInfo, RunStarted, WarningNotice
 from mlx_runtime.runs import RunFolder, claim_run, records
 
@@ -112,6 +113,17 @@ def test_a_returned_value_never_runs_code(run: RunFolder, monkeypatch: pytest.Mo
     assert end.status == cluster_runs.LOST
     assert "returned-job-0.pt does not hold a value of plain data" in str(end.error)
     assert not Path("touched").exists()
+
+
+@pytest.mark.parametrize("address", ["", 8265, "auto", "ftp://head"])
+def test_an_address_that_is_none_is_refused(run: RunFolder, address: Any) -> None:
+    cure = "is not the address of a cluster; write http://HEAD:8265"
+    with pytest.raises(UsageError, match=f"address is {address!r}, which {cure}"):
+        reattach(run.location, address=address)
+    with pytest.raises(UsageError, match="train/run_001 does not run on a cluster; read it with open_run"):
+        reattach(run.location, address="http://head:8265")
+    with pytest.raises(UsageError, match="launch needs a cluster: Trainer"):
+        Trainer().launch(print)
 
 
 def test_a_silent_cluster_is_a_lost_connection(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
