@@ -189,11 +189,11 @@ def launch(job: RunJob, address: str) -> ClusterRun:
     """
     if job.request.fast or job.request.checkpoint:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
-    clusters, lines = part("ray"), list[str]()
+    lines = list[str]()
     experiment = getattr(project_module(job.module, Path.cwd()), job.name)
     where = _address(address)
     try:
-        launch = clusters.prepare(
+        launch = part("ray.launch").prepare(
             Path.cwd(), where, lambda: load_bound_config(experiment, job.request, job.title), write=lines.append
         )
     except ClusterError as error:
