@@ -34,7 +34,13 @@ SECTIONS = {
         *("mlx_runtime.load_config", "mlx_runtime.connect", "mlx_runtime.fit", "mlx_runtime.clean_exit"),
     ),
     "Training functions": (
-        *("mlx_runtime.Trainer", "mlx_runtime.report", "mlx_runtime.save_checkpoint", "mlx_runtime.load_checkpoint"),
+        *(
+            "mlx_runtime.Trainer",
+            "mlx_runtime.reattach",
+            "mlx_runtime.report",
+            "mlx_runtime.save_checkpoint",
+            "mlx_runtime.load_checkpoint",
+        ),
         *("mlx_runtime.world_rank", "mlx_runtime.local_rank", "mlx_runtime.world_size"),
     ),
     "Trackers": (

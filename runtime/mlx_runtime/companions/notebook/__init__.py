@@ -4,7 +4,7 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    function_runs="Trainer",
+    function_runs="Trainer reattach",
     functions="load_checkpoint local_rank report save_checkpoint world_rank world_size",
     magic="register",
     runs="importable require_list run",

@@ -1,5 +1,6 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.companions.notebook.function_runs import Trainer as Trainer
+from mlx_runtime.companions.notebook.function_runs import reattach as reattach
 from mlx_runtime.companions.notebook.functions import load_checkpoint as load_checkpoint
 from mlx_runtime.companions.notebook.functions import local_rank as local_rank
 from mlx_runtime.companions.notebook.functions import report as report

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
+from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
-from mlx_runtime.companions.notebook.runs import RunIterator, importable
+from mlx_runtime.companions.notebook.runs import RunIterator, Training, importable
 from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config import override
 from mlx_runtime.config.binding import RESERVED
@@ -48,11 +50,17 @@ FORMER = {
 class FunctionRun(RunIterator[Results]):
     """A run that was started by `Trainer.run_iterator`: an iterator of the workers' reports, as lists by rank."""
 
-    def __init__(self, job: RunJob, callbacks: Sequence[Callable[[Results], object]], show: bool) -> None:
+    def __init__(
+        self,
+        job: RunJob,
+        callbacks: Sequence[Callable[[Results], object]],
+        show: bool,
+        remote: ClusterRun | None = None,
+    ) -> None:
         self._callbacks = callbacks
         self._returned: dict[int, str] = {}
         self._world_size = 0
-        super().__init__(job, (), show)
+        super().__init__(job, (), show, remote)
 
     def items(self, event: Event) -> Iterator[Results]:
         match event:
@@ -112,6 +120,8 @@ class Trainer:
     Args:
         num_workers: number of workers, 1 or more.
         backend: `torch`, the only one.
+        address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
+            directory and trains as a job there; the storage must be visible here, too.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
             `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name of the function.
 
@@ -119,7 +129,9 @@ class Trainer:
         UsageError, ConfigError: there is no such setting or backend, or a value is invalid.
     """
 
-    def __init__(self, num_workers: int = 1, *, backend: str = "torch", **settings: Any) -> None:
+    def __init__(
+        self, num_workers: int = 1, *, backend: str = "torch", address: str | None = None, **settings: Any
+    ) -> None:
         if type(num_workers) is not int or num_workers < 1:
             cure = "for a group that grows with the cluster, add elastic=Elastic(max_workers=8)"
             raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")
@@ -134,7 +146,7 @@ class Trainer:
                 convert(value, known[name])
             except TypeError:
                 raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
-        self._settings = settings
+        self._settings, self._address = settings, address
         self._cfg = FunctionConfig(start_workers=num_workers, **settings)
         if problems := self._cfg.out_of_range(self._cfg):
             raise ConfigError("\n  ".join(problems))
@@ -190,6 +202,42 @@ class Trainer:
                 otherwise.
             show: the same as for `mlx_runtime.run`.
         """
+        if not isinstance(callbacks, Sequence):
+            raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
+        called = [_handler(item) for item in callbacks]
+        job = self._job(function, config, checkpoint, resume)
+        remote = None if self._address is None else cluster_runs.launch(job, self._address)
+        self._latest = FunctionRun(job, called, show, remote)
+        return self._latest
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        *,
+        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        resume: str | None = None,
+    ) -> str:
+        """Start a function on the cluster at `address`, and return the path or URI of the run without waiting for it.
+
+        The run does not depend on this process. `reattach` follows it. The arguments are those of `run_iterator`.
+
+        Raises:
+            UsageError: this Trainer has no `address`.
+            ClusterError: the cluster cannot run it; nothing was written.
+        """
+        if self._address is None:
+            raise UsageError("launch needs a cluster: Trainer(address='http://HEAD:8265')")
+        return cluster_runs.launch(self._job(function, config, checkpoint, resume), self._address).folder.location
+
+    def _job(
+        self,
+        function: Callable[..., Any],
+        config: dict[str, Any] | None,
+        checkpoint: Mapping[str, Any] | str | Path | None,
+        resume: str | None,
+    ) -> RunJob:
+        """Return the run that calls a function."""
         if not inspect.isfunction(function):
             raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
         path = ".".join(importable(function))
@@ -220,12 +268,8 @@ class Trainer:
         if resume == "auto":
             values["resume"], resume = resume, None
         request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
-        if not isinstance(callbacks, Sequence):
-            raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
-        called = [_handler(item) for item in callbacks]
         adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
-        self._latest = FunctionRun(RunJob(*adapter, request, tuple(sys.orig_argv), path), called, show)
-        return self._latest
+        return RunJob(*adapter, request, tuple(sys.orig_argv), path)
 
     @property
     def latest_run(self) -> Run:
@@ -275,6 +319,8 @@ class Trainer:
             raise UsageError(f"start({cls!r:.60}) takes a class, and then the arguments of its constructor")
         if self._cfg.engine == "local":
             raise UsageError(f"workers of the engine local do not keep a {cls.__name__}; use Trainer(engine='ray')")
+        if self._address is not None:
+            raise UsageError(f"a {cls.__name__} stays on workers only in a script on the cluster; leave out address=")
         self.shutdown()
         self._actors = Actors(self._cfg, cls, args, kwargs)
 
@@ -318,6 +364,34 @@ class Trainer:
         table = io.StringIO()
         print_table(rows, table)
         return f"Trainer with {workers}, engine {self._engine}, backend torch\n{table.getvalue()}".rstrip()
+
+
+def reattach(
+    run: str | Path, *, address: str, callbacks: Sequence[Any] = (), show: bool = True
+) -> FunctionRun | Training:
+    """Follow a run that was started with `address=` or by `Trainer.launch`, from its first results.
+
+        for results in reattach("train_func/run_003", address="http://head:8265"):
+            print(results[0]["loss"])
+
+    Leaving the loop stops the run, as for an iterator that started it.
+
+    Args:
+        run: `name/run_003`, or the path or URI of its folder.
+        address: dashboard of its cluster.
+        callbacks: those of `Trainer.run_iterator`, or listeners of `mlx_runtime.run` for an experiment.
+        show: the same as for `mlx_runtime.run`.
+
+    Raises:
+        UsageError: there is no such run, or it is not one of these.
+        ClusterError: the cluster does not answer, refuses the token, or does not know the job.
+    """
+    end_import()
+    remote = cluster_runs.find(run, address)
+    job = RunJob("", "", Request(), (), remote.function)
+    if remote.function:
+        return FunctionRun(job, [_handler(item) for item in callbacks], show, remote)
+    return Training(job, callbacks, show, remote)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

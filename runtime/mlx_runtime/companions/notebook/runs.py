@@ -10,8 +10,9 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
-from mlx_runtime.companions.notebook import scripts
+from mlx_runtime.companions.notebook import cluster_runs, scripts
 from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
+from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
@@ -19,7 +20,7 @@ from mlx_runtime.runs.queries import Run, open_run
 from mlx_runtime.tracking import Display
 from mlx_runtime.training import Request
 from mlx_runtime.training.loop import BaseModule
-from mlx_runtime.training.processes import RunJob, exit_reason, get_server, work
+from mlx_runtime.training.processes import RunJob, RunProcess, exit_reason, get_server, work
 
 Listener = Callable[[Event], None]
 
@@ -82,6 +83,7 @@ def run(
     *,
     listeners: Sequence[Listener] = (),
     show: bool = True,
+    address: str | None = None,
 ) -> "Training":
     """Train an experiment like `mlx train run`, and return an iterator of its epochs.
 
@@ -101,15 +103,19 @@ def run(
         listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
         show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
             too.
+        address: dashboard of a Ray cluster to train on, like `http://head:8265`, after an upload of the working
+            directory, as by `mlx train launch`. The storage must be visible here, too.
 
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.
+        ClusterError: the cluster cannot run it; nothing was written.
     """
     request = Request.parse(require_list(overrides))
     module, name = importable(experiment)
     if module == AN_EXPERIMENT.module:
         AN_EXPERIMENT.folder()
-    return Training(RunJob(module, name, request, tuple(sys.orig_argv)), listeners, show)
+    job = RunJob(module, name, request, tuple(sys.orig_argv))
+    return Training(job, listeners, show, None if address is None else cluster_runs.launch(job, address))
 
 
 def require_list(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -152,14 +158,17 @@ class RunIterator(Generic[Item]):
     checkpoint, and a third kills the processes.
     """
 
-    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool) -> None:
+    def __init__(
+        self, job: RunJob, listeners: Sequence[Listener], show: bool, remote: ClusterRun | None = None
+    ) -> None:
         self._listeners = list(listeners)
         if show:
             self._listeners.append((CellDisplay() if in_notebook() else Display(sys.stdout, quiet=True)).handle)
         self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
-        self._server = get_server(job.title)
+        self._server: Any = remote or get_server(job.title)
+        self._process: RunProcess | ClusterRun
         self._number, self._process = self._server.start(partial(work, job))
         try:
             while self._info is None and self._end is None:
@@ -179,7 +188,7 @@ class RunIterator(Generic[Item]):
 
     @property
     def status(self) -> str:
-        """`RUNNING` until the end of the run has been received."""
+        """`RUNNING` until the end of the run has been received; `LOST` if its cluster has stopped answering."""
         return self._end.status if self._end is not None else "RUNNING"
 
     def items(self, event: Event) -> Iterator[Item]:
@@ -204,7 +213,7 @@ class RunIterator(Generic[Item]):
             if isinstance(error, KeyboardInterrupt):
                 vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with --resume={self.folder}"]
             raise
-        if self._end.error is not None and self._end.status == "FAILED":
+        if self._end.error is not None and self._end.status in ("FAILED", cluster_runs.LOST):
             raise _add_note(self._end.error)
 
     def result(self) -> Outcome:
@@ -283,9 +292,11 @@ class Training(RunIterator[Epoch]):
 
     _last_epoch = -1
 
-    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool) -> None:
+    def __init__(
+        self, job: RunJob, listeners: Sequence[Listener], show: bool, remote: ClusterRun | None = None
+    ) -> None:
         self._checkpoints: dict[int, str] = {}  # by epoch
-        super().__init__(job, listeners, show)
+        super().__init__(job, listeners, show, remote)
 
     def items(self, event: Event) -> Iterator[Epoch]:
         match event:

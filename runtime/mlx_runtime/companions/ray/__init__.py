@@ -7,13 +7,12 @@ prepare_ray()  # before anything in this companion imports Ray
 
 __all__, __getattr__ = door(
     __name__,
-    "commands private",
+    "commands launch private",
     addresses="Address is_trusted note_untrusted",
     dashboard="Dashboard NoAnswerError job_statuses",
     datajob="DataJob refuse_present run_job",
     doctor="checks",
     jobs="JobSpec end_as_stopped",
-    launch="Launch SubmittedJob",
     start="on_ray start_ray",
     stream_reader="StreamReader stream_readers",
     streams="columns_of keep_order make_dataset rows_of_stream stream_blocks stream_of",

@@ -26,13 +26,13 @@ class Address:
     """Explanation if the text was not the address of a dashboard."""
 
     @classmethod
-    def parse(cls, text: str | None) -> "Address":
+    def parse(cls, text: str | None, option: str = "--ray-address") -> "Address":
         """Parse an address, by default the one in `RAY_ADDRESS`.
 
         It may be `http(s)://host:8265`, `host`, `host:port`, or an address of the same head node that does not accept
-        jobs: `ray://host:10001`, `host:6379`.
+        jobs: `ray://host:10001`, `host:6379`. Messages call it `option`.
         """
-        source = "--ray-address" if text else "RAY_ADDRESS"
+        source = option if text else "RAY_ADDRESS"
         text = (text or os.environ.get("RAY_ADDRESS") or "").strip()
         if not text:
             raise UsageError("which cluster? Pass --ray-address http://HEAD:8265, or set RAY_ADDRESS")

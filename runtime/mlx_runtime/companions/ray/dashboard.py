@@ -146,7 +146,9 @@ class Dashboard:
         if answer.status_code != 200:
             raise ClusterError(f"{self.address.url} has no job {job}")
         facts = answer.json()
-        return JobState(facts["status"], facts.get("message") or "", facts.get("driver_exit_code"))
+        return JobState(
+            facts["status"], facts.get("message") or "", facts.get("driver_exit_code"), facts.get("metadata") or {}
+        )
 
     def log(self, job: str) -> str:
         """Return the output of a job so far."""

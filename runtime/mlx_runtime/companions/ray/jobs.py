@@ -60,6 +60,7 @@ class JobState:
     status: str
     message: str
     return_code: int | None  # of the command, once it has ended
+    metadata: Mapping[str, str] = field(default_factory=dict)  # given when it was submitted
 
     @property
     def ended(self) -> bool:

@@ -67,8 +67,10 @@ class Launch:
     upload: Upload
     runtime_env: Mapping[str, Any]
 
-    def submit_run(self) -> SubmittedJob:
+    def submit_run(self, driver: Sequence[str] = ("main.py",), **metadata: str) -> SubmittedJob:
         """Create the folder and the record of a run, and submit it.
+
+        `driver` is the script or module of the job, before the arguments of main.py; `metadata` is kept with the job.
 
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
@@ -79,7 +81,7 @@ class Launch:
         before = records.refuse_living(run) if config.run else {}
         origin = config.origin.location if config.origin else None
         request = Request(config.overrides, origin=origin, claimed=run.location)
-        return self._submit_driver(run, before, ["main.py", *request.words])
+        return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
@@ -95,10 +97,15 @@ class Launch:
             snapshots.store(Path.cwd(), folder, cfg.code_files)
         command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]
         new = {} if sweep else {"definition": dict(definition), "trials": []}
-        return self._submit_driver(folder, before, command, **new)
+        return self._submit_driver(folder, before, command, {}, **new)
 
     def _submit_driver(
-        self, run: RunFolder, before: Mapping[str, Any], command: Sequence[str], **fields: Any
+        self,
+        run: RunFolder,
+        before: Mapping[str, Any],
+        command: Sequence[str],
+        metadata: Mapping[str, str],
+        **fields: Any,
     ) -> SubmittedJob:
         """Submit the driver of a claimed run, or of a sweep, and record that it is pending."""
         config, before = self.config, before.get(records.REPLACED) or before
@@ -106,7 +113,7 @@ class Launch:
         title = f"{run.experiment}-{run.name}"
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
         record = self._pending_record(run, before, job, **fields)
-        metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name}
+        metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name, **metadata}
         try:
             page = self._submit(job, command, metadata)
         except ClusterError as error:
@@ -160,9 +167,15 @@ class Launch:
 
 
 def prepare(
-    folder: Path, address: Address, load: "Callable[[], RunConfig]", *, pip: bool = False, show_all: bool = False
+    folder: Path,
+    address: Address,
+    load: "Callable[[], RunConfig]",
+    *,
+    pip: bool = False,
+    show_all: bool = False,
+    write: Callable[[str], object] = print,
 ) -> Launch:
-    """Check that a folder can run on a cluster, and print each result immediately.
+    """Check that a folder can run on a cluster, and write each result immediately, by default to stdout.
 
     With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, passed checks are printed, too,
     and after finding a secret or too large a folder, the nodes are still checked, without uploading them.
@@ -176,16 +189,16 @@ def prepare(
         for check in checks:
             failed += not check.ok
             if show_all or not check.ok:
-                print(check.line())
+                write(check.line())
         return all(check.ok for check in checks)
 
     def failure() -> ClusterError:
         return ClusterError(f"preflight failed: {failed} check{'s' * (failed != 1)}, see above")
 
     if address.notice:
-        print(f"note      {address.notice}")
+        write(f"note      {address.notice}")
     if not Settings.read().quiet:
-        print(f"checking  {address.url} (from {address.source})")
+        write(f"checking  {address.url} (from {address.source})")
     config, config_check = preflight.check_config(load)  # first: may bind, and finds errors without the cluster
     dashboard, checks = preflight.check_cluster(address)
     show_checks(*checks)
@@ -198,7 +211,7 @@ def prepare(
         raise failure()
     snapshots.refuse_unmatched(folder, getattr(config.cfg, "code_files", ()))
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
-        print(line)
+        write(line)
     safe = show_checks(preflight.check_secrets(config))
     if not (safe and fits) and not show_all:
         raise failure()

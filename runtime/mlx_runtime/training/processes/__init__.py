@@ -4,7 +4,7 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    background="RunJob conf_of work",
+    background="RunJob conf_of load_bound_config work",
     children="die_with_parent exit_reason memory_kills unsafe_to_fork",
     fork_server="ForkServer",
     links="PRUNE Link RunProcess",

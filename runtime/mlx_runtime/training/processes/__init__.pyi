@@ -1,6 +1,7 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.training.processes.background import RunJob as RunJob
 from mlx_runtime.training.processes.background import conf_of as conf_of
+from mlx_runtime.training.processes.background import load_bound_config as load_bound_config
 from mlx_runtime.training.processes.background import work as work
 from mlx_runtime.training.processes.children import die_with_parent as die_with_parent
 from mlx_runtime.training.processes.children import exit_reason as exit_reason

@@ -337,6 +337,129 @@ def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayClus
     assert "FAILED" in other.types("xp", "ls", "digits").stdout
 
 
+REMOTE = """
+import json, sys, time
+
+import torch
+
+from mlx_runtime import MlxError, Trainer, reattach, report, world_rank
+from mlx_runtime.companions.notebook import cluster_runs
+
+url, action = sys.argv[1:] if __name__ == "__main__" else ("http://127.0.0.1:1", "")
+trainer = Trainer(address=url, name="remote")
+
+
+def train(config):
+    for epoch in range(config["epochs"]):
+        report(loss=epoch + world_rank())
+        time.sleep(config["pause_s"])
+    return {"rank": world_rank(), "weights": torch.ones(2)}
+
+
+def refused(call):
+    try:
+        call()
+    except MlxError as error:
+        return [type(error).__name__, str(error), error.hint]
+    return None
+
+
+found = {}
+if action == "train":
+    running = Trainer(2, address=url, name="remote").run_iterator(train, {"epochs": 3, "pause_s": 0.2})
+    found["losses"] = [[item["loss"] for item in results] for results in running]
+    found["values"] = [[item["rank"], item["weights"].tolist()] for item in running.get_returns()]
+    found["record"] = running.result().run.record["status"]
+    again = reattach("remote/run_001", address=url)
+    found["again"] = [[item["loss"] for item in results] for results in again], len(again.get_returns())
+elif action == "launch":
+    found["folder"] = trainer.launch(train, {"epochs": 1000, "pause_s": 0.2})
+elif action == "follow":
+    running = reattach("remote/run_002", address=url)
+    for count, results in enumerate(running):
+        if count == 3:
+            break
+    found["status"] = running.status
+elif action == "refused":
+    found["run"] = refused(lambda: trainer.run(train, {"epochs": 1, "pause_s": 0}))
+elif action == "lose":
+    cluster_runs.RECONNECT_S = 2.0
+    running = reattach("remote/run_002", address=url)
+    found["lost"] = refused(lambda: [print("reported", file=sys.stderr, flush=True) for _ in running])
+    found["status"] = running.status
+if __name__ == "__main__":
+    print(json.dumps(found))
+"""
+
+
+class TestFunctionsFromAnotherMachine:
+    """Training functions of a script that is not a job of the cluster."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def calls(cls, user: User, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        folder = tmp_path_factory.mktemp("remote")
+        (folder / "remote.py").write_text(REMOTE)
+
+        def call(action: str, url: str = ray_cluster.url, **settings: str) -> Any:
+            environment = user.environment | settings
+            return subprocess.Popen(
+                [sys.executable, "remote.py", url, action],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+        return call
+
+    def test_a_cluster_that_is_not_there_or_refuses_the_token_is_named_with_the_cure(
+        self, calls: Any, ray_cluster: RayCluster, tmp_path: Path
+    ) -> None:
+        for url, settings, texts in (
+            ("http://127.0.0.1:1", {}, ["http://127.0.0.1:1 (from address) does not answer", "Is the cluster up"]),
+            (ray_cluster.url, {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}, ["requires a token. Set RAY_AUTH_TOKEN"]),
+        ):
+            out, err = calls("refused", url, **settings).communicate(timeout=100)
+            found = json.loads(out)
+            print(out, err)
+            for error in found.values():
+                assert error[0] == "ClusterError"
+                assert "\n" not in error[1]
+                assert all(text in " ".join(error[1:]) for text in texts), error
+
+    def test_results_and_values_come_back_while_it_trains(self, calls: Any) -> None:
+        out, err = calls("train").communicate(timeout=500)
+        print(out, err)
+        found = json.loads(out.splitlines()[-1])
+        losses = [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
+        assert found["losses"] == losses
+        assert found["values"] == [[0, [1.0, 1.0]], [1, [1.0, 1.0]]]
+        assert (found["record"], found["again"]) == ("SUCCEEDED", [losses, 2])
+
+    def test_a_detached_run_outlives_its_script_and_a_lost_connection(
+        self, calls: Any, ray_cluster: RayCluster
+    ) -> None:
+        out, err = calls("launch").communicate(timeout=500)
+        assert json.loads(out.splitlines()[-1])["folder"].endswith("/runs/remote/run_002"), out + err
+        proxy = Proxy(ray_cluster.dashboard)
+        losing = calls("lose", f"http://127.0.0.1:{proxy.port}")
+        assert losing.stderr.readline() == "reported\n"
+        proxy.close()
+        out, err = losing.communicate(timeout=500)
+        print(out, err[-3000:])
+        found = json.loads(out.splitlines()[-1])
+        kind, text, hint = found["lost"]
+        assert (kind, found["status"]) == ("ClusterError", "LOST")
+        assert text.startswith("lost the connection to remote/run_002, which may still train: http://127.0.0.1:")
+        assert hint.startswith('Follow it again: reattach("remote/run_002", address="http://127.0.0.1:')
+        out, err = calls("follow").communicate(timeout=500)
+        print(out, err)
+        found = json.loads(out.splitlines()[-1])
+        assert found["status"] == "STOPPED"
+
+
 def test_two_gigabytes_are_refused_at_once_with_their_names(user: User, ray_cluster: RayCluster) -> None:
     large = user.folder / "weights.bin"
     with large.open("wb") as file:

@@ -1,0 +1,148 @@
+"""The events of a run on a cluster, written by its job, and read by another machine."""
+
+import base64
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlx_runtime import Trainer, reattach
+from mlx_runtime.companions.notebook import cluster_runs
+from mlx_runtime.companions.notebook.cluster_job import EventFile, events_name, returned_name
+from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
+from mlx_runtime.companions.ray.jobs import JobState
+from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
+from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded, RunInfo, RunStarted, WarningNotice
+from mlx_runtime.runs import RunFolder, claim_run, records
+
+pytestmark = pytest.mark.process
+
+
+class Cluster:
+    """A dashboard that knows one job.
+
+    Args:
+        state: state of the job; None means that the cluster does not answer.
+    """
+
+    def __init__(self, state: JobState | None) -> None:
+        self._state = state
+
+    def state(self, job: str) -> JobState:
+        if self._state is None:
+            raise ClusterError("http://head:8265 does not answer")
+        return self._state
+
+    def log(self, job: str) -> str:
+        return "error: cfg.function is 'train.f', which cannot be imported\nmore\n"
+
+    class address:  # noqa: N801
+        url = "http://head:8265"
+
+
+RUNNING = JobState("RUNNING", "", None)
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("touched"),)
+
+
+def follow(folder: RunFolder, cluster: Cluster) -> list[Event]:
+    """Return the events that another machine receives, up to the end."""
+    _, run = ClusterRun(cluster, "job", folder).start(None)
+    events: list[Event] = []
+    deadline = time.monotonic() + 30
+    while run.ended is None:
+        assert time.monotonic() < deadline
+        events += run.read()
+        time.sleep(0.01)
+    return [*events[1:], run.ended]
+
+
+def returned(rank: int, value: Any) -> FunctionReturned:
+    return FunctionReturned(rank, 2, base64.b64encode(pickle.dumps(value)).decode())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = claim_run(str(tmp_path), "train")
+    records.Record(folder, status="RUNNING", metrics={"loss": 1.0})
+    return folder
+
+
+def write(folder: RunFolder, *events: Event) -> None:
+    info = RunInfo(folder.experiment, folder.name, folder.path, folder.location, {}, 1)
+    with EventFile("job").open() as file:
+        for event in (RunStarted(info), *events):
+            file.handle(event)
+
+
+def test_reports_values_and_the_end_arrive(run: RunFolder) -> None:
+    value = {"loss": 0.5, "weights": torch.ones(2), "names": ("a", None)}
+    report, error = FunctionReport(({"loss": 1.0}, {"loss": 2.0})), WorkerLoopError("it broke")
+    write(run, report, returned(1, value), returned(0, {1, 2}), RunEnded("FAILED", {}, error=error))
+    first, second, warning, end = follow(run, Cluster(RUNNING))
+    assert first == report
+    assert isinstance(second, FunctionReturned)
+    found = pickle.loads(base64.b64decode(second.pickled))
+    assert (second.rank, found.pop("weights").tolist(), found) == (1, [1, 1], {"loss": 0.5, "names": ("a", None)})
+    assert isinstance(warning, WarningNotice)
+    assert warning.text.startswith("the function returned a set on rank 0, which was not sent back; return numbers")
+    assert isinstance(end, RunEnded)
+    assert (end.status, end.metrics, str(end.error)) == ("FAILED", {"loss": 1.0}, "it broke")
+
+
+@pytest.mark.parametrize("line", ["not JSON", '{"kind": "RunStarted"}', '{"kind": "FunctionReport", "values": [1]}'])
+def test_lines_that_are_no_events_end_the_connection(run: RunFolder, line: str) -> None:
+    (run.path / events_name("job")).write_text(f"{line}\n")
+    (end,) = follow(run, Cluster(RUNNING))
+    assert isinstance(end, RunEnded)
+    assert (end.status, type(end.error)) == (cluster_runs.LOST, ClusterError)
+
+
+def test_a_returned_value_never_runs_code(run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(run, returned(0, 1))
+    torch.save(Hostile(), run.path / returned_name("job", 0))
+    (end,) = follow(run, Cluster(RUNNING))
+    assert isinstance(end, RunEnded)
+    assert end.status == cluster_runs.LOST
+    assert "returned-job-0.pt does not hold a value of plain data" in str(end.error)
+    assert not Path("touched").exists()
+
+
+@pytest.mark.parametrize("address", ["", 8265, "auto", "ftp://head"])
+def test_an_address_that_is_none_is_refused(run: RunFolder, address: Any) -> None:
+    cure = "is not the address of a cluster; write http://HEAD:8265"
+    with pytest.raises(UsageError, match=f"address is {address!r}, which {cure}"):
+        reattach(run.location, address=address)
+    with pytest.raises(UsageError, match="train/run_001 does not run on a cluster; read it with open_run"):
+        reattach(run.location, address="http://head:8265")
+    with pytest.raises(UsageError, match="launch needs a cluster: Trainer"):
+        Trainer().launch(print)
+
+
+def test_a_silent_cluster_is_a_lost_connection(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_runs, "RECONNECT_S", 0.1)
+    (end,) = follow(run, Cluster(None))
+    assert isinstance(end, RunEnded)
+    assert isinstance(end.error, MlxError)
+    assert (end.status, end.error.hint) == (
+        cluster_runs.LOST,
+        'Follow it again: reattach("train/run_001", address="http://head:8265")',
+    )
+
+
+@pytest.mark.parametrize("status", ["PENDING", "RUNNING"])
+def test_the_end_of_a_job_is_the_end_of_its_run(run: RunFolder, status: str) -> None:
+    records.Record(run, status=status)
+    (end,) = follow(run, Cluster(JobState("FAILED", "exit code 1", 1)))
+    assert isinstance(end, RunEnded)
+    error = "cfg.function is 'train.f', which cannot be imported"
+    assert (end.status, str(end.error)) == ("FAILED", error)
+    record = records.load_record(run)
+    assert (record["status"], record.get("error")) == (("FAILED", error) if status == "PENDING" else (status, None))
