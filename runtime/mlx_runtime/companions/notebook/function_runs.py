@@ -190,33 +190,13 @@ class Trainer:
                 otherwise.
             show: the same as for `mlx_runtime.run`.
         """
-        if not inspect.isfunction(function):
-            raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
-        path = ".".join(importable(function))
-        try:
-            takes = takes_config(function, config)
-        except TypeError:
-            text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
-            raise UsageError(text) from None
-        if config is not None and not isinstance(config, dict):
-            raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
-        if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
-            text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
-            raise UsageError(f"{text}: put data into a file, and its path into config")
-        if config and not takes:
-            raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
-        values = {"name": function.__name__, "start_workers": self._cfg.start_workers} | self._settings
-        values |= {"function": path, "config": config or {}}
-        if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
-            values.setdefault("storage_path", storage)
+        path, values = run_settings(self, function, config)
         if isinstance(checkpoint, str | Path):
             values["restore_checkpoint_path"] = str(checkpoint)
         elif checkpoint is not None and not isinstance(checkpoint, Mapping):
             raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
         elif checkpoint is not None:
             values["checkpoint"] = dict(checkpoint)
-        for name in [name for name, value in values.items() if isinstance(value, Section)]:
-            values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
         if resume == "auto":
             values["resume"], resume = resume, None
         request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
@@ -318,6 +298,38 @@ class Trainer:
         table = io.StringIO()
         print_table(rows, table)
         return f"Trainer with {workers}, engine {self._engine}, backend torch\n{table.getvalue()}".rstrip()
+
+
+def run_settings(
+    trainer: Trainer, function: Callable[..., Any], config: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
+
+    Raises:
+        UsageError: the function cannot be called with this config.
+    """
+    if not inspect.isfunction(function):
+        raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
+    path = ".".join(importable(function))
+    try:
+        takes = takes_config(function, config)
+    except TypeError:
+        text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
+        raise UsageError(text) from None
+    if config is not None and not isinstance(config, dict):
+        raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
+    if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
+        text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
+        raise UsageError(f"{text}: put data into a file, and its path into config")
+    if config and not takes:
+        raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
+    values = {"name": function.__name__, "start_workers": trainer._cfg.start_workers} | trainer._settings
+    values |= {"function": path, "config": config or {}}
+    if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
+        values.setdefault("storage_path", storage)
+    for name in [name for name, value in values.items() if isinstance(value, Section)]:
+        values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
+    return path, values
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -41,6 +41,16 @@ class FunctionConfig(TrainConfig):
     num_epochs: int = 0
 
 
+def load_function(cfg: TrainConfig) -> Callable[..., Any] | None:
+    """Import the function of a run in this process; None for the settings of other runs.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    function: Callable[..., Any] | None = scripts.load(cfg.function) if isinstance(cfg, FunctionConfig) else None
+    return function
+
+
 class FunctionExperiment(BaseModule):
     """The experiment that `Trainer.run` trains: its loop calls `cfg.function` on every worker."""
 
