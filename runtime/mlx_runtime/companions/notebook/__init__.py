@@ -10,5 +10,4 @@ __all__, __getattr__ = door(
     ),
     magic="register",
     runs="importable require_list run",
-    scripts="load",
 )

@@ -13,4 +13,3 @@ from mlx_runtime.companions.notebook.magic import register as register
 from mlx_runtime.companions.notebook.runs import importable as importable
 from mlx_runtime.companions.notebook.runs import require_list as require_list
 from mlx_runtime.companions.notebook.runs import run as run
-from mlx_runtime.companions.notebook.scripts import load as load

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mlx_runtime.companions.notebook import sources
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.companions.notebook.runs import RunIterator, importable
@@ -21,10 +22,12 @@ from mlx_runtime.config.binding import RESERVED
 from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
+from mlx_runtime.runs import list_runs, named_run
 from mlx_runtime.runs.queries import Run, conf_value, open_run
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import storage_root
 from mlx_runtime.training import Request, TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG, engine_for, uses_gpus
 from mlx_runtime.training.processes import RunJob
@@ -197,6 +200,8 @@ class Trainer:
             raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
         elif checkpoint is not None:
             values["checkpoint"] = dict(checkpoint)
+        if resume is not None and "source" in values:
+            _refuse_edited(resume, values)
         if resume == "auto":
             values["resume"], resume = resume, None
         request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
@@ -325,11 +330,28 @@ def run_settings(
         raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
     values = {"name": function.__name__, "start_workers": trainer._cfg.start_workers} | trainer._settings
     values |= {"function": path, "config": config or {}}
+    if path.startswith(f"{sources.MODULE}."):
+        values["source"] = sources.module_source(function)
     if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
         values.setdefault("storage_path", storage)
     for name in [name for name, value in values.items() if isinstance(value, Section)]:
         values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
     return path, values
+
+
+def _refuse_edited(resume: str, values: Mapping[str, Any]) -> None:
+    """Raise UsageError if a run to resume called another function of a cell, or one that uses other definitions."""
+    root, name = storage_root(values.get("storage_path", "runs")), values["name"]
+    if resume == "auto" and not any(not run.in_sweep() for run in list_runs(root, name)):
+        return
+    run = named_run("latest" if resume == "auto" else resume, root, name)
+    before = Run(run).config["cfg"].get("source", "")
+    if before and before != values["source"]:
+        names = ", ".join(sources.changed_names(before, values["source"])) or "imports"
+        raise UsageError(
+            f"{run.title} was started with another definition of {names}. Undo the edits, or start a new run: "
+            "leave out resume="
+        )
 
 
 def _leaves(value: Any) -> Iterator[Any]:
