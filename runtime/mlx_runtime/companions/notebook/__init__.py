@@ -4,9 +4,10 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    function_runs="Trainer reattach",
-    functions="load_checkpoint local_rank report save_checkpoint world_rank world_size",
+    function_runs="Trainer reattach run_settings",
+    functions=(
+        "FunctionExperiment load_checkpoint load_function local_rank report save_checkpoint world_rank world_size"
+    ),
     magic="register",
     runs="importable require_list run",
-    scripts="load",
 )

@@ -1,7 +1,10 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.companions.notebook.function_runs import Trainer as Trainer
 from mlx_runtime.companions.notebook.function_runs import reattach as reattach
+from mlx_runtime.companions.notebook.function_runs import run_settings as run_settings
+from mlx_runtime.companions.notebook.functions import FunctionExperiment as FunctionExperiment
 from mlx_runtime.companions.notebook.functions import load_checkpoint as load_checkpoint
+from mlx_runtime.companions.notebook.functions import load_function as load_function
 from mlx_runtime.companions.notebook.functions import local_rank as local_rank
 from mlx_runtime.companions.notebook.functions import report as report
 from mlx_runtime.companions.notebook.functions import save_checkpoint as save_checkpoint
@@ -11,4 +14,3 @@ from mlx_runtime.companions.notebook.magic import register as register
 from mlx_runtime.companions.notebook.runs import importable as importable
 from mlx_runtime.companions.notebook.runs import require_list as require_list
 from mlx_runtime.companions.notebook.runs import run as run
-from mlx_runtime.companions.notebook.scripts import load as load

@@ -116,7 +116,7 @@ def _cut(text: str, new: Sequence[ast.stmt]) -> tuple[str, str]:
     imports = (ast.Import, ast.ImportFrom)
     if all(node in gone or (isinstance(node, imports) and ast.dump(node) in known) for node in statements):
         return "", ""
-    removed = {line for node in gone for line in range(_first_line(node), (node.end_lineno or 0) + 1)}
+    removed = {line for node in gone for line in range(first_line(node), (node.end_lineno or 0) + 1)}
     lines = [line for number, line in enumerate(text.splitlines(keepends=True), start=1) if number not in removed]
     before = min(removed) - 1
     return "".join(lines[:before]), "".join(lines[before:])
@@ -131,6 +131,7 @@ def defined_names(node: ast.stmt) -> Iterator[str]:
         yield from (item.id for item in ast.walk(target) if isinstance(item, ast.Name))
 
 
-def _first_line(node: ast.stmt) -> int:
+def first_line(node: ast.stmt) -> int:
+    """Return the number of the first line of a statement, including its decorators."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(item.lineno for item in decorators)])

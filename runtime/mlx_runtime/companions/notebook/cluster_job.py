@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.notebook import scripts
-from mlx_runtime.companions.notebook.functions import FunctionConfig
+from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import full_message
 from mlx_runtime.events import (
@@ -143,8 +142,7 @@ def main(module: str, name: str, function: str, *words: str) -> None:
     assert job is not None, "this is a job"
     experiment = getattr(project_module(module, Path.cwd()), name)
     config = load_bound_config(experiment, Request.parse(words), function or f"{module}.{name}")
-    if isinstance(config.cfg, FunctionConfig):  # report its errors before the run begins, and store its module
-        scripts.load(config.cfg.function)
+    load_function(config.cfg)  # report its errors before the run begins, and store its module
     with EventFile(job["id"]).open() as events, connect(config.cfg) as cluster:
         fit(experiment, config, cluster, listeners=[events.handle])
 

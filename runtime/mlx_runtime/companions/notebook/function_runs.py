@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.notebook import cluster_runs
+from mlx_runtime.companions.notebook import cluster_runs, sources
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
@@ -23,10 +23,12 @@ from mlx_runtime.config.binding import RESERVED
 from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
+from mlx_runtime.runs import list_runs, named_run
 from mlx_runtime.runs.queries import Run, conf_value, open_run
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import storage_root
 from mlx_runtime.training import Request, TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG, engine_for, uses_gpus
 from mlx_runtime.training.processes import RunJob
@@ -238,33 +240,15 @@ class Trainer:
         resume: str | None,
     ) -> RunJob:
         """Return the run that calls a function."""
-        if not inspect.isfunction(function):
-            raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
-        path = ".".join(importable(function))
-        try:
-            takes = takes_config(function, config)
-        except TypeError:
-            text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
-            raise UsageError(text) from None
-        if config is not None and not isinstance(config, dict):
-            raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
-        if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
-            text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
-            raise UsageError(f"{text}: put data into a file, and its path into config")
-        if config and not takes:
-            raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
-        values = {"name": function.__name__, "start_workers": self._cfg.start_workers} | self._settings
-        values |= {"function": path, "config": config or {}}
-        if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
-            values.setdefault("storage_path", storage)
+        path, values = run_settings(self, function, config)
         if isinstance(checkpoint, str | Path):
             values["restore_checkpoint_path"] = str(checkpoint)
         elif checkpoint is not None and not isinstance(checkpoint, Mapping):
             raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
         elif checkpoint is not None:
             values["checkpoint"] = dict(checkpoint)
-        for name in [name for name, value in values.items() if isinstance(value, Section)]:
-            values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
+        if resume is not None and "source" in values:
+            _refuse_edited(resume, values)
         if resume == "auto":
             values["resume"], resume = resume, None
         request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
@@ -392,6 +376,55 @@ def reattach(
     if remote.function:
         return FunctionRun(job, [_handler(item) for item in callbacks], show, remote)
     return Training(job, callbacks, show, remote)
+
+
+def run_settings(
+    trainer: Trainer, function: Callable[..., Any], config: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
+
+    Raises:
+        UsageError: the function cannot be called with this config.
+    """
+    if not inspect.isfunction(function):
+        raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
+    path = ".".join(importable(function))
+    try:
+        takes = takes_config(function, config)
+    except TypeError:
+        text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
+        raise UsageError(text) from None
+    if config is not None and not isinstance(config, dict):
+        raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
+    if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
+        text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
+        raise UsageError(f"{text}: put data into a file, and its path into config")
+    if config and not takes:
+        raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
+    values = {"name": function.__name__, "start_workers": trainer._cfg.start_workers} | trainer._settings
+    values |= {"function": path, "config": config or {}}
+    if path.startswith(f"{sources.MODULE}."):
+        values["source"] = sources.module_source(function)
+    if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
+        values.setdefault("storage_path", storage)
+    for name in [name for name, value in values.items() if isinstance(value, Section)]:
+        values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
+    return path, values
+
+
+def _refuse_edited(resume: str, values: Mapping[str, Any]) -> None:
+    """Raise UsageError if a run to resume called another function of a cell, or one that uses other definitions."""
+    root, name = storage_root(values.get("storage_path", "runs")), values["name"]
+    if resume == "auto" and not any(not run.in_sweep() for run in list_runs(root, name)):
+        return
+    run = named_run("latest" if resume == "auto" else resume, root, name)
+    before = Run(run).config["cfg"].get("source", "")
+    if before and before != values["source"]:
+        names = ", ".join(sources.changed_names(before, values["source"])) or "imports"
+        raise UsageError(
+            f"{run.title} was started with another definition of {names}. Undo the edits, or start a new run: "
+            "leave out resume="
+        )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -30,15 +30,29 @@ class FunctionConfig(TrainConfig):
 
     Attributes:
         function: import path of the function, like `src.training.train_func`.
+        source: source of its module, if it was defined in a cell or an interactive session.
         config: its argument.
         checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
         num_epochs: not used; the function determines the end.
     """
 
     function: str = ""
+    source: str = ""
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
     checkpoint: dict[str, Any] | None = None
     num_epochs: int = 0
+
+
+def load_function(cfg: TrainConfig) -> Callable[..., Any] | None:
+    """Import the function of a run in this process; None for the settings of other runs.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    function: Callable[..., Any] | None = (
+        scripts.load(cfg.function, cfg.source) if isinstance(cfg, FunctionConfig) else None
+    )
+    return function
 
 
 class FunctionExperiment(BaseModule):
@@ -53,7 +67,7 @@ class FunctionExperiment(BaseModule):
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
         path = self.cfg.function
-        function = scripts.load(path)
+        function = scripts.load(path, self.cfg.source)
         _running = self
         try:
             value = function(self.cfg.config) if takes_config(function, self.cfg.config) else function()

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from mlx_runtime.companions.notebook import cluster_runs, scripts
 from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
+from mlx_runtime.companions.notebook.sources import MODULE
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
@@ -128,6 +129,8 @@ def require_list(overrides: Sequence[str]) -> tuple[str, ...]:
 def importable(thing: Any) -> tuple[str, str]:
     """Return the names of the module and of the class or function, by which workers import it.
 
+    The module of a function in a cell or an interactive session is `sources.MODULE`, which has no file.
+
     Raises:
         UsageError: workers cannot import it.
     """
@@ -138,14 +141,14 @@ def importable(thing: Any) -> tuple[str, str]:
     if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
         cure = 'in a notebook, call it in a cell without %%mlx; elsewhere, below if __name__ == "__main__"'
         raise UsageError(f"{module} starts a run while it is imported, as workers would do again; {cure}")
-    script = scripts.name_script(name) if module == "__main__" and inspect.isfunction(thing) else None
+    script = (scripts.name_script(name) or MODULE) if module == "__main__" and inspect.isfunction(thing) else None
     if module == "__main__" and script is None:
         where, cure = "a script", "move it to a file in src/"
         if in_notebook():
             where, cure = "cells without %%mlx", "add %%mlx to its cell, after %load_ext mlx_runtime"
-        elif inspect.isfunction(thing):
-            where = "an interactive session"
         raise UsageError(f"workers cannot import {name} from {where}; {cure}")
+    if not name.isidentifier() and script == MODULE:
+        raise UsageError(f"{name} cannot be sent to workers; define it with def at the top level of a cell")
     if not name.isidentifier():
         raise UsageError(f"workers cannot import {script or module}.{name}; define it at the top level of a module")
     return script or module, name

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.companions.notebook import sources
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.errors import ConfigError, UsageError, short_message
 
@@ -56,15 +57,21 @@ def name_script(name: str) -> str | None:
     return module
 
 
-def load(path: str) -> Any:
+def load(path: str, source: str = "") -> Any:
     """Import a training function. The import of its module ends where it starts a run.
+
+    Args:
+        path: import path of the function.
+        source: source of its module, if it has no file.
 
     Raises:
         ConfigError: it is not there.
     """
     try:
+        if source:
+            sources.execute(source)
         return _load(path)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, NameError) as error:
         raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
 
 

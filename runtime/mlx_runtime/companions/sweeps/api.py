@@ -1,25 +1,31 @@
 """Sweeps and cross-validation from Python: in a notebook, or in a script below `if __name__ == "__main__"`."""
 
 import contextlib
+import inspect
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from mlx_runtime.companions.notebook import importable, require_list
+from mlx_runtime.companions.notebook import FunctionExperiment, importable, require_list
 from mlx_runtime.companions.sweeps.controller import Listener
 from mlx_runtime.companions.sweeps.definition import Definition, plan
-from mlx_runtime.companions.sweeps.results import SweepResult
-from mlx_runtime.companions.sweeps.starting import claim
+from mlx_runtime.companions.sweeps.functions import function_overrides
+from mlx_runtime.companions.sweeps.results import FUNCTIONS, SweepResult
+from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
 from mlx_runtime.companions.sweeps.terminal import engine_for
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.runs import RunFolder
+from mlx_runtime.storage import storage_root
 from mlx_runtime.training.engines import JOB_FLAG, warm_up
 from mlx_runtime.training.loop import BaseModule
 
 
 def sweep(
-    experiment: type[BaseModule],
-    overrides: Sequence[str] = (),
+    experiment: type[BaseModule] | Callable[..., Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
     trials: int | None = None,
     search: Literal["grid", "random", "optuna"] | None = None,
@@ -30,17 +36,24 @@ def sweep(
     parallel: int | None = None,
     gpus_per_trial: float | None = None,
     name: str = "",
+    resume: str | None = None,
     listeners: Sequence[Listener] = (),
+    **settings: Any,
 ) -> SweepResult:
     """Train an experiment with many configurations, like `mlx train sweep`, and return their results.
 
+        result = sweep(train_func, {"lr": "choice(0.1, 0.01)"}, num_workers=2, metric="loss", mode="min")
+        print(result.get_best_config())
+
     Call this in the folder of the experiment. Nothing is printed; the output of each run is in its log. An interrupted
-    sweep can be resumed with `mlx train sweep --resume`.
+    sweep can be resumed with `resume`, or `mlx train sweep --resume`.
 
     Args:
         experiment: Class to train. The one in `src/experiment.py` is trained with conf.yaml; classes of other modules,
-            such as `%%mlx` cells of a notebook, are trained with the defaults in their code.
-        overrides: Overrides in Hydra's sweep grammar, like `optimizers.adam.lr=tag(log, interval(1e-4, 1e-2))`.
+            such as `%%mlx` cells of a notebook, are trained with the defaults in their code. Or a training function, as
+            for `Trainer.run`.
+        overrides: Overrides in Hydra's sweep grammar, like `optimizers.adam.lr=tag(log, interval(1e-4, 1e-2))`. For a
+            function, its config, with texts in this grammar in place of values that vary.
         trials: Number of configurations; the default is the whole grid.
         search: `grid`, `random` or `optuna`; the default is `optuna` if there are intervals, otherwise `grid`.
         scheduler: `asha` ends unpromising trials early.
@@ -50,29 +63,60 @@ def sweep(
         parallel: Number of runs at the same time; the default is as many as fit.
         gpus_per_trial: GPUs of each run; below 1, runs share one.
         name: Name of the sweep; the default is the next number.
+        resume: Sweep to resume, like `sweep_001`, or `latest`. Its code and the other arguments must be the same.
+            Failed trials are not repeated.
         listeners: Called with each event of the sweep (`mlx_runtime.companions.sweeps.events`).
+        settings: Arguments of `Trainer`, for a function: `num_workers=2`, `use_gpu=True`, …
 
     Raises:
         UsageError, ConfigError: The sweep cannot start; nothing was written.
         MlxError: All trials failed, or none records the metric.
     """
-    words = require_list(overrides)
     if trials is not None and trials < 1:
         raise UsageError(f"trials is {trials}; the minimum is 1")
     asked: dict[str, Any] = {"search": search, "scheduler": scheduler, "metric": metric, "mode": mode, "trials": trials}
     asked |= {"folds": folds, "parallel": parallel, "gpus_per_trial": gpus_per_trial}
     given = {key: value for key, value in asked.items() if value is not None}
-    module, qualname = importable(experiment)
-    if module != AN_EXPERIMENT.module:
-        given["experiment"] = f"{module}.{qualname}"
-    checked = plan(experiment, Definition(words, **given), large=True)
+    cls: type[BaseModule]
+    if inspect.isfunction(experiment):
+        if folds or scheduler == "asha":
+            cure = (
+                "folds split the datasets of an experiment" if folds else "asha needs trials of cfg.num_epochs epochs"
+            )
+            raise UsageError(f"{experiment.__name__} is a function, but {cure}")
+        words = function_overrides(experiment, overrides, settings)
+        cls, given["experiment"] = FunctionExperiment, FUNCTIONS
+        if (here := str(Path.cwd())) not in sys.path:  # trials import the function by its path from here
+            sys.path.insert(0, here)
+    else:
+        module, qualname = importable(experiment)
+        assert isinstance(experiment, type), "it is no function"
+        if isinstance(overrides, Mapping):
+            raise UsageError(f"overrides is a dict; {qualname} takes a list of overrides, like 'cfg.seed=1,2'")
+        if settings:
+            raise UsageError(f"sweep has no argument {next(iter(settings))!r}; settings of {qualname} are overrides")
+        words, cls = require_list(overrides), experiment
+        if module != AN_EXPERIMENT.module:
+            given["experiment"] = f"{module}.{qualname}"
+    checked = plan(cls, definition := Definition(words, **given), large=True)
+    if resume is not None:
+        cfg = checked.config.cfg
+        folder = find_sweep(resume, storage_root(cfg.storage_path), cfg.name)
+        checked = resumed_plan(cls, folder, definition, force=False, large=True)
+        if finished_trials(checked, retry_failed=False) is not None:
+            return _successful(folder)
     if JOB_FLAG not in os.environ:
-        warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep
+        warm_up(cls.__module__)  # a notebook has threads, and so may a script after its first sweep
     with contextlib.closing(engine_for(checked)) as engine:
         claimed = claim(checked, name, listeners=listeners)
         with claimed.supervise():
             engine.run(claimed)
-    result = SweepResult(claimed.record.folder)
+    return _successful(claimed.record.folder)
+
+
+def _successful(folder: RunFolder) -> SweepResult:
+    """Return the results of a sweep that has ended, unless all trials have failed."""
+    result = SweepResult(folder)
     if all(trial.status == "FAILED" for trial in result.trials):
         first = (result.trials[0].error or "").partition("\n")[0]
         raise MlxError(f"all trials of {result.folder.title} failed, the first with: {first}")

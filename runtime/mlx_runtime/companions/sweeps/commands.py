@@ -1,5 +1,6 @@
 """The command that runs a sweep."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import refuse_empty
+from mlx_runtime.settings import prepare_fork
 
 
 @click.command("sweep", context_settings=commands.OVERRIDES)
@@ -68,12 +70,28 @@ def sweep_request(
 
 
 def run(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> None:
-    """Run a sweep of the experiment in the working directory."""
-    _, experiment = projects.load(AN_EXPERIMENT, overrides, "sweep")
+    """Run a sweep of the experiment in the working directory, or resume one of a function."""
+    experiment = _function_experiment(how["resume"])
+    if experiment is None:
+        _, experiment = projects.load(AN_EXPERIMENT, overrides, "sweep")
     from mlx_runtime.companions.sweeps import terminal
     from mlx_runtime.companions.sweeps.definition import Definition
 
     terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
+
+
+def _function_experiment(resume: str | None) -> type | None:
+    """Return the experiment that calls the function of a sweep to resume; None for other sweeps."""
+    if resume is None or AN_EXPERIMENT.file.is_file():
+        return None
+    prepare_fork()
+    from mlx_runtime.companions.notebook import FunctionExperiment
+    from mlx_runtime.companions.sweeps.results import FUNCTIONS, open_sweep
+
+    if open_sweep(resume).definition.get("experiment") != FUNCTIONS:
+        return None
+    sys.path.insert(0, str(Path.cwd()))
+    return FunctionExperiment
 
 
 def launch_steps(

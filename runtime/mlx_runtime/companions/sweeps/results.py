@@ -1,6 +1,7 @@
 """The results of a sweep, read from the records and metrics of its runs, during or after the sweep."""
 
 import contextlib
+import copy
 import functools
 import html
 import math
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     import pandas
 
     from mlx_runtime.runs.queries import Run
+
+
+FUNCTIONS = "mlx_runtime.companions.notebook.functions.FunctionExperiment"
+"""Path of the experiment that calls training functions."""
 
 
 def open_sweep(sweep: str | Path) -> "SweepResult":
@@ -87,7 +92,11 @@ class SweepResult:
             given = [text for text in given if not re.match(r"[+~]*cfg\.cross_validation\b", text)]
         overrides = [chosen.pop(text.partition("=")[0], text) for text in given]
         overrides += chosen.values()
-        if path := self.definition.get("experiment"):
+        path = self.definition.get("experiment")
+        if path == FUNCTIONS:
+            function = self.best_config()["cfg"]["function"].rpartition(".")[2]
+            return f"trainer.run({function}, {self.get_best_config()})"
+        if path:
             return f"run({path.rpartition('.')[2]}, {overrides})"
         return shlex.join(["mlx", "train", "run", *overrides])
 
@@ -106,12 +115,52 @@ class SweepResult:
             UsageError: No trial has recorded the metric.
             StorageError: The file cannot be read.
         """
-        from mlx_runtime.runs.queries import Run
-
-        config = Run(self.best.runs[0].row.folder).config
+        config = self.best_run.config
         if self.folds:
             config["cfg"]["cross_validation"] |= {"folds": None, "fold": None, "splitter": None}
         return config
+
+    def get_best_config(self, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
+        """Return the `config` of a training function in the best trial.
+
+        Args:
+            metric: Metric by which trials are compared; the default is the metric of the sweep.
+            mode: `max` or `min`; the default is the mode of the sweep.
+
+        Raises:
+            UsageError: No trial has recorded the metric, or the sweep trained an experiment.
+        """
+        if self.definition.get("experiment") != FUNCTIONS:
+            raise UsageError(f"{self.folder.title} trained an experiment, whose conf.yaml is best_config()")
+        config: dict[str, Any] = self.ranked_by(metric, mode).best_config()["cfg"]["config"]
+        return config
+
+    @property
+    def best_run(self) -> "Run":
+        """The run of the best trial, as `open_run` returns it; with folds, the run of its first fold.
+
+        Raises:
+            UsageError: No trial has recorded the metric.
+        """
+        from mlx_runtime.runs.queries import Run
+
+        return Run(self.best.runs[0].row.folder)
+
+    def ranked_by(self, metric: str | None = None, mode: str | None = None) -> "SweepResult":
+        """Return these results with the trials compared by another metric or mode.
+
+        Raises:
+            UsageError: The mode is neither `max` nor `min`, or missing for another metric.
+        """
+        if metric in (None, self.metric) and mode in (None, self.mode):
+            return self
+        if mode not in ("max", "min"):
+            raise UsageError(f"mode is {mode!r}; is the best {metric or self.metric} the 'max' or the 'min'?")
+        result = copy.copy(self)
+        result.__dict__.pop("metric_names", None)
+        result.metric, result.mode = metric or self.metric, mode
+        result.trials = result._read(records.load_record(self.folder)["trials"])
+        return result
 
     def table(self, *, runs: bool = False) -> "pandas.DataFrame":
         """Return one row per trial: its values, status, best epoch, metrics, and its duration in seconds.
@@ -204,7 +253,8 @@ class SweepResult:
     def __repr__(self) -> str:
         text = f"<SweepResult {self.folder.title}, {plural(len(self.trials), 'trial')}"
         with contextlib.suppress(UsageError):
-            values = f" with {' '.join(self.best.overrides)}" if self.best.overrides else ""
+            given = " ".join(text.lstrip("+") for text in self.best.overrides)
+            values = f" with {given}" if given else ""
             text += f", best {self.metric} {format_number(self.best.score)}{values}"
         return f"{text}>"
 

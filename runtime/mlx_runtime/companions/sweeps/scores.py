@@ -79,7 +79,7 @@ def score_trial(
     return Trial(
         number=number,
         overrides=tuple(f"{key}={text}" for key, text in values.items()),
-        values={key: parse_value(text) for key, text in values.items()},
+        values={key: parse_value(text) for key, text in plain_keys(values).items()},
         status=min(statuses, key=_rank),
         runs=tuple(runs),
         curve=curve,
@@ -87,6 +87,11 @@ def score_trial(
         metrics={name: statistics.fmean(known) for name, known in shared.items()},
         spread={name: _deviation(known) for name, known in shared.items()} if folds > 1 else {},
     )
+
+
+def plain_keys(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a trial with the keys of conf.yaml, without Hydra's `+`."""
+    return {key.lstrip("+"): text for key, text in values.items()}
 
 
 def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_runtime.companions.notebook import load_function
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merge, plan
 from mlx_runtime.companions.sweeps.folds import rows_digest
@@ -15,7 +16,17 @@ from mlx_runtime.companions.sweeps.study import uses_optuna
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import SWEEP, RunFolder, claim_run, list_sweeps, provenance, queries, records, snapshots
+from mlx_runtime.runs import (
+    SWEEP,
+    RunFolder,
+    claim_run,
+    list_sweeps,
+    named_run,
+    provenance,
+    queries,
+    records,
+    snapshots,
+)
 from mlx_runtime.runs.queries import map_concurrently
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases, storage_at, storage_root
@@ -26,16 +37,19 @@ FOLDS = "folds.npz"
 """File of a sweep with the row numbers of each fold."""
 
 
-def find_sweep(name: str = "latest") -> RunFolder:
+def find_sweep(name: str = "latest", root: str | None = None, experiment: str | None = None) -> RunFolder:
     """Return a sweep by name (`sweep_001`, `lr` for `sweep_lr`, `latest`), path or URI.
+
+    The default root and experiment are those of the working directory.
 
     Raises:
         UsageError: there is no such sweep.
     """
     if name != "latest":
         known = name.rpartition("/")[2].startswith(SWEEP)
-        return queries.resolve_run(name if known else SWEEP + name)
-    root, experiment = queries.storage_root(), queries.conf_value("cfg.name") or ""
+        name = name if known else SWEEP + name
+        return queries.resolve_run(name) if root is None else named_run(name, root, experiment or "")
+    root, experiment = root or queries.storage_root(), experiment or queries.conf_value("cfg.name") or ""
     found = list_sweeps(root, experiment)
     begun = [folder for folder in found if folder.record.name in storage_at(folder.location).names()]
     if not begun:
@@ -61,6 +75,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     if definition.experiment:
         experiment = object_at(definition.experiment)
     found = plan(experiment, definition, **how)
+    load_function(found.config.cfg)  # the files of imported modules are compared
     changes = differences(stored, found.definition)
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder, found.config.cfg.code_files)]
     if found.definition.folds != stored.folds:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.companions.notebook import load_function
+from mlx_runtime.companions.sweeps.scores import plain_keys
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, full_message
@@ -60,7 +62,7 @@ class TrialJob:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts about the sweep for the record of the run."""
-        return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": dict(self.values)}
+        return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": plain_keys(self.values)}
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:
@@ -101,6 +103,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     with conf_of(experiment) as conf:
         request = replace(Request.parse(job.overrides), claimed=job.run)
         config = replace(load_config(experiment, request, conf), sweep=job.facts)
+    load_function(config.cfg)  # its errors come before the run begins, and its module is stored with the run
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpu_share=min(1.0, job.gpus))

@@ -61,9 +61,9 @@ def work(job: RunJob, connection: Any) -> int:
     try:
         with at_breakpoint(no_pdb(Direct(link.emit, lambda: False), NO_TERMINAL)):
             experiment = getattr(project_module(job.module, Path.cwd()), job.name)
-            if job.function:  # report its errors before the run begins, and store its module with the run
-                companions.part("notebook").load(job.function)
             config = load_bound_config(experiment, job.request, job.title)
+            if job.function:  # report its errors before the run begins, and store its module with the run
+                companions.part("notebook").load_function(config.cfg)
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster, listeners=[handle], control=link.control)
     except BaseException as caught:

@@ -1,0 +1,49 @@
+"""Sweeps of training functions: the experiment that calls one, and its config as overrides."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mlx_runtime.companions.notebook import Trainer, run_settings
+from mlx_runtime.config import override, parse_overrides
+from mlx_runtime.errors import UsageError
+
+VARIES = re.compile(r"(choice|range|interval|tag|int)\(.*\)", re.DOTALL)
+"""Texts in a config that stand for several values, in Hydra's sweep grammar."""
+
+
+def function_overrides(function: Callable[..., Any], config: Any, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the overrides of a sweep that calls a function.
+
+    Args:
+        function: training function.
+        config: its config, with texts like `choice(0.1, 0.01)` in place of the values that vary.
+        settings: arguments of `Trainer`.
+
+    Raises:
+        UsageError, ConfigError: there is no such setting, the function cannot be called with the config, or nothing in
+            it varies.
+    """
+    if not isinstance(config, Mapping):
+        raise UsageError(f"a function is tuned over a config, like {{'lr': 'choice(0.1, 0.01)'}}, not {config!r:.60}")
+    varying = dict(_varying("cfg.config", config))
+    if not varying:
+        raise UsageError(
+            f"no value in the config of {function.__name__} varies; write some as text, like 'choice(0.1, 0.01)' or "
+            "'interval(0.01, 0.1)'. A list is one value"
+        )
+    _, values = run_settings(Trainer(**settings), function, dict(config))
+    fixed = [override(f"cfg.{name}", value) for name, value in values.items()]
+    return (*fixed, *(f"{key}={text}" for key, text in varying.items()))
+
+
+def _varying(key: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys and texts of the values that vary."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _varying(f"{key}.{name}", value)
+        elif isinstance(value, str) and VARIES.fullmatch(value) is not None:
+            if not re.fullmatch(r"\w+", str(name)):
+                raise UsageError(f"{name!r} varies, so its name must be one of letters, digits and underscores")
+            if parse_overrides([f"++{key}.{name}={value}"])[0].is_sweep_override():
+                yield f"++{key}.{name}", value

@@ -1,0 +1,192 @@
+"""Functions of cells without `%%mlx`: what is sent to workers, what is refused, and a real kernel."""
+
+import linecache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_runtime.companions.notebook.scripts import load
+from mlx_runtime.companions.notebook.sources import FunctionModule, changed_names, execute
+from mlx_runtime.errors import UsageError
+
+CELLS = """
+from __future__ import annotations
+import functools, os.path, re, threading, xml.dom.minidom
+from dataclasses import dataclass
+import torch
+from torch.nn import functional as F
+
+SIZE = 3  # of a batch
+NAMES = {"b": [1.5, None], "a": ("${HOME}",), "nan": float("nan")}
+rows = torch.arange(6.0).reshape(2, 3).T
+
+
+class Empty(list):
+    pass
+
+
+@dataclass
+class Options:
+    steps: Undefined = SIZE
+
+
+options = Options(2)
+
+
+@functools.lru_cache
+def square(x):
+    return x * x
+
+
+double = lambda x: square(x) / x * 2
+
+
+def train(config):
+    size = len(NAMES)  # shadows nothing
+    log = "local, not the file"
+    empty = Empty([xml.dom.minidom.parseString("<a/>").documentElement.tagName, log])
+    return empty, options.steps, double(4), NAMES["a"], F.relu(-rows).sum().item(), rows.stride(), os.path.sep, size
+"""
+
+
+def session(cells: str, *, kept: bool = True) -> dict[str, Any]:
+    """Return the names of an interactive session that has executed cells, and keeps their text."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    filename = f"<cell {hash(cells)}>"
+    if kept:
+        linecache.cache[filename] = (len(cells), None, cells.splitlines(keepends=True), filename)
+        names["In"] = ["", cells]
+    exec(compile(cells, filename, "exec"), names)
+    return names
+
+
+@pytest.mark.pure
+class TestSource:
+    def test_a_function_works_as_in_its_session(self) -> None:
+        names = session(CELLS)
+        source = FunctionModule(names, "train").text()
+        here, there = names["train"]({}), load("mlx_cells.train", source)({})
+        assert there == here == (["a", "local, not the file"], 2, 8.0, ("${HOME}",), 0.0, (1, 3), "/", 3)
+        assert "${" not in source  # conf.yaml would look it up
+        assert "re." not in source
+
+    def test_another_session_has_the_same_source_whatever_else_it_has_defined(self) -> None:
+        more = "\nunused = open(__file__) if 0 else re\n"
+        other = FunctionModule(session(CELLS.replace("# of a", "# of each") + more), "train").text()
+        source = FunctionModule(session(CELLS), "train").text()
+        assert other == source
+        edits = {"SIZE": ("SIZE = 3", "SIZE = 4"), "rows": ("(6.0)", "(6)"), "double": ("* 2", "")}
+        for name, (old, new) in edits.items():
+            edited = FunctionModule(session(CELLS.replace(old, new)), "train").text()
+            assert changed_names(source, edited) == [name]
+
+    @pytest.mark.parametrize(
+        ("cell", "message"),
+        [
+            (
+                "import sys\nlog = sys.__stdout__\ndef f(): log.read()",
+                "f uses log, a TextIOWrapper, which cannot be sent to workers: cannot pickle '_io.TextIOWrapper' "
+                "object; create it in the function",
+            ),
+            (
+                "import threading\nlock = threading.Lock()\ndef g(): lock.acquire()\ndef f(): g()",
+                "f uses lock, a lock, which cannot be sent to workers: cannot pickle '_thread.lock' object; create it "
+                "in the function",
+            ),
+            (
+                "import torch\nx = torch.empty(2, device='meta')\ndef f(): return [x]",  # like one on a GPU
+                "f uses x, a Tensor, which cannot be sent to workers: a tensor is on meta; create it in the function",
+            ),
+            (
+                "import torch\nrows = torch.zeros(100_000)\ndef f(): return rows",
+                "f uses rows, a Tensor, which cannot be sent to workers: it has 400,246 bytes, and 262,144 is the "
+                "maximum; create it in the function",
+            ),
+            (
+                "def make(lock):\n    def inner():\n        return lock\n    return inner\ng = make(1)\ndef f(): g()",
+                "f uses g, which cannot be sent to workers: it was defined in make; define it at the top level "
+                "of a cell",
+            ),
+            (
+                "class A: pass\na = A()\nclass A: pass\ndef f(): return a",
+                "f uses A, a type, which cannot be sent to workers: another definition has replaced it; create it in "
+                "the function",
+            ),
+        ],
+    )
+    def test_what_cannot_be_sent_is_named(self, cell: str, message: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            FunctionModule(session(cell), "f")
+        assert str(caught.value) == message
+
+    def test_a_session_that_keeps_no_source_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="^f cannot be sent to workers: its source is not kept here; use IPython"):
+            FunctionModule(session("def f(): pass", kept=False), "f")
+
+    def test_tracebacks_have_the_lines_of_the_source(self) -> None:
+        execute("def f():\n    return 1 / 0\n")
+        assert linecache.getline("<mlx_cells>", 2) == "    return 1 / 0\n"
+
+
+FIRST = """
+import torch
+from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint
+
+rows = torch.ones(4, 1)
+
+
+class Losses(list):
+    pass
+
+
+def train_func(config):
+    losses = Losses()
+    for epoch in range((load_checkpoint() or {"epoch": -1})["epoch"] + 1, 3):
+        if epoch == 2 and config["fails"]:
+            raise ValueError("on purpose")
+        losses.append(rows.sum().item() + epoch)
+        report(loss=losses[-1])
+        save_checkpoint(epoch=epoch)
+    return losses
+
+
+def attempt(**config):
+    try:
+        (value,) = trainer.run(train_func, config, show=False, resume=resume)
+        print(type(value) is Losses, value)
+    except MlxError as error:
+        print(error)
+
+
+trainer = Trainer()
+"""
+
+KERNELS = (
+    [FIRST, "resume = None\nattempt(fails=True)"],
+    [FIRST, "resume = 'latest'\nrows = rows * 2", "attempt(fails=False)", "rows = rows / 2", "attempt(fails=False)"],
+)
+
+
+@pytest.mark.local
+def test_cells_train_and_another_kernel_resumes_them_unless_they_were_edited(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    printed: list[str] = []
+    for cells in KERNELS:
+        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
+        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        printed += [item.text for cell in notebook.cells for item in cell.outputs if "text" in item]
+    failed, edited, resumed = [text for text in printed if "Warning" not in text]
+    assert "ValueError: on purpose (raised on rank 0)" in failed
+    assert 'raise ValueError("on purpose")'.replace('"', "'") in failed
+    assert edited == (
+        "train_func/run_001 was started with another definition of rows. Undo the edits, or start a new run: leave out "
+        "resume=\n"
+    )
+    assert resumed == "True [6.0]\n"  # the last of three epochs
