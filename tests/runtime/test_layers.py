@@ -84,6 +84,7 @@ HOMES = {
     "pyarrow": {"companions.prepared.mapping", "companions.stores.object_store"},
     "ray": {
         "companions.notebook.actors",
+        "companions.notebook.tuning",
         "companions.prepared.mapping",
         "companions.ray",
         "companions.sweeps.engines.cluster",

@@ -22,7 +22,7 @@ from mlx_runtime.config import override
 from mlx_runtime.config.binding import RESERVED
 from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
-from mlx_runtime.events import Event, FunctionReport, FunctionReturned
+from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned
 from mlx_runtime.runs import list_runs, named_run
 from mlx_runtime.runs.queries import Run, conf_value, open_run
 from mlx_runtime.runs.tables import print_table
@@ -62,6 +62,7 @@ class FunctionRun(RunIterator[Results]):
         self._callbacks = callbacks
         self._returned: dict[int, str] = {}
         self._world_size = 0
+        self.checkpoint_path: str | None = None  # of the newest complete checkpoint
         super().__init__(job, (), show, remote)
 
     def items(self, event: Event) -> Iterator[Results]:
@@ -73,6 +74,8 @@ class FunctionRun(RunIterator[Results]):
                     callback(results)
                 self._callbacks = callbacks
                 yield results
+            case CheckpointSaved(path=path):
+                self.checkpoint_path = path
             case FunctionReturned(rank, world_size, pickled):
                 self._returned[rank], self._world_size = pickled, world_size
 
@@ -251,9 +254,29 @@ class Trainer:
             _refuse_edited(resume, values)
         if resume == "auto":
             values["resume"], resume = resume, None
-        request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
-        adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
-        return RunJob(*adapter, request, tuple(sys.orig_argv), path)
+        return run_job(path, values, resume)
+
+    def to_tune_trainable(self, function: Callable[..., Any]) -> Callable[[dict[str, Any]], None]:
+        """Return a trainable for Ray Tune: `tune.Tuner(trainer.to_tune_trainable(train_func), param_space={...})`.
+
+        Each trial is a run with a config of Tune. Its workers are processes on one node, with the resources of this
+        Trainer. `report` reports the metrics of rank 0 to Tune, together with `run`, the run's folder, and
+        `checkpoint_path`, the newest checkpoint. A trial that Tune restarts continues from its newest checkpoint, in a
+        new run. The function's return values are ignored.
+
+        Args:
+            function: the same as for `run`.
+
+        Raises:
+            UsageError: the function takes other arguments, or this Trainer has another engine than `local`.
+        """
+        path, values = run_settings(self, function, None)
+        if self._settings.get("engine", "local") not in ("auto", "local"):
+            text = "trials of Ray Tune have their workers on one node; leave out engine, or use sweep()"
+            raise UsageError(f"engine is {self._settings['engine']!r}, but {text}")
+        from mlx_runtime.companions.notebook.tuning import tune_trainable
+
+        return tune_trainable(path, values, self._cfg)
 
     @property
     def latest_run(self) -> Run:
@@ -378,6 +401,13 @@ def reattach(
     return Training(job, callbacks, show, remote)
 
 
+def run_job(path: str, values: Mapping[str, Any], resume: str | None = None) -> RunJob:
+    """Return the run of a function, by its import path and the settings below `cfg`."""
+    request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
+    adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
+    return RunJob(*adapter, request, tuple(sys.orig_argv), path)
+
+
 def run_settings(
     trainer: Trainer, function: Callable[..., Any], config: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
@@ -410,6 +440,20 @@ def run_settings(
     for name in [name for name, value in values.items() if isinstance(value, Section)]:
         values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
     return path, values
+
+
+def start_run(
+    path: str,
+    values: Mapping[str, Any],
+    *,
+    resume: str | None = None,
+    callbacks: Sequence[Callable[[Results], object]] = (),
+    show: bool = True,
+) -> FunctionRun:
+    """Start a run of the function at a path, with the settings of `run_settings`."""
+    request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
+    adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
+    return FunctionRun(RunJob(*adapter, request, tuple(sys.orig_argv), path), callbacks, show)
 
 
 def _refuse_edited(resume: str, values: Mapping[str, Any]) -> None:

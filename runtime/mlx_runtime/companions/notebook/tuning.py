@@ -1,0 +1,72 @@
+"""Training functions as trainables of Ray Tune: each trial is a run on the node of the trial."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from ray import tune
+
+from mlx_runtime.companions.notebook.function_runs import FunctionRun, run_job
+from mlx_runtime.companions.notebook.functions import FunctionConfig, load_function
+from mlx_runtime.runs.queries import open_run
+from mlx_runtime.training.engines import JOB_FLAG, uses_gpus
+
+POINTER = "run"
+"""File of a Tune checkpoint with the path or URI of the run that has the checkpoint."""
+
+
+def tune_trainable(path: str, settings: Mapping[str, Any], cfg: FunctionConfig) -> Callable[[dict[str, Any]], None]:
+    """Return a function trainable for `tune.Tuner`, which needs the resources of all workers on one node.
+
+    Args:
+        path: import path of the training function.
+        settings: settings of its runs, by key below `cfg`.
+        cfg: the same for the workers, checked.
+    """
+    project = Path.cwd()
+
+    def trainable(config: dict[str, Any]) -> None:
+        os.chdir(project if project.is_dir() else os.environ["TUNE_ORIG_WORKING_DIR"])  # Tune has left it
+        os.environ.pop(JOB_FLAG, None)  # of the job; this run belongs to a trial
+        load_function(FunctionConfig(function=path, source=settings.get("source", "")))
+        values = {**settings, "config": config, "engine": "local"}
+        if (checkpoint := tune.get_checkpoint()) is not None:
+            with checkpoint.as_directory() as folder:
+                latest = open_run(Path(folder, POINTER).read_text()).record["latest"]
+            values["restore_checkpoint_path"] = latest["path"]
+        _report(FunctionRun(run_job(path, values), (), show=False))
+
+    trainable.__name__ = path.rpartition(".")[2]
+    workers = cfg.start_workers
+    resources = {"CPU": workers * cfg.cpus_per_worker, "GPU": workers * uses_gpus(cfg, torch.cuda.device_count())}
+    made: Callable[[dict[str, Any]], None] = tune.with_resources(trainable, resources)
+    return made
+
+
+def _report(run: FunctionRun) -> None:
+    """Report the metrics of rank 0 to Tune, one report late, so that they come with a checkpoint saved after them."""
+    held: dict[str, Any] | None = None
+    saved: str | None = None
+
+    def tell() -> None:
+        nonlocal saved
+        path = run.checkpoint_path
+        if path is None or path == saved:
+            tune.report(held)
+            return
+        saved = path
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, POINTER).write_text(run.folder)
+            tune.report({**(held or {}), "checkpoint_path": path}, checkpoint=tune.Checkpoint(folder))
+
+    with contextlib.closing(cast("Generator[Any]", iter(run))) as reports:  # Tune ends a trial by an exception
+        for results in reports:
+            if held is not None:
+                tell()
+            held = {**results[0], "run": run.folder}
+        if held is not None:
+            tell()
