@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ class Trainer:
             raise UsageError(f"engine is {self._settings['engine']!r}, but {text}")
         from mlx_runtime.companions.notebook.tuning import tune_trainable
 
-        return tune_trainable(path, values, self._cfg)
+        return tune_trainable(path, values, self._cfg, partial(_start_trial, path))
 
     @property
     def latest_run(self) -> Run:
@@ -406,6 +407,10 @@ def run_job(path: str, values: Mapping[str, Any], resume: str | None = None) -> 
     request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
     adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
     return RunJob(*adapter, request, tuple(sys.orig_argv), path)
+
+
+def _start_trial(path: str, values: Mapping[str, Any]) -> FunctionRun:
+    return FunctionRun(run_job(path, values), (), show=False)
 
 
 def run_settings(

@@ -5,27 +5,34 @@ import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from ray import tune
 
-from mlx_runtime.companions.notebook.function_runs import FunctionRun, run_job
 from mlx_runtime.companions.notebook.functions import FunctionConfig, load_function
 from mlx_runtime.runs.queries import open_run
 from mlx_runtime.training.engines import JOB_FLAG, uses_gpus
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.notebook.function_runs import FunctionRun
+
+Start = Callable[[Mapping[str, Any]], "FunctionRun"]
 
 POINTER = "run"
 """File of a Tune checkpoint with the path or URI of the run that has the checkpoint."""
 
 
-def tune_trainable(path: str, settings: Mapping[str, Any], cfg: FunctionConfig) -> Callable[[dict[str, Any]], None]:
+def tune_trainable(
+    path: str, settings: Mapping[str, Any], cfg: FunctionConfig, start: Start
+) -> Callable[[dict[str, Any]], None]:
     """Return a function trainable for `tune.Tuner`, which needs the resources of all workers on one node.
 
     Args:
         path: import path of the training function.
         settings: settings of its runs, by key below `cfg`.
         cfg: the same for the workers, checked.
+        start: starts a run with settings like these.
     """
     project = Path.cwd()
 
@@ -38,7 +45,7 @@ def tune_trainable(path: str, settings: Mapping[str, Any], cfg: FunctionConfig) 
             with checkpoint.as_directory() as folder:
                 latest = open_run(Path(folder, POINTER).read_text()).record["latest"]
             values["restore_checkpoint_path"] = latest["path"]
-        _report(FunctionRun(run_job(path, values), (), show=False))
+        _report(start(values))
 
     trainable.__name__ = path.rpartition(".")[2]
     workers = cfg.start_workers
@@ -47,7 +54,7 @@ def tune_trainable(path: str, settings: Mapping[str, Any], cfg: FunctionConfig) 
     return made
 
 
-def _report(run: FunctionRun) -> None:
+def _report(run: "FunctionRun") -> None:
     """Report the metrics of rank 0 to Tune, one report late, so that they come with a checkpoint saved after them."""
     held: dict[str, Any] | None = None
     saved: str | None = None
