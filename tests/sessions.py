@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,6 +12,7 @@ from mlx_runtime.distributed import Topology
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.training.loop import Direct
 from mlx_runtime.training.loop.context import Groups, RunContext
+from mlx_runtime.training.loop.experiment import attach as attach_session
 from mlx_runtime.training.loop.session import Session
 from mlx_runtime.training.strategies import DDP, Strategy
 
@@ -22,6 +24,9 @@ class Events(list):
 
     def send(self, event: Any) -> None:
         self.append(event)
+
+
+_sessions: WeakKeyDictionary[BaseModule, Session] = WeakKeyDictionary()
 
 
 def attach(
@@ -36,10 +41,11 @@ def attach(
     context = RunContext(RunFolder(folder), topology, module.cfg, Groups(module))
     events = sink if sink is not None else Events()
     strategy = strategy or DDP(module.cfg, topology)
-    module._run = Session(context, strategy, Direct(events.send, stop_requested))
-    return session_of(module)
+    _sessions[module] = Session(context, strategy, Direct(events.send, stop_requested))
+    attach_session(module, _sessions[module])
+    return _sessions[module]
 
 
 def session_of(module: BaseModule) -> Session:
     """Return the session that an experiment is attached to."""
-    return module._session
+    return _sessions[module]

@@ -369,3 +369,32 @@ def test_what_controls_the_workers_imports_little() -> None:
     script = f"import mlx_runtime.companions.ray.failures, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+OTHERS = {"_create_default_callbacks", "_exit", "_initialize_and_run_controller", "_split", "_timeout"}
+"""Private names of Ray, Hugging Face, torch and Python that the package uses, too."""
+
+
+def test_tests_use_no_private_name_of_the_package() -> None:
+    ours: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    ours.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    ours.add(name)
+    private = {name for name in ours if name.startswith("_") and not name.endswith("_")} - OTHERS
+    found = []
+    for file in (PACKAGE.parents[1] / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                    continue
+                case ast.Attribute(attr=name) if name in private:
+                    found.append(f"{file.name}:{node.lineno}: {name}")
+                case ast.ImportFrom(module=str(module), names=names) if module.startswith("mlx_runtime"):
+                    found += [f"{file.name}:{node.lineno}: {item.name}" for item in names if item.name in private]
+                case ast.Call(func=ast.Attribute(attr="setattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                    found += [f"{file.name}:{node.lineno}: {name}"] * (name in private)
+    assert found == []

@@ -131,7 +131,7 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
     if it has FAILED or is STALE.
     """
     try:
-        code = xp.logs(name, run, _echo, follow=follow, rank=rank, tail=tail)
+        code = xp.logs(name, run, echo_stored, follow=follow, rank=rank, tail=tail)
     except KeyboardInterrupt:
         click.echo("\nthe run continues; only its log was closed", err=True)
         code = 130
@@ -161,7 +161,7 @@ def board(name: str | None, run: str | None, port: int) -> None:
     xp.board(name, run, port)
 
 
-def _echo(text: str) -> None:
+def echo_stored(text: str) -> None:
     """Print a part of a log, without escape sequences other than those for colors."""
     parts = re.split(r"(\x1b\[[\d;]*m|\r)", text)
     click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), nl=False)

@@ -37,7 +37,7 @@ class LogFile:
                 storage = storage_at(folder.uri)
                 if storage.size_bytes(name) is not None:
                     storage.download(self._path, name)
-                self._pushing.enter_context(heartbeat(self._push, PUSH_S))
+                self._pushing.enter_context(heartbeat(self.push, PUSH_S))
             self._file = open(self._path, "a", 1, "utf-8", "replace", opener=regular)  # noqa: SIM115
 
     def write(self, text: str) -> None:
@@ -72,9 +72,9 @@ class LogFile:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
-            self._push()
+            self.push()
 
-    def _push(self) -> None:
+    def push(self) -> None:
         with contextlib.suppress(OSError, StorageError):
             size = self._path.stat().st_size
             if size != self._pushed_bytes:

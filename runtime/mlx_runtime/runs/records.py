@@ -211,14 +211,14 @@ class Record:
         so a driver that freezes between check and write can still replace one file.)
         """
         try:
-            write_atomic(file, content, self._check_ours)
+            write_atomic(file, content, self.check_ours)
         except OSError as error:
             if self._taken_over():
                 return
             raise StorageError(f"cannot write {file}: {error.strerror or error}") from error
         self.folder.push(file, must=must)
 
-    def _check_ours(self) -> None:
+    def check_ours(self) -> None:
         if self._taken_over():
             raise PermissionError("another driver owns the run")
 

@@ -47,7 +47,7 @@ def claim_folder(storage: Storage, *parts: str) -> bool:
 def this_process() -> dict[str, Any]:
     """Return fields that identify this process among those of all machines."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "pid_started": _start_time(pid)}
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "pid_started": start_time_of(pid)}
 
 
 def lease(**fields: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def is_alive(record: Mapping[str, Any], stale_s: float = STALE_S) -> bool:
     """Return True if the process that wrote a record is alive: here by its process id, elsewhere by its heartbeat."""
     boot = _boot()
     if boot is not None and record.get("boot") == boot:
-        return _start_time(record.get("pid", 0)) == record.get("pid_started")
+        return start_time_of(record.get("pid", 0)) == record.get("pid_started")
     return age_s(record) < stale_s
 
 
@@ -124,7 +124,7 @@ def _boot() -> str | None:
         return None
 
 
-def _start_time(pid: int) -> str | None:
+def start_time_of(pid: int) -> str | None:
     """Return the start time of a process on this machine, in ticks since boot, or None if it or /proc is missing."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

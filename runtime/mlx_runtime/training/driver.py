@@ -161,7 +161,7 @@ class Driver:
                 receiver=(receiver.address, receiver.key),
                 evaluate=config.checkpoint is not None,
             )
-            yield from self._follow(job, receiver, recorder)
+            yield from self.follow(job, receiver, recorder)
         if recorder.stopped:
             raise Terminated
 
@@ -184,7 +184,7 @@ class Driver:
             self._emit(events.DatasetsPrepared(names, next(iter(sets.values())).root, created))
         return sets
 
-    def _follow(self, job: Job, receiver: Inbox, recorder: RunRecorder) -> Iterator[events.Event]:
+    def follow(self, job: Job, receiver: Inbox, recorder: RunRecorder) -> Iterator[events.Event]:
         """Start the workers, and yield their events until they are done."""
         deadlocks = None if self._plan.cluster.in_driver else self._deadlocks(receiver)
         look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None

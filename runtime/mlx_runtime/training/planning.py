@@ -78,7 +78,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             the rows of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` for an evaluation, or the limit of open files is too low.
     """
-    _refuse_too_few_files(config.cfg)
+    refuse_too_few_files(config.cfg)
     if problems := strategies.problems(config.cfg):
         raise ConfigError("\n".join(problems))
     if config.cfg.cross_validation.fold is not None:
@@ -135,7 +135,7 @@ def may_be_prepared(config: RunConfig) -> bool:
     return how == "make" or (how == "auto" and (is_uri(root) or Path(storage_at(root).path).is_dir()))
 
 
-def _refuse_too_few_files(cfg: TrainConfig) -> None:
+def refuse_too_few_files(cfg: TrainConfig) -> None:
     """Raise UsageError if the limit of open files is too low for a run, because it could fail anywhere."""
     needed, (limit, _) = OPEN_FILES[0] + OPEN_FILES[1] * cfg.start_workers, resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != limit < needed:

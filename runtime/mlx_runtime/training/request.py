@@ -143,7 +143,7 @@ def load_config(
     typed = (*FAST, *request.overrides) if request.fast else request.overrides
     settings, checkpoint = settings_of(experiment), request.checkpoint
     composition = read(path, typed, settings, title)
-    choice = _choose(request, experiment, composition, look=look or request.fast)
+    choice = choose_run(request, experiment, composition, look=look or request.fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, f"++cfg.restore_checkpoint_path={quote(checkpoint)}", "++cfg.restore_strict=true")
@@ -165,7 +165,7 @@ def load_config(
 
             resuming.check_stored(run, conf)
         if not look and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
-            _pin_checkpoint(config)
+            pin_checkpoint(config)
         if not look and names_repositories(config.tree):
             file = parse_config(read_from.read_text(encoding="utf-8"))
             before = parse_config(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
@@ -201,7 +201,7 @@ def _way_out(experiment: type, has_code: bool) -> Iterator[None]:
         raise
 
 
-def _choose(request: Request, cls: type, composition: Composition, *, look: bool = False) -> _Choice:
+def choose_run(request: Request, cls: type, composition: Composition, *, look: bool = False) -> _Choice:
     """Choose the run by the request and `cfg.resume`, and download it if its mirror is ahead.
 
     The config is checked before a download. With `look`, mirrors are ignored.
@@ -267,7 +267,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         yield conf
 
 
-def _pin_checkpoint(config: Config) -> None:
+def pin_checkpoint(config: Config) -> None:
     """Pin a mirror to start from to its current state, because a new one may be uploaded while workers start."""
     uri = str(config.cfg.restore_checkpoint_path)
     pinned_uri = reader_of(uri).pin_checkpoint(uri)

@@ -211,7 +211,7 @@ def test_a_node_without_the_storage_does_not_write_beside_it(folder: Path) -> No
 def test_a_task_that_ends_late_does_not_bring_the_folder_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job fails and removes its folder just after a task has checked that it exists."""
     late = filling.Output(str(folder / "data" / ".made.part-0123"))
-    monkeypatch.setattr(filling.Output, "_check_visible", lambda self: None)
+    monkeypatch.setattr(filling.Output, "check_visible", lambda self: None)
     with pytest.raises(FileNotFoundError):
         late.write(b"x", "deep", "a")
     assert storage_at(str(folder)).names("data") == ["digits"]

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_runtime.cli import mlx, train
-from mlx_runtime.cli.xp import _echo, group
+from mlx_runtime.cli.xp import echo_stored, group
 from mlx_runtime.companions.views import read_curves
 
 pytestmark = pytest.mark.pure
@@ -83,7 +83,7 @@ def test_without_a_yes_nothing_is_removed(typed: str, tmp_path: Path, monkeypatc
 
 
 def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    _echo("\x1b]52;c;aGk=\x07\x1b[2Jrank 0\r50 %\n\x9b31m")
+    echo_stored("\x1b]52;c;aGk=\x07\x1b[2Jrank 0\r50 %\n\x9b31m")
     assert capsys.readouterr().out == "rank 0\r50 %\n\ufffd31m"
 
 

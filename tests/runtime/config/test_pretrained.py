@@ -327,7 +327,7 @@ def source(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modul
     defer_loading("pretrained_source")
     sys.path.insert(0, str(folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(declarations, "_loads_weights", False)  # the first call that loads weights is inside another
+        patch.setattr(declarations, "loads_weights", False)  # the first call that loads weights is inside another
         module = importlib.import_module("pretrained_source")
     yield module
     sys.path.remove(str(folder))
@@ -531,7 +531,7 @@ def test_a_node_is_looked_up_with_its_own_token_and_cache(
     commit = pins.commit_of(Pin("tools.it", chosen, "alice/own", "model"))
     assert re.fullmatch("[0-9a-f]{40}", commit)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    pins._look_up.cache_clear()
+    pins.look_up.cache_clear()
     assert pins.commit_of(Pin("tools.it", chosen, "alice/own", "model")) == commit
     with pytest.raises(ConfigError, match="is not in the cache"):
         pins.commit_of(Pin("tools.it", {"token": "token-alice"}, "alice/own", "model"))

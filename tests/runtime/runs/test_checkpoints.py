@@ -222,7 +222,7 @@ def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: py
         raise OSError("SLOW_DOWN")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saved._storage, "open", refuse)
+        patch.setattr(type(storage_at(root)), "open", refuse)
         with pytest.raises(StorageError, match="cannot read .*: SLOW_DOWN"):
             saved.newest(print)
     assert names(saved) == ["epoch_0001", "epoch_0002"]

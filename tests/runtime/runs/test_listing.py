@@ -392,7 +392,7 @@ class TestLogs:
     @pytest.fixture
     def run(self, made: Made, driver: subprocess.Popen) -> RunFolder:
         """A running run that has printed one line."""
-        process = {"pid": driver.pid, "pid_started": leases._start_time(driver.pid)}
+        process = {"pid": driver.pid, "pid_started": leases.start_time_of(driver.pid)}
         folder = made(status="RUNNING", **leases.this_process() | process)
         (folder.path / "logs").mkdir()
         (folder.path / "logs/driver.log").write_text("one\n")

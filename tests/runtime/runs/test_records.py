@@ -80,7 +80,7 @@ def test_the_end_is_stored_though_the_object_store_fails_for_a_moment(
     log.write("accuracy 0.99\n")
     moved = store.rename(tmp_path / "unreachable")
     store.write_text("no folder")
-    log._push()
+    log.push()
     with monkeypatch.context() as patch:
         patch.setattr(records.time, "sleep", lambda _: (store.unlink(), moved.rename(store)))
         record.finish("SUCCEEDED")
@@ -124,7 +124,7 @@ class TestOneDriver:
     @pytest.mark.process
     def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
         with subprocess.Popen(["sleep", "9"]) as process:
-            started = leases._start_time(process.pid)
+            started = leases.start_time_of(process.pid)
             process.kill()
         records.Record(run, status="RUNNING", **leases.this_process() | {"pid": process.pid, "pid_started": started})
         assert records.status_of(records.load_record(run)) == "STALE"
@@ -219,14 +219,14 @@ class TestOneDriver:
 
     def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
         first = records.Record(run, status="STOPPED", attempt=1)
-        look = first._check_ours
+        look = first.check_ours
 
         def freeze() -> None:
             look()
             assert records.take_over(run) == 2
             records.Record(run, records.load_record(run), status="RUNNING", attempt=2)
 
-        first._check_ours = freeze  # type: ignore[method-assign]
+        first.check_ours = freeze  # type: ignore[method-assign]
         first.update(status="FAILED")
         assert (records.load_record(run)["status"], records.load_record(run)["attempt"]) == ("RUNNING", 2)
         assert [path.name for path in run.path.glob(".run.json.*")] == []
@@ -246,7 +246,7 @@ class TestOneDriver:
         assert sum(won) == 1
         assert json.loads(folder.read(".attempt-002")) == {"pid": won.index(True)}
         assert folder.attempts() == 2
-        monkeypatch.setattr(ObjectStore, "_put_new", lambda *_: True)  # like a store that ignores the condition
+        monkeypatch.setattr(ObjectStore, "put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
             folder.claim_attempt(3)
 

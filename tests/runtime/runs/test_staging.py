@@ -80,7 +80,7 @@ def test_what_a_state_does_not_need_any_more_is_freed(monkeypatch: pytest.Monkey
         staging.begin()
         staging.copy_tree(tensors)
         staging.end()
-    held = [item for group in (staging._free, staging._used) for items in group.values() for item in items]
+    held = [item for group in (staging.free, staging.used) for items in group.values() for item in items]
     assert sorted(len(item) for item in held) == [1, 2]  # the state before, and this one
 
 

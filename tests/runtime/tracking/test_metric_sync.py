@@ -186,7 +186,7 @@ def _lagging(rank: int) -> dict[str, list[Any]]:
     session = attach(module, Path("unused"), topology=topology(rank))
     recorder = session.metrics
     recorded: list[Any] = []
-    recorder._reporter.record = lambda values, step, epoch: recorded.append((values["train/mean"], step))  # type: ignore[method-assign]
+    session.reporter.record = lambda values, step, epoch: recorded.append((values["train/mean"], step))  # type: ignore[method-assign]
     part = SimpleNamespace(rates={"samples_per_s": 1.0}, seconds=1.0, waited_s=0.0)
     item, known = Pass("train", training=True, loader=object(), part=part, steps=20), []
     recorder.begin(item)

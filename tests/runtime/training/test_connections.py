@@ -101,7 +101,7 @@ def test_many_strangers_make_room_for_a_worker(receiver: Receiver, monkeypatch: 
     ):  # and both ends of the worker's connection
         time.sleep(0.01)
     assert threading.active_count() <= before + 5 + 2
-    assert len(receiver._pending) <= 5
+    assert len(receiver.pending) <= 5
     assert len(strangers) == 40
 
 
@@ -197,6 +197,6 @@ def test_a_worker_that_closes_its_end_is_not_waited_for(receiver: Receiver) -> N
     wait_for(worker.stop_asked, PATIENCE_S)
     time.sleep(0.1)  # until that thread waits again; otherwise this test shows nothing
     worker.close()
-    (reader,) = receiver._readers
+    (reader,) = receiver.readers
     reader.join(PATIENCE_S)
     assert not reader.is_alive()

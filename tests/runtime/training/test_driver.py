@@ -186,7 +186,7 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
     cluster = SimpleNamespace(in_driver=False, engine="local")
     plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), cluster=cluster, engine=engine, extensions=())
     with contextlib.closing(Receiver("127.0.0.1")) as receiver:
-        followed = Driver(plan, [heard.append])._follow(unused, receiver, unused)
+        followed = Driver(plan, [heard.append]).follow(unused, receiver, unused)
         with pytest.raises(WorkerLoopError, match="on purpose"):
             next(followed)
     assert heard == [WorkerConnected(0), Notice("the last words")]

@@ -284,10 +284,13 @@ class TestGroupsOnGPUs:
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(os, "environ", dict(os.environ))
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(topology, "_current", None)
-        actor = actors._Worker(tmp_path)
+        actor = actors.ActorWorker(tmp_path)
         rendezvous = actors.Rendezvous(0, 1, 0, *actor.address(serves=True))
-        with socket.create_connection((rendezvous.host, rendezvous.port), timeout=10):  # nobody else can take the port
+        before = topology.Topology(0, 1, torch.device("cpu"))
+        with (
+            before.entered(),  # the position that the actor sets ends with this block
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=10),  # nobody else can take the port
+        ):
             actor.create(rendezvous, backend_of(use_gpu=True), torch.get_num_threads(), dict, (), {})
         assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
         assert options.pop("store").port == rendezvous.port
@@ -533,7 +536,7 @@ def test_temporary_folders_without_an_owner_are_removed(tmp_path: Path, monkeypa
     (alive.path / "0").mkdir()
     (abandoned.path / "0").mkdir()
     for scratch in (abandoned, elsewhere):
-        os.close(scratch._lock)  # as when its owner is killed
+        os.close(scratch.lock)  # as when its owner is killed
     (tmp_path / "mlx-local-new").mkdir()
     (tmp_path / "mlx-local-link").symlink_to(elsewhere.path)
     last = Scratch("mlx-local-")

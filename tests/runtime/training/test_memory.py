@@ -26,9 +26,9 @@ from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.sections import Sharding
-from mlx_runtime.training.engines.local import _ProcessDied
+from mlx_runtime.training.engines.local import ProcessDied
 from mlx_runtime.training.loop.memory import memory_needs, out_of_memory, snapshot, ways_to_save
-from mlx_runtime.training.loop.worker import _needs_here, loop_errors
+from mlx_runtime.training.loop.worker import loop_errors, needs_here
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.processes import children as processes
 from mlx_runtime.training.processes.children import memory_kills
@@ -133,7 +133,7 @@ class TestErrors:
     def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
         models, optimizers = groups()
         found = {"models": models, "optimizers": optimizers, "cfg": TrainConfig()}
-        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, partial(_needs_here, found)):
+        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, partial(needs_here, found)):
             torch.empty(FULL)
         first, *_, needs, ways = str(error.value).splitlines()
         assert "tried to allocate" in first
@@ -207,20 +207,20 @@ class TestKilledWorkers:
         ],
     )
     def test_the_kernel_reports_it(self, code: int, starved: bool, end: str) -> None:
-        died = _ProcessDied(1, code, starved)
+        died = ProcessDied(1, code, starved)
         assert str(died) == f"rank 1 was killed by {end}"
         assert died.starved is (code == -9 and starved)
 
     def test_its_count_is_that_of_the_cgroup(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """`memory.events` of version 2; version 1 has the same line. Without either, the machine counts."""
         events = tmp_path / "memory.events"
-        monkeypatch.setattr(processes, "_memory_events", lambda: [tmp_path / "missing", events])
+        monkeypatch.setattr(processes, "memory_events", lambda: [tmp_path / "missing", events])
         assert f"oom_kill {memory_kills()}\n" in Path("/proc/vmstat").read_text()
         events.write_text("low 0\nhigh 0\nmax 7\noom 4\noom_kill 30517\noom_group_kill 0\n")
         assert memory_kills() == 30517
 
     def test_the_cgroup_of_this_process_has_a_file_for_it(self) -> None:
-        files = [file for file in processes._memory_events() if file.exists()]
+        files = [file for file in processes.memory_events() if file.exists()]
         if not files:
             pytest.skip("the root of all cgroups has none, and not all containers show theirs")
         assert any("oom_kill " in file.read_text() for file in files)

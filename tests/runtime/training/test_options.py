@@ -118,7 +118,7 @@ def test_too_low_a_limit_of_open_files_is_refused() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (24, limits[1]))
     try:
         with pytest.raises(UsageError, match="may open 24 files here, and the run needs 80: run ulimit -n 1024 first"):
-            planning._refuse_too_few_files(TrainConfig(start_workers=2))
+            planning.refuse_too_few_files(TrainConfig(start_workers=2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    planning._refuse_too_few_files(TrainConfig(start_workers=2))
+    planning.refuse_too_few_files(TrainConfig(start_workers=2))

@@ -95,7 +95,7 @@ class Real:
 
     def log(self, name: str | None = None) -> tuple[str, int]:
         self.module.save_metrics_and_losses(0, 0, stage=name)
-        return self.session.metrics._unfinished.name, self.module.global_step
+        return self.session.metrics.unfinished.name, self.module.global_step
 
     def reset(self) -> None:
         self.module.reset_all_metrics_and_losses()
@@ -270,7 +270,7 @@ class TestNested:
     def test_training_within_a_step_is_recorded_in_a_named_block(self, loop, monkeypatch: pytest.MonkeyPatch) -> None:
         """It counts steps, and begins no epoch."""
         seen, epochs = [], []
-        monkeypatch.setattr(loop.session, "_begin_epoch", epochs.append)
+        monkeypatch.setattr(loop.session, "begin_epoch", epochs.append)
         for _ in itertools.islice(loop.train, 2):
             seen.append(loop.log())
             with loop.module.stage("inner", training=True):

@@ -107,7 +107,7 @@ class TestPoll:
     def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(self, fewer: bool) -> None:
         answers, notices = iter([False]), list[str]()
         poll = StopPoll(ALONE, preempted=lambda: next(answers, True), resumable_by_fewer=fewer, notice=notices.append)
-        poll._consensus.due = lambda: True
+        poll.consensus.due = lambda: True
         saves = [poll.step() for _ in range(3 * VOTES_PER_PREEMPTION_CHECK)]
         assert [number for number, save in enumerate(saves, 1) if save] == [2 * VOTES_PER_PREEMPTION_CHECK]
         assert poll.agreed is not fewer

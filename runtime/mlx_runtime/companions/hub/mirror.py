@@ -242,7 +242,7 @@ class Follower:
         self._id = run_id
         self._changed = threading.Condition()
         self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
-        self._done = threading.Event()
+        self.done = threading.Event()
         self._failure: str | None = None  # reason why uploads have ended
         self._allowance = Allowance()
         writer.announce = lambda text: notify(Notice(text))
@@ -266,14 +266,14 @@ class Follower:
             self._changed.notify()
         started = time.monotonic()
         try:
-            while not interrupted and not self._done.wait(POLL_S) and time.monotonic() - started < timeout_s:
+            while not interrupted and not self.done.wait(POLL_S) and time.monotonic() - started < timeout_s:
                 pass
         except KeyboardInterrupt:
             interrupted = True
         late = f"it was not done within cfg.hub.timeout_s={timeout_s:g}"
         if interrupted:
             late = "the wait for it was interrupted"
-        if self._done.is_set() and self._failure is None:
+        if self.done.is_set() and self._failure is None:
             self._mark(unfinished=False)
             text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
             self._notify(Notice(text))
@@ -306,7 +306,7 @@ class Follower:
             elif not self._ending:
                 self._notify(WarningNotice(f"nothing more is mirrored: {self._failure}"))
         finally:
-            self._done.set()
+            self.done.set()
 
     def _step(self) -> bool:
         """Wait until there is something to upload, and upload it. Return True after the last state."""

@@ -102,13 +102,13 @@ def commit_of(pin: Pin) -> str:
         raise ConfigError(f"{pin.key}.revision is {revision!r}, which is no text; write it in quotes: \"'{revision}'\"")
     asked = tuple((name, pin.node[name]) for name in ASKED_WITH if name in pin.node)
     try:
-        return pin.commit or _look_up(pin.kind, pin.repository, revision, asked)
+        return pin.commit or look_up(pin.kind, pin.repository, revision, asked)
     except ConfigError as error:
         raise ConfigError(f"{pin.key}: {error}") from error
 
 
 @functools.cache
-def _look_up(kind: str, repository: str, revision: str | None, asked: tuple[tuple[str, Any], ...]) -> str:
+def look_up(kind: str, repository: str, revision: str | None, asked: tuple[tuple[str, Any], ...]) -> str:
     subject = f"the {kind} {repository}"
     require("huggingface_hub", f"{subject} on the Hugging Face Hub")
     from huggingface_hub import errors, resolve_revision

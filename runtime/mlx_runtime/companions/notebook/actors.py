@@ -61,7 +61,7 @@ class Actors:
             self._workers = []
             for rank in range(size):
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
-                self._workers.append(ray.remote(_Worker).options(**options).remote(project))
+                self._workers.append(ray.remote(ActorWorker).options(**options).remote(project))
             addresses = self._results([worker.address.remote(not rank) for rank, worker in enumerate(self._workers)])
             hosts = [host for host, _ in addresses]
             calls = []
@@ -106,7 +106,7 @@ class Actors:
             raise
 
 
-class _Worker:
+class ActorWorker:
     """An actor that holds the object of one worker."""
 
     def __init__(self, project: Path) -> None:

@@ -115,7 +115,7 @@ class Launch:
         record = self._pending_record(run, before, job, **fields)
         metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name, **metadata}
         try:
-            page = self._submit(job, command, metadata)
+            page = self.submit(job, command, metadata)
         except ClusterError as error:
             if before:
                 record.withdraw()
@@ -136,14 +136,14 @@ class Launch:
         cfg: Any = self.config.cfg
         path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
         arguments = [*self.config.overrides, storage_override(storage_root(cfg.storage_path))]
-        page = self._submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path})
+        page = self.submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path})
         mode = "RAY_AUTH_MODE=token " if self.dashboard.token_source else ""
         ray = f"{mode}RAY_ADDRESS={self.dashboard.address.url} ray job"
         facts = {"job": job, "folder": path, "dashboard": page}
         facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
         return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
 
-    def _submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
+    def submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
         """Upload the folder, and start Python with these arguments. Return the URL of the job in the dashboard."""
         settings = Settings.read()
         environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}

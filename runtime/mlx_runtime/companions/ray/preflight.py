@@ -143,8 +143,8 @@ def check_nodes(
             if "No module named 'ray'" in str(error):
                 cure = "Nodes run jobs with the python on their PATH: activate the environment of Ray before ray start"
             return [Check("nodes", short_message(error), cure)]
-    nodes = _node_checks(found["nodes"], root, written)
-    return [*nodes, *_group_checks(found["groups"]), _capacity_check(found, cfg)]
+    nodes = node_checks(found["nodes"], root, written)
+    return [*nodes, *group_checks(found["groups"]), _capacity_check(found, cfg)]
 
 
 def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
@@ -188,7 +188,7 @@ def _write(root: str, file: str, content: str) -> Check | None:
     return None
 
 
-def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> Iterator[Check]:
+def node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> Iterator[Check]:
     """Evaluate the answers of nodes to the probe. Files written by `written` of them are visible on this machine."""
     answers = [node for node in nodes if "error" not in node]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
@@ -224,7 +224,7 @@ def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) ->
         yield Check("secrets", "; ".join(unset), "Set it in the environment in which the nodes are started")
 
 
-def _group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+def group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Evaluate the process groups formed by the nodes, by backend."""
     for backend, found in groups.items():
         if not found:

@@ -66,7 +66,7 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
             options["scaling_policy"] = WholeReplicas(self.scaling_config, self._multiple_of)
         if not self._embedded:
             return super()._initialize_and_run_controller(**options)
-        with _controller_here():
+        with controller_here():
             controller = TrainController(**options)
             asyncio.run(controller.run())
             return controller.get_result()
@@ -91,7 +91,7 @@ def placement_states() -> set[str]:
 
 
 @contextlib.contextmanager
-def _controller_here() -> Iterator[None]:
+def controller_here() -> Iterator[None]:
     """Let a controller run in this process, which is not an actor."""
     current_actor = RuntimeContext.current_actor
     RuntimeContext.current_actor = None
@@ -103,7 +103,7 @@ def _controller_here() -> Iterator[None]:
         auto_init_hook.enable_auto_connect = True
 
 
-class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
+class ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
     """Implementation of `ray.train.*` in a worker of the local engine; collectives use the process group."""
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
@@ -132,7 +132,7 @@ def enter_ray_train(name: str, topology: Topology | None) -> None:
         return
     rank, world_size = topology.rank, topology.world_size
     ranks = {"world_rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
-    set_train_fn_utils(_ForkedWorker(experiment_name=name, **ranks))
+    set_train_fn_utils(ForkedWorker(experiment_name=name, **ranks))
     ray.init = _refuse_ray  # called by `ray.get` and others if Ray is not running
 
 

@@ -109,13 +109,13 @@ class _Node:
         import ray
 
         try:
-            return _reduce(backend, address, rank, size)
+            return measure_group(backend, address, rank, size)
         except Exception as error:  # begins with a location in the source of torch
             why = re.sub(r"^\[[^]]*\] ", "", _last_line(error))
             raise RuntimeError(f"{ray.util.get_node_ip_address()}: {why}") from None
 
 
-def _reduce(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
+def measure_group(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
     import torch
     from torch import distributed
 

@@ -47,9 +47,9 @@ class ObjectStore(Storage):
     def create_exclusively(self, data: bytes, *parts: str) -> bool:
         if not self.exclusive:
             raise StorageError(f"{self.root} does not support conditional writes")
-        if not self._put_new(data, *parts):
+        if not self.put_new(data, *parts):
             return False
-        if self._put_new(data, *parts):  # a store that ignores the condition would accept every writer
+        if self.put_new(data, *parts):  # a store that ignores the condition would accept every writer
             raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
         return True
 
@@ -73,7 +73,7 @@ class ObjectStore(Storage):
         path = info.path.removeprefix(self.path).lstrip("/")
         return Stored(path, info.size or 0, (info.mtime_ns or 0) / 1e9, info.is_file)
 
-    def _put_new(self, data: bytes, *parts: str) -> bool:
+    def put_new(self, data: bytes, *parts: str) -> bool:
         """Put an object on S3 with `If-None-Match: *`. Return False if it exists."""
         require("botocore", "storage on S3")
         import botocore.config

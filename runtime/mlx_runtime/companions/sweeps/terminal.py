@@ -72,7 +72,7 @@ def run_sweep(
             timer.daemon = True
             timer.start()
             stack.callback(timer.cancel)
-        with _signals(sweep), sweep.supervise():
+        with handle_signals(sweep), sweep.supervise():
             engine.run(sweep)
     assert terminal.ended is not None, "it ended without an error"
     _raise_failure(sweep.record.folder, sweep.trials, terminal.ended, sweep.control.reason)
@@ -131,7 +131,7 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _signals(sweep: Sweep) -> Iterator[None]:
+def handle_signals(sweep: Sweep) -> Iterator[None]:
     """Within the block, stop the sweep at the first Ctrl-C or SIGTERM, and kill its trials at the second Ctrl-C.
 
     After the end of the sweep, both are ignored, because the process is exiting.

@@ -100,13 +100,13 @@ def declare_callee(callee: Callable[..., Any]) -> Callable[..., Any]:
 
     The decision is made before Python evaluates the arguments.
     """
-    global _loads_weights
+    global loads_weights
     if is_pretrained(callee):
-        _loads_weights = True
+        loads_weights = True
         return functools.partial(_declare_pretrained, callee)
     if is_data(callee):
         return functools.partial(Declaration, callee)
-    may_load = _loads_weights and _spreads(callee)
+    may_load = loads_weights and _spreads(callee)
     return functools.partial(declare_with_arguments, callee) if may_load else callee
 
 
@@ -121,7 +121,7 @@ def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]
     return functools.partial(_call_or_declaration, callee)
 
 
-_loads_weights = False
+loads_weights = False
 """True if a call that loads pretrained weights was declared in this process, so it may be an argument of others."""
 
 

@@ -17,14 +17,14 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._free: dict[Any, list[torch.Tensor]] = {}
-        self._used: dict[Any, list[torch.Tensor]] = {}
+        self.free: dict[Any, list[torch.Tensor]] = {}
+        self.used: dict[Any, list[torch.Tensor]] = {}
         self._devices: set[torch.device] = set()
         self._events: list[torch.cuda.Event] = []
 
     def begin(self) -> None:
         """Begin to copy a state; the memory of the previous one is free."""
-        self._free, self._used = self._used, collections.defaultdict(list)
+        self.free, self.used = self.used, collections.defaultdict(list)
         self._devices.clear()
 
     def copy_tree(self, value: Any) -> Any:
@@ -37,9 +37,9 @@ class Staging:
         if tensor.device.type != "cuda":
             return tensor.to("cpu", copy=True)
         alike = tensor.dtype, tensor.shape, tensor.stride()
-        free = self._free.get(alike)
+        free = self.free.get(alike)
         pinned = free.pop() if free else _pinned_like(tensor)
-        self._used[alike].append(pinned)
+        self.used[alike].append(pinned)
         self._devices.add(tensor.device)
         return pinned.copy_(tensor, non_blocking=True)
 

@@ -55,7 +55,7 @@ class Output:
             raise UsageError(
                 f"{self._storage.root} is not a folder on this machine; use self.output.write, .create or .upload"
             )
-        self._check_visible()
+        self.check_visible()
         return Path(self._storage.path)
 
     def write(self, data: bytes | str, *parts: str) -> None:
@@ -84,13 +84,13 @@ class Output:
 
     def _make_folders(self, parts: Sequence[str]) -> None:
         if self._storage.local:
-            self._check_visible()
+            self.check_visible()
             folder = Path(self._storage.path)
             for name in Path(*parts).parts[:-1]:  # never the output itself, which is gone after the end of the job
                 folder /= name
                 folder.mkdir(exist_ok=True)
 
-    def _check_visible(self) -> None:
+    def check_visible(self) -> None:
         if not Path(self._storage.path).is_dir():
             raise StorageError(
                 f"{os.uname().nodename} does not see {self._storage.path}; the storage must be a folder that all nodes "

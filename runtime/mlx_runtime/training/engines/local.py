@@ -119,7 +119,7 @@ class LocalGroup:
         assert attempt is not None, "it was started"
         self._collect_exits(attempt)
         self._forward_output()
-        died = {rank: _ProcessDied(rank, code, attempt.starved) for rank, code in attempt.codes.items()}
+        died = {rank: ProcessDied(rank, code, attempt.starved) for rank, code in attempt.codes.items()}
         ended = {**died, **load_results(attempt.results)}  # stored results are more specific than exit codes
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
@@ -188,7 +188,7 @@ class LocalGroup:
         first, cfg = next(iter(errors.values())), self._engine.cfg
         why = short_message(first)
         if 0 <= cfg.elastic.max_failures <= self._failures:
-            starved = isinstance(first, _ProcessDied) and first.starved
+            starved = isinstance(first, ProcessDied) and first.starved
             raise lost(why, cfg.elastic.max_failures, ways_to_save(cfg) if starved else "")
         self._handle(WorkersLost(tuple(errors), why))
         left = ", ".join(map(str, self._kill()))
@@ -232,7 +232,7 @@ class _Attempt:
         return memory_kills() > self.memory_kills
 
 
-class _ProcessDied(Exception):  # noqa: N818 - describes a worker, not an error of this process
+class ProcessDied(Exception):  # noqa: N818 - describes a worker, not an error of this process
     """A worker ended without storing a result."""
 
     def __init__(self, rank: int, code: int, starved: bool) -> None:

@@ -17,14 +17,14 @@ class Scratch:
     def __init__(self, prefix: str) -> None:
         _remove_abandoned(prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        if self._lock >= 0:
+        if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            os.close(self.lock)
+            self.lock = -1
 
 
 def _remove_abandoned(prefix: str) -> None:

@@ -88,10 +88,10 @@ class Receiver:
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._readers: list[threading.Thread] = []
+        self.readers: list[threading.Thread] = []
         self._workers: list[Connection[Any, Any]] = []
-        self._pending: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()  # guards `_pending`
+        self.pending: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()  # guards `pending`
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
 
@@ -113,7 +113,7 @@ class Receiver:
         """
         until = time.monotonic() + timeout_s
         limit = until + 4 * timeout_s
-        for thread in list(self._readers):
+        for thread in list(self.readers):
             while thread.is_alive() and (left_s := until - time.monotonic()) > 0:
                 received = self._messages.qsize()
                 thread.join(left_s)
@@ -145,17 +145,17 @@ class Receiver:
             if peer is not None:
                 peer.settimeout(None)
                 with self._lock:
-                    self._pending[peer] = time.monotonic()
+                    self.pending[peer] = time.monotonic()
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
             self._drop_pending(MAX_PENDING)
 
     def _drop_pending(self, limit: int) -> None:
         """Close connections that did not authenticate in time, and the oldest beyond `limit`."""
         with self._lock:
-            excess, deadline = len(self._pending) - limit, time.monotonic() - HANDSHAKE_S
-            for index, (peer, since) in enumerate(list(self._pending.items())):
+            excess, deadline = len(self.pending) - limit, time.monotonic() - HANDSHAKE_S
+            for index, (peer, since) in enumerate(list(self.pending.items())):
                 if index < excess or since < deadline:
-                    del self._pending[peer]
+                    del self.pending[peer]
                     with contextlib.suppress(OSError):
                         peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
 
@@ -163,13 +163,13 @@ class Receiver:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
             try:
                 deliver_challenge(connection, self.key)
-                self._readers.append(threading.current_thread())  # before the peer can send anything
+                self.readers.append(threading.current_thread())  # before the peer can send anything
                 answer_challenge(connection, self.key)
             except Exception:  # a peer without the key, or one that hung up
                 return
             finally:
                 with self._lock:
-                    in_time = self._pending.pop(peer, None) is not None
+                    in_time = self.pending.pop(peer, None) is not None
             if not in_time:
                 return
             self._workers.append(connection)

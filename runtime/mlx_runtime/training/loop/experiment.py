@@ -15,6 +15,11 @@ from mlx_runtime.training.loop.context import GROUPS
 from mlx_runtime.training.loop.session import Session
 
 
+def attach(experiment: "BaseModule", session: Session) -> None:
+    """Let the methods of an experiment use a session."""
+    experiment._run = session
+
+
 class BaseModule:
     """An experiment: groups of objects built from conf.yaml, and the loop that trains them.
 

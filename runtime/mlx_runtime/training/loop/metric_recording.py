@@ -49,7 +49,7 @@ class MetricRecorder:
         self._sync = MetricSync(context.topology)
         self._metrics: dict[str, SyncedMetric] = {}
         self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
-        self._unfinished: Pass | None = None
+        self.unfinished: Pass | None = None
         self._in_flight: Exchange | None = None
         self._steps_left = 0  # until its numbers are reported
         self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
@@ -72,7 +72,7 @@ class MetricRecorder:
 
     def turn_to(self, item: Pass) -> None:
         """Record the saved metrics of another pass, before those of this one are saved."""
-        if self._unfinished is not item:
+        if self.unfinished is not item:
             self.flush()
         if item.training:
             self.restore(item)
@@ -93,7 +93,7 @@ class MetricRecorder:
         """Continue a training pass with its own metrics, unless the loop reset them after evaluating within a step."""
         if self._set_aside is None:
             return
-        if self._unfinished is not item:
+        if self.unfinished is not item:
             self.flush()  # an evaluation that was left early
         (before, states), self._set_aside = self._set_aside, None
         if before is item and self._evaluated:
@@ -104,7 +104,7 @@ class MetricRecorder:
 
     def save(self, item: Pass, groups: tuple[str, ...]) -> None:
         """Record groups of metrics of a pass, now or when numbers are recorded next."""
-        self._unfinished = item
+        self.unfinished = item
         record = self._records.setdefault(item, PassRecord())
         record.groups.update(groups)
         record.new.update(groups)
@@ -133,12 +133,12 @@ class MetricRecorder:
         if item.finished:
             self.receive()  # user code may ask for the values of the pass next
             item.recorded = True
-            if self._unfinished is item:
-                self._unfinished = None
+            if self.unfinished is item:
+                self.unfinished = None
 
     def flush(self) -> None:
         """Record the saved metrics of a pass that the loop has left, before they are discarded."""
-        item, self._unfinished = self._unfinished, None
+        item, self.unfinished = self.unfinished, None
         if item is None or item.recorded:
             return
         record = self._records[item]

@@ -173,7 +173,7 @@ class Session:
     def _begin_step(self, item: Pass) -> None:
         part: WorkerPass = item.part
         if part.given == 1 and not self.passes.is_within_training(item):
-            self._begin_epoch(item.loader.epoch - 1)
+            self.begin_epoch(item.loader.epoch - 1)
         self.optimization.begin_step(part, item.accumulate)
         self.progress.global_step += self.optimization.accumulation.first
         every = self.context.cfg.checkpoint_every_steps
@@ -224,7 +224,7 @@ class Session:
                 f'`with self.stage("probe"):`'
             )
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         if not self.progress.interrupted:
             self._end_epoch()
             self.progress.epoch = epoch

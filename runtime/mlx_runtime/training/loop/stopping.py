@@ -93,7 +93,7 @@ class StopPoll:
         resumable_by_fewer: bool = False,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._consensus = StopConsensus(topology)
+        self.consensus = StopConsensus(topology)
         self._requested, self._ask, self._resumable_by_fewer = requested, preempted, resumable_by_fewer
         self._notice = notice
         self._votes = 0
@@ -104,13 +104,13 @@ class StopPoll:
     @property
     def interval(self) -> int:
         """Number of steps that take about `SECONDS_PER_VOTE`, the same on all workers."""
-        return self._consensus.interval
+        return self.consensus.interval
 
     def step(self) -> bool:
         """Count a training step, and run a round if one is due. Return True if a node is being preempted."""
-        if self.agreed or not self._consensus.due():
+        if self.agreed or not self.consensus.due():
             return False
-        self.agreed = bool(self._consensus.poll(self._requested()))
+        self.agreed = bool(self.consensus.poll(self._requested()))
         self._votes += 1
         if self._ask is None or self._preempted or self._votes % VOTES_PER_PREEMPTION_CHECK:
             return False
@@ -123,5 +123,5 @@ class StopPoll:
 
     def vote(self) -> bool:
         """Return True if any worker was asked to stop."""
-        self.agreed = bool(self._consensus.vote(self._requested())) or self.agreed
+        self.agreed = bool(self.consensus.vote(self._requested())) or self.agreed
         return self.agreed

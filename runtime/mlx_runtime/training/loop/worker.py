@@ -26,7 +26,7 @@ from mlx_runtime.training.engines import Job
 from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.training.loop.channel import Direct, Sink, address_towards
 from mlx_runtime.training.loop.context import Groups, RunContext
-from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.loop.experiment import BaseModule, attach
 from mlx_runtime.training.loop.session import Session
 from mlx_runtime.training.loop.stopping import LoopStopped
 from mlx_runtime.training.strategies import strategy_of
@@ -67,9 +67,10 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
         )
         tracking = stack.enter_context(_report_writer(job, cfg, sink)) if topology.writes else None
-        session = experiment._run = Session(context, strategy, sink, tracking)
+        session = Session(context, strategy, sink, tracking)
+        attach(experiment, session)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(_needs_here, groups))):
+        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(needs_here, groups))):
             if topology.writes:
                 sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
@@ -145,7 +146,7 @@ def _needs(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
     return f"{needed()}\n{stored}".rstrip()
 
 
-def _needs_here(groups: Mapping[str, Any]) -> str:
+def needs_here(groups: Mapping[str, Any]) -> str:
     from mlx_runtime.training.loop.memory import memory_needs, ways_to_save
 
     needs = memory_needs(groups.get("models"), groups.get("optimizers"))
@@ -153,7 +154,7 @@ def _needs_here(groups: Mapping[str, Any]) -> str:
 
 
 def _needs_in_all(job: Job) -> str:
-    """Return the same as `_needs_here` for an experiment that could not be built."""
+    """Return the same as `needs_here` for an experiment that could not be built."""
     from mlx_runtime.training.loop.memory import needs_of_config, ways_to_save
 
     lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]

@@ -97,7 +97,7 @@ def memory_kills() -> int:
 
     Those of this process's cgroup, a container for example, or else of the machine.
     """
-    for file in (*_memory_events(), Path("/proc/vmstat")):
+    for file in (*memory_events(), Path("/proc/vmstat")):
         with contextlib.suppress(OSError):
             for line in file.read_text().splitlines():
                 if line.startswith("oom_kill "):
@@ -105,7 +105,7 @@ def memory_kills() -> int:
     return 0
 
 
-def _memory_events() -> Iterator[Path]:
+def memory_events() -> Iterator[Path]:
     """Yield the files in which version 1 or 2 of cgroups may count them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -37,7 +37,7 @@ from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import RunFolder, claim_run, records, run_folder, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, read
 from mlx_runtime.runs.checkpoints.store import PARTS
-from mlx_runtime.runs.queries import list_rows, lookup
+from mlx_runtime.runs.queries import list_rows, lookup, resolve_run
 from mlx_runtime.storage import Storage, storage_at
 from mlx_runtime.storage.leases import this_process
 from mlx_runtime.training import request
@@ -69,10 +69,10 @@ class Following:
     def __init__(self, opened: Mirror, training: "Training") -> None:
         self._told: list[Notice] = []
         self._follower = opened.follow(training.record, training.reasons.append, self._told.append)
-        self.saved, self.abandon, self._done = (
+        self.saved, self.abandon, self.done = (
             self._follower.checkpoint_saved,
             self._follower.abandon,
-            self._follower._done,
+            self._follower.done,
         )
 
     def notices(self) -> list[Notice]:
@@ -429,7 +429,7 @@ class TestEnd:
         assert [run.name for run in pushing.unfinished_runs(str(tmp_path))] == ["run_001"]
         until(lambda: len(server.uploads) == 2)  # the state and the weights
         server.faults = Faults()
-        following._done.wait(60)  # its process would have exited
+        following.done.wait(60)  # its process would have exited
         assert "digits/run_001 uploaded" in pushing.push(training.folder)
         assert len(server.uploads) == 2
         assert server.files("alice/digits").items() >= local_files(training.folder).items()
@@ -452,7 +452,7 @@ class TestEnd:
         following = training.follow()
         training.save(0)
         following.abandon()
-        assert following._done.wait(60)
+        assert following.done.wait(60)
         assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
 
     def test_a_run_that_was_never_mirrored(self, server: Hub, tmp_path: Path) -> None:
@@ -738,14 +738,14 @@ class TestReading:
             read(f"{URI}/checkpoints/epoch_0009")
         (tmp_path / "conf.yaml").write_text("cfg: {name: digits}\n")
         composed = composition.read(tmp_path / "conf.yaml", [])
-        origin = request._choose(request.Request(origin=URI), Digits, composed).origin
+        origin = request.choose_run(request.Request(origin=URI), Digits, composed).origin
         assert origin is not None
         assert origin.conf.read_text() == CONF
         last = server.repositories["models/alice/digits"].commits[-1].sha
         config = SimpleNamespace(
             cfg=SimpleNamespace(restore_checkpoint_path=URI), tree={"cfg": {}}, unresolved={"cfg": {}}
         )
-        request._pin_checkpoint(config)  # type: ignore[arg-type]
+        request.pin_checkpoint(config)  # type: ignore[arg-type]
         assert config.cfg.restore_checkpoint_path == f"{URI}@{last}/checkpoints/epoch_0002"
         assert config.tree == config.unresolved == {"cfg": vars(config.cfg)}
         assert read(config.cfg.restore_checkpoint_path)["epoch"] == 1
@@ -874,7 +874,7 @@ class TestHostileRepositories:
         assert run is not None
         assert run.attempts() == 1
         assert sorted(os.listdir(run.path)) == [".attempt-001", "checkpoints", "conf.yaml", "metrics.jsonl", "run.json"]
-        found = open_run(URI)._folder.path
+        found = resolve_run(URI).path
         assert sorted(os.listdir(found)) == ["conf.yaml", "logs", "metrics.jsonl", "run.json"]
         for files in ({"checkpoints": b"a file"}, {"run.json/x": b""}, {"run.json": b"[]"}, {"run.json": b"\xff"}):
             self.offered(server, files, id="2")

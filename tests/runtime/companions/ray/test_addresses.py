@@ -98,7 +98,7 @@ def test_commands_of_a_data_job_use_the_token(
 ) -> None:
     dashboard = Dashboard(Address("http://head:8265", "here"), "2.60", {}, source, 0.1)
     monkeypatch.setattr(Dashboard, "unused_id", lambda self, wanted: wanted)
-    monkeypatch.setattr(Launch, "_submit", lambda *_: "page")
+    monkeypatch.setattr(Launch, "submit", lambda *_: "page")
     config: Any = SimpleNamespace(cfg=DataConfig(storage_path=str(tmp_path)), overrides=())
     facts = Launch(dashboard, config, Upload.of(tmp_path), {}).submit_data_job().facts
     assert facts["follow"] == f"{prefix}RAY_ADDRESS=http://head:8265 ray job logs --follow data-data"

@@ -132,7 +132,7 @@ class TestControllerHere:
         """Both apply only while a controller runs."""
         asked = "ray.get_runtime_context().current_actor"
         assert asked in inspect.getsource(worker_group)
-        with ray_private._controller_here():
+        with ray_private.controller_here():
             assert ray.get_runtime_context().current_actor is None
             with pytest.raises(ray.exceptions.RaySystemError):
                 ray.put(1)
@@ -148,8 +148,8 @@ class TestForkedWorker:
         for_one = {"get_checkpoint", "get_all_reported_checkpoints", "get_dataset_shard", "get_context"}
         for_one |= {"get_preemption_info", "is_distributed"}
         assert TrainFnUtils.__abstractmethods__ == ours | for_one
-        assert ours <= vars(ray_private._ForkedWorker).keys()
-        assert not ray_private._ForkedWorker.__abstractmethods__
+        assert ours <= vars(ray_private.ForkedWorker).keys()
+        assert not ray_private.ForkedWorker.__abstractmethods__
 
     def test_what_is_reported_comes_first(self) -> None:
         names = list(inspect.signature(LocalTrainFnUtils.report).parameters)

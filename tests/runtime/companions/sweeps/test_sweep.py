@@ -224,7 +224,7 @@ def test_a_broken_engine_leaves_a_sweep_that_can_be_resumed(tmp_path: Path) -> N
 def test_the_second_request_kills(tmp_path: Path) -> None:
     sweep = starting.claim(plan_of(tmp_path, LR))
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with terminal._signals(sweep):
+    with terminal.handle_signals(sweep):
         seen = []
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
