@@ -18,7 +18,7 @@ from conftest import ROOT, Mlx
 
 from mlx_runtime import open_run
 
-pytestmark = pytest.mark.local
+pytestmark = pytest.mark.examples
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def cluster() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("kind", ["train", "data"])
 def test_our_code_imports_neither_torch_nor_ray(
     kind: str, digits: Path, baked_job: Path, cluster: str, mlx: Mlx, environment: dict[str, str], tmp_path: Path

@@ -10,7 +10,7 @@ from faults import differences, final_state
 
 from mlx_runtime import open_run
 
-pytestmark = pytest.mark.local
+pytestmark = pytest.mark.examples
 
 GLOBAL_BATCH = 8
 

@@ -272,6 +272,7 @@ class TestTwoWorkers:
         assert process.returncode == 143, errors
         self.check_stopped(folder)
 
+    @pytest.mark.kills
     def test_a_closed_output_ends_it_in_the_same_way(self, start: Start, folder: Path) -> None:
         """As `mlx train run | head` does."""
         process = start(folder, "train", "run", "cfg.pause_s=0.2", PYTHONUNBUFFERED="1")  # a new interpreter
@@ -287,7 +288,8 @@ class TestTwoWorkers:
         assert len(lines) == 2
         self.check_stopped(folder)
 
-    @pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.kills)], ids=["", "under nohup"])
+    @pytest.mark.kills
+    @pytest.mark.parametrize("ignored", [False, True], ids=["", "under nohup"])
     def test_so_does_a_closed_terminal(self, ignored: bool, environment: dict[str, str], folder: Path) -> None:
         """Unless it ignores SIGHUP, whatever its output goes to."""
         overrides = ["cfg.pause_s=0.05", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2"]
@@ -331,6 +333,7 @@ class TestTwoWorkers:
         assert "error: a worker was lost: " in errors
         assert record(folder)["status"] == "FAILED"
 
+    @pytest.mark.kills
     def test_a_hang_tells_where_every_rank_stands(self, mlx: Mlx, folder: Path) -> None:
         done = mlx(folder, "train", "run", "cfg.fault=hang", "cfg.hang_timeout_s=4")
         assert done.returncode == 1
@@ -345,6 +348,7 @@ class TestTwoWorkers:
         )
         assert record(folder)["status"] == "FAILED"
 
+    @pytest.mark.kills
     def test_a_worker_that_is_frozen_does_not_answer(self, start: Start, folder: Path) -> None:
         process = start(folder, "train", "run", "cfg.hang_timeout_s=3", "cfg.pause_s=0.2")
         wait_for(lambda: len(steps_of(folder)) > 4)

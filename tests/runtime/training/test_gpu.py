@@ -22,7 +22,7 @@ from mlx_runtime.training.loop.assembly import matmul_precision
 
 TEMPLATE = ROOT / "<<cookiecutter.experiment_name>>"
 
-DEVICES = [pytest.param("cpu", marks=pytest.mark.local), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.examples), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 EXACT = ("cfg.deterministic=true", "cfg.checkpoint_every_steps=2", "cfg.loader=workers=1")
 
@@ -89,7 +89,7 @@ def test_a_stream_of_reading_processes_resumes_bit_identically(run: Run, folder:
 @pytest.mark.parametrize(
     ("device", "overrides"),
     [
-        pytest.param("cpu", ("cfg.strategy=fsdp", "cfg.precision=bf16"), marks=pytest.mark.local),
+        pytest.param("cpu", ("cfg.strategy=fsdp", "cfg.precision=bf16"), marks=pytest.mark.examples),
         *(
             pytest.param("cuda", overrides, marks=pytest.mark.gpu, id=" ".join(overrides))
             for overrides in (
@@ -195,7 +195,7 @@ def note(**row: str) -> None:
 @pytest.mark.parametrize(
     ("device", "precision"),
     [
-        pytest.param("cpu", "bf16", marks=pytest.mark.local),
+        pytest.param("cpu", "bf16", marks=pytest.mark.examples),
         *(pytest.param("cuda", precision, marks=pytest.mark.gpu) for precision in ("32", "bf16")),
     ],
 )

@@ -159,7 +159,7 @@ def work(rank: int, size: int, folder: Path) -> dict[str, tuple[float, int]]:
     return found
 
 
-@pytest.mark.local
+@pytest.mark.examples
 def test_updates_are_those_of_one_large_batch(tmp_path: Path) -> None:
     """With short and unequal batches at the end of the pass, and workers that have nothing to learn from a batch."""
     works = {f"{size}": partial(work, size=size, folder=tmp_path) for size in WORKERS}

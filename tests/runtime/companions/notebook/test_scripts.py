@@ -59,6 +59,7 @@ finally:
 """
 
 
+@pytest.mark.examples
 def test_a_script_without_a_package_trains_fails_changes_and_resumes(python: Mlx, tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
