@@ -84,6 +84,15 @@ class FunctionRun(RunIterator[Results]):
         """Return True if the run has ended, and the loop over it has received all results."""
         return self._end is not None and not self._unread
 
+    def wait_for_checkpoint(self, previous: str | None) -> bool:
+        """Wait for a checkpoint other than the previous one. Return False if the function seems to save none.
+
+        Saving waits for the previous checkpoint, so one is complete before the second report after it.
+        """
+        while self.checkpoint_path == previous and len(self._unread) < 2 and self._end is None:
+            self._receive()
+        return self.checkpoint_path != previous
+
     def get_returns(self) -> list[Any]:
         """Wait for the end of the run, and return the return values of the function, by rank.
 

@@ -55,25 +55,18 @@ def tune_trainable(
 
 
 def _report(run: "FunctionRun") -> None:
-    """Report the metrics of rank 0 to Tune, one report late, so that they come with a checkpoint saved after them."""
-    held: dict[str, Any] | None = None
-    saved: str | None = None
-
-    def tell() -> None:
-        nonlocal saved
-        path = run.checkpoint_path
-        if path is None or path == saved:
-            tune.report(held)
-            return
-        saved = path
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, POINTER).write_text(run.folder)
-            tune.report({**(held or {}), "checkpoint_path": path}, checkpoint=tune.Checkpoint(folder))
-
+    """Report the metrics of rank 0 to Tune, with the checkpoint of the same epoch if the function saves one."""
+    saved, waits = None, True
     with contextlib.closing(cast("Generator[Any]", iter(run))) as reports:  # Tune ends a trial by an exception
         for results in reports:
-            if held is not None:
-                tell()
-            held = {**results[0], "run": run.folder}
-        if held is not None:
-            tell()
+            if waits:
+                waits = run.wait_for_checkpoint(saved)
+            path = run.checkpoint_path
+            metrics = {**results[0], "run": run.folder} | ({} if path is None else {"checkpoint_path": path})
+            if path == saved:
+                tune.report(metrics)
+                continue
+            saved = path
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, POINTER).write_text(run.folder)
+                tune.report(metrics, checkpoint=tune.Checkpoint(folder))

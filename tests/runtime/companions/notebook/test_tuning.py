@@ -15,26 +15,32 @@ SCRIPT = """
 import json
 import ray
 from ray import tune
-from mlx_runtime import Trainer, report, save_checkpoint
+from mlx_runtime import Trainer, load_checkpoint, report, save_checkpoint
 
 
 def train_func(config):
-    for epoch in range(2):
-        report(score=config["x"] * (epoch + 1))
+    start = (load_checkpoint() or {"epoch": -1})["epoch"] + 1
+    for epoch in range(start, 2):
+        report(score=config["x"] * (epoch + 1), start=start)
         save_checkpoint(epoch=epoch)
+        if config["x"] == 3.0 and start == 0:
+            raise ValueError("on purpose")
 
 
 if __name__ == "__main__":
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainable = Trainer(num_workers=1).to_tune_trainable(train_func)
-    results = tune.Tuner(trainable, param_space={"x": tune.grid_search([1.0, 3.0])}).fit()
+    again = tune.RunConfig(failure_config=tune.FailureConfig(max_failures=1))
+    results = tune.Tuner(trainable, param_space={"x": tune.grid_search([1.0, 3.0])}, run_config=again).fit()
     best = results.get_best_result("score", "max")
-    found = {name: best.metrics[name] for name in ("score", "run", "checkpoint_path", "training_iteration")}
+    found = {name: best.metrics[name] for name in ("score", "start", "run", "checkpoint_path", "training_iteration")}
     print("FOUND", json.dumps(found | {"config": best.config, "errors": results.num_errors}))
 """
 
 
-def test_a_tuner_of_ray_finds_the_best_config(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_tuner_of_ray_finds_the_best_config_and_continues_failed_trials(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
@@ -42,6 +48,7 @@ def test_a_tuner_of_ray_finds_the_best_config(environment: dict[str, str], tmp_p
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     found = json.loads(line.removeprefix("FOUND "))
     assert (found["score"], found["config"], found["training_iteration"], found["errors"]) == (6.0, {"x": 3.0}, 2, 0)
+    assert found["start"] == 1
     run = open_run(found["run"])
     assert (run.record["status"], run.record["latest"]["path"]) == ("SUCCEEDED", found["checkpoint_path"])
     assert Path(found["run"]).parent == (tmp_path / "runs" / "train_func")
