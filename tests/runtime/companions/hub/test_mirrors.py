@@ -37,7 +37,7 @@ from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import RunFolder, claim_run, records, run_folder, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, read
 from mlx_runtime.runs.checkpoints.store import PARTS
-from mlx_runtime.runs.queries import list_rows, lookup, resolve_run
+from mlx_runtime.runs.queries import list_rows, lookup
 from mlx_runtime.storage import Storage, storage_at
 from mlx_runtime.storage.leases import this_process
 from mlx_runtime.training import request
@@ -874,7 +874,7 @@ class TestHostileRepositories:
         assert run is not None
         assert run.attempts() == 1
         assert sorted(os.listdir(run.path)) == [".attempt-001", "checkpoints", "conf.yaml", "metrics.jsonl", "run.json"]
-        found = resolve_run(URI).path
+        found = MirroredRun.find(URI).fetch().path
         assert sorted(os.listdir(found)) == ["conf.yaml", "logs", "metrics.jsonl", "run.json"]
         for files in ({"checkpoints": b"a file"}, {"run.json/x": b""}, {"run.json": b"[]"}, {"run.json": b"\xff"}):
             self.offered(server, files, id="2")
