@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leftovers import marked
+from leftovers import kill, marked
 
 START_S = 300
-
-ENDING_S = 60
 
 MARK = "RAY_TEST_NODE"
 """Variable that all processes of a node inherit."""
@@ -137,12 +133,7 @@ class RayCluster:
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         """Send SIGKILL to all processes of a `ray start`, and to those that they start until they are dead."""
         mark = self._marks[process.pid]
-        until = time.monotonic() + ENDING_S
-        while (pids := _members(mark)) and time.monotonic() < until:
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+        kill(lambda: _members(mark))
         process.wait()
 
 

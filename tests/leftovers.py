@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,10 @@ def strings(file: Path) -> list[str]:
     return file.read_bytes().decode(errors="replace").split("\0")
 
 
-def kill(session: str) -> None:
+def kill(find: Callable[[], Iterable[int]]) -> None:
+    """Send SIGKILL to processes, and to those that they have just started, until none is found."""
     until = time.monotonic() + KILLING_S
-    while (pids := left(session)) and time.monotonic() < until:
+    while (pids := find()) and time.monotonic() < until:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -75,7 +76,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
             time.sleep(0.1)
         if found := left(mark):
             session.config.stash[LEFT] = found
-            kill(mark)
+            kill(lambda: left(mark))
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return result
 
@@ -94,7 +95,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 if __name__ == "__main__":
     sys.stdin.read()  # until pytest ends
-    kill(sys.argv[1])
+    kill(lambda: left(sys.argv[1]))
 
 
 def marked(mark: Path | str, name: str = "MLX_TEST_MARK") -> list[int]:

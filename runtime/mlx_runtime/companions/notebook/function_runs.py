@@ -456,24 +456,10 @@ def run_settings(
     return path, values
 
 
-def start_run(
-    path: str,
-    values: Mapping[str, Any],
-    *,
-    resume: str | None = None,
-    callbacks: Sequence[Callable[[Results], object]] = (),
-    show: bool = True,
-) -> FunctionRun:
-    """Start a run of the function at a path, with the settings of `run_settings`."""
-    request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
-    adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
-    return FunctionRun(RunJob(*adapter, request, tuple(sys.orig_argv), path), callbacks, show)
-
-
 def _refuse_edited(resume: str, values: Mapping[str, Any]) -> None:
     """Raise UsageError if a run to resume called another function of a cell, or one that uses other definitions."""
     root, name = storage_root(values.get("storage_path", "runs")), values["name"]
-    if resume == "auto" and not any(not run.in_sweep() for run in list_runs(root, name)):
+    if resume == "auto" and all(run.in_sweep() for run in list_runs(root, name)):
         return
     run = named_run("latest" if resume == "auto" else resume, root, name)
     before = Run(run).config["cfg"].get("source", "")

@@ -109,11 +109,9 @@ def get_server(module: str) -> WarmServer:
 def libraries(module: str) -> list[str]:
     """Return the installed modules that the files in the package of a module import at their top level."""
     package = sys.modules.get(module.partition(".")[0]) or sys.modules[module.rpartition(".")[0]]
-    folders, file = map(Path, getattr(package, "__path__", ())), getattr(package, "__file__", None) or ""
+    files = [path for folder in getattr(package, "__path__", ()) for path in Path(folder).rglob("*.py")]
     names: set[str] = set()
-    for file in [path for folder in folders for path in folder.rglob("*.py")] or [
-        Path(getattr(package, "__file__", None) or "")
-    ]:
+    for file in files or [Path(getattr(package, "__file__", None) or "")]:  # the module of a cell has no file
         with contextlib.suppress(OSError, SyntaxError, ValueError):  # the run reports it
             names.update(_imported_modules(ast.parse(file.read_bytes()).body))
     return sorted(filter(_is_installed, names))
