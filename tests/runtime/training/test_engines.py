@@ -288,10 +288,11 @@ class TestGroupsOnGPUs:
         rendezvous = actors.Rendezvous(0, 1, 0, *actor.address(serves=True))
         before = topology.Topology(0, 1, torch.device("cpu"))
         with (
-            before.entered(),  # the position that the actor sets ends with this block
+            before.entered(),  # restores the position after this block
             socket.create_connection((rendezvous.host, rendezvous.port), timeout=10),  # nobody else can take the port
         ):
             actor.create(rendezvous, backend_of(use_gpu=True), torch.get_num_threads(), dict, (), {})
+            del actor  # which restores the position before its own
         assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
         assert options.pop("store").port == rendezvous.port
         assert options == {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
