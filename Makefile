@@ -12,8 +12,9 @@ DIST ?= dist
 
 # The inner rings of tests (see pyproject.toml), which need neither Ray nor a server, a browser or an installation.
 INNER := pure or process or local
-# Three processes, although two cores are enough: tests of Ray and of runs wait now and then.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10
+# Three processes, although two cores are enough: the inner rings wait now and then. Three clusters of Ray at once are too
+# many for two cores, so the outer rings have two.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=10
 
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has its own settings
 
@@ -27,13 +28,13 @@ demo: $(VENV)/.demo $(DEMO)/main.py ## generate an experiment in demo/digits and
 	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
 
 test: $(VENV)/.dev ## run the tests that need only processes on this machine; ARGS="-k name" selects tests
-	$(PYTEST) -m "$(INNER)" $(ARGS)
+	$(PYTEST) -n 3 -m "$(INNER)" $(ARGS)
 
 test-all: $(VENV)/.dev ## run all tests, including Ray, S3, a browser, kills and fresh installations
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) -n 2 -m "not gpu" $(ARGS)
 
 test-rest: $(VENV)/.dev ## run the tests that `make test` skips
-	$(PYTEST) -m "not ($(INNER) or gpu)" $(ARGS)
+	$(PYTEST) -n 2 -m "not ($(INNER) or gpu)" $(ARGS)
 
 test-gpu: ## on a machine with GPUs: run their tests and measurements, in .venv if it exists, otherwise with PYTHON
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu.py $(ARGS)

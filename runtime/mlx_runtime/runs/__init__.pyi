@@ -17,6 +17,5 @@ from mlx_runtime.runs.folder import refuse_empty as refuse_empty
 from mlx_runtime.runs.folder import run_folder as run_folder
 from mlx_runtime.runs.remote import RemoteReader as RemoteReader
 from mlx_runtime.runs.remote import RemoteRun as RemoteRun
-from mlx_runtime.runs.uploads import LIMIT_BYTES as LIMIT_BYTES
 from mlx_runtime.runs.uploads import Upload as Upload
 from mlx_runtime.runs.versions import provenance as provenance

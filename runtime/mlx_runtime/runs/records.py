@@ -4,15 +4,15 @@ Only the driver that owns the run writes it, atomically.
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import MlxError, StorageError, UsageError
+from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, read_errors
-from mlx_runtime.settings import Settings
 from mlx_runtime.storage import join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import (
     COUNT,
@@ -30,14 +30,14 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
-from mlx_runtime.storage.local import discard_unfinished, write_atomic
+from mlx_runtime.storage.leases import heartbeat, is_alive, lease
+from mlx_runtime.storage.local import write_atomic
 
-CLAIM_S = 0.5
-"""Time limit between the claim of a run and the first lease of its driver."""
-
-LAST_PAUSES_S = (1, 4, 10)
+LAST_PAUSES_S = (1, 4, 8)
 """Pauses before the last record of a run is written to an object store again."""
+
+LAST_S = 15.0
+"""Time after which the last record of a run is not written again."""
 
 LIVING = ("PENDING", "WAITING", "RUNNING")
 
@@ -123,6 +123,7 @@ class Record:
         self.held = held
         self._lock = threading.Lock()
         self._ours = True
+        self._ends_at = math.inf  # set when the end is recorded for the first time
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
         self._fields |= before or {}
         self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
@@ -161,12 +162,15 @@ class Record:
         """Record the end of the run, in the space reserved for it."""
         self._free_reserve()
         fields |= {"status": status, "end": now()}
+        self._ends_at = min(self._ends_at, time.monotonic() + LAST_S)
         for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
             try:
                 return self._update(fields, must=True)
             except StorageError:  # retried here, because no heartbeat follows
+                if time.monotonic() + pause_s > self._ends_at:
+                    break
                 time.sleep(pause_s)
-        self._update(fields)
+        self._update(fields, must=True)
 
     def withdraw(self) -> None:
         """Give up resuming the run, and restore its previous record if it was replaced."""
@@ -265,74 +269,9 @@ def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
     return status if is_alive(record) else "STALE"
 
 
-def refuse_living(folder: RunFolder) -> dict[str, Any]:
-    """Return the record of a run; raise UsageError if a driver is training it."""
-    record = load_record(folder)
-    name = f"{folder.experiment} {folder.name}"
-    job = record.get("job") or {}
-    status = status_of(record)
-    if status == "PENDING" and job:
-        ours = Settings.read().job
-        if ours is None or ours["id"] != job["id"]:
-            raise UsageError(
-                f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}"
-            )
-        status = "STALE"  # its launcher has ended
-    driver = record if status in LIVING else claiming_driver(folder, record)
-    if driver:
-        raise UsageError(
-            f"{name} is being trained by {holder(driver)}. Wait for it, or end it with: mlx xp stop {name}"
-        )
-    return record
-
-
-def claiming_driver(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lease of a live driver that has claimed a run but not changed its record yet, or {}."""
-    newest = folder.attempts()
-    if newest <= record.get("attempt", newest):
-        return {}
-    content = _read_lease(folder, newest)
-    if not content:
-        time.sleep(CLAIM_S)  # it will write its lease soon, unless it died
-        content = _read_lease(folder, newest)
-    with contextlib.suppress(ValueError):
-        driver = parse_record(content)
-        return driver if driver["status"] in LIVING and is_alive(driver) else {}
-    return {}
-
-
-def _read_lease(folder: RunFolder, attempt: int) -> bytes:
-    with storage_errors(f"cannot read {folder.location}"):
-        try:
-            return folder.document(attempt_name(attempt))
-        except (FileNotFoundError, IsADirectoryError):
-            return b""
-
-
 def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the history of a run to resume: one entry per attempt, including the last one."""
     last = {name: record.get(name) for name in _DRIVER}
     if last["end"] is None:  # its driver was killed
         last |= {"end": record.get("heartbeat"), "status": "STALE"}
     return [*record.get("attempts", []), last]
-
-
-def take_over(folder: RunFolder) -> int:
-    """Become the driver of a run whose driver has ended. Return the number of this attempt.
-
-    A request to stop the earlier driver is withdrawn.
-
-    Raises:
-        UsageError: the driver of the run is alive, or another one has just taken over.
-    """
-    refuse_living(folder)
-    folder.withdraw_stop()  # before the claim: a request after it is for this driver
-    number = folder.attempts() + 1
-    if not folder.claim_attempt(number, lease()):
-        raise UsageError(
-            f"another driver has just taken over {folder.title}; wait for it, or end it with: mlx xp stop "
-            f"{folder.experiment} {folder.name}"
-        )
-    for file in (folder.record, folder.conf):  # temporary files of a driver that only seemed dead
-        discard_unfinished(file)
-    return number

@@ -15,9 +15,6 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.storage.local import read_regular
 from mlx_runtime.storage.secrets import FILES
 
-LIMIT_BYTES = 100 << 20
-"""Maximum size of an upload."""
-
 IGNORE_FILES = {".gitignore", ".rayignore"}
 
 NEVER = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions, events
 from mlx_runtime.config.constructors import path_of
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import MlxError, StorageError, short_message
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.tracking import Listeners
 from mlx_runtime.training.engines import Cluster, Job, errors_of
@@ -62,7 +62,7 @@ class Driver:
         self._listeners = (*listeners, callbacks.handle)
         self._extensions = Extensions(plan.extensions)
         self._unread: deque[events.Event] = deque()
-        self._stop_announced = self._interrupted = False
+        self._stop_announced = self._interrupted = self._outage = False
 
     @property
     def folder(self) -> RunFolder:
@@ -112,6 +112,9 @@ class Driver:
                     raise record.disown() from None
                 stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
                 status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
+                if record.folder.uri and isinstance(error, StorageError | KeyboardInterrupt):  # it may take a while
+                    why = "" if stopped else f"{short_message(error)}; "
+                    self._emit(events.Notice(f"ending    {why}recording the end of the run"))
                 ended = self._record_end(recorder.end_early, status, error)
                 if isinstance(error, GeneratorExit):
                     self._emit(ended)
@@ -210,6 +213,7 @@ class Driver:
                     if missing and not recorder.world_size and self._stop_requested():
                         raise Terminated  # no worker can save a checkpoint
                     self.control.check()
+                    self._announce_outage()
                     if self._stop_requested() and not stop_sent:
                         receiver.broadcast(STOP)
                         stop_sent = True
@@ -239,6 +243,12 @@ class Driver:
             self._stop_announced = True
             self._emit(events.StopRequested(self.control.reason))
         return True
+
+    def _announce_outage(self) -> None:
+        if bool(self.control.outage) != self._outage:
+            self._outage = not self._outage
+            text = f"{self.control.outage}; training continues until the next checkpoint cannot be stored"
+            self._emit(events.WarningNotice(text) if self._outage else events.Notice("storage   answers again"))
 
     def _receive(self) -> None:
         """Emit the events of the run's extensions."""

@@ -25,7 +25,7 @@ from mlx_runtime.config import Config, build, parse_config
 from mlx_runtime.config.constructors import MISSING, object_at, parameters, plain
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError, MlxError, RunFinished, StorageError
-from mlx_runtime.runs import RunFolder, read_errors, records, snapshots
+from mlx_runtime.runs import RunFolder, drivers, read_errors, snapshots
 from mlx_runtime.runs.checkpoints import State, best_first, list_checkpoints, state_of
 from mlx_runtime.storage import join_path
 from mlx_runtime.storage.documents import COUNT, misfit
@@ -117,7 +117,7 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
     A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
     """
     try:
-        record, before = records.refuse_living(run), parse_config(conf.read_bytes()).get("cfg", {})
+        record, before = drivers.refuse_living(run), parse_config(conf.read_bytes()).get("cfg", {})
     except StorageError as error:
         lost = isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError)
         saved = list_checkpoints(run.checkpoints) if lost else []

@@ -121,7 +121,9 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     config = plan.config
     facts = _facts(plan)
     if config.run is not None:
-        folder, attempt = config.run, records.take_over(config.run)
+        from mlx_runtime.runs import drivers  # here, because new runs do not need it
+
+        folder, attempt = config.run, drivers.take_over(config.run)
         previous = records.load_record(folder)
         before = previous.get(records.REPLACED) or previous
         if (before.get("monitor"), before.get("mode")) != (config.cfg.monitor, config.cfg.mode):
@@ -133,10 +135,11 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             facts |= {"attempts": records.attempts(previous), "job": None}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
-        has_record = (
-            config.claimed is not None and storage_at(folder.location).size_bytes(folder.record.name) is not None
-        )
-        previous = records.refuse_living(folder) if has_record else {}
+        previous = {}
+        if config.claimed and storage_at(folder.location).size_bytes(folder.record.name) is not None:
+            from mlx_runtime.runs import drivers
+
+            previous = drivers.refuse_living(folder)
         attempt = folder.attempts() + 1 if config.sweep else 1  # an earlier driver may have died before the run began
         if not folder.claim_attempt(attempt, leases.lease()):
             raise UsageError(f"another driver has just started {folder.title}")

@@ -57,6 +57,7 @@ class StopRequests:
         self.reason: str | None = None  # reason of the first request
         self.pruned = False  # that request was to prune the run
         self.taken_over = False  # another driver owns the run
+        self.outage = ""  # error of the storage, while it does not answer
         self._interrupt = interrupt
         self._requested_at = 0.0
         self._graceful = False
@@ -106,11 +107,13 @@ class StopRequests:
         while not done.wait(POLL_S * (10 if folder.uri else 1)):
             if self.reason is None and folder.asked_to_stop():
                 self.request("mlx xp stop")
-            with contextlib.suppress(StorageError):
-                if folder.attempts() > attempt:
-                    self.taken_over = True
-                    self._interrupt()
-                    return
+            try:
+                self.taken_over, self.outage = folder.attempts() > attempt, ""
+            except StorageError as error:
+                self.outage = str(error)
+            if self.taken_over:
+                self._interrupt()
+                return
 
 
 @contextlib.contextmanager

@@ -206,7 +206,7 @@ class _Terminal:
         if self.driver.resuming:
             return f"{self._title} was not resumed and is unchanged."
         if self._plan.config.kept and isinstance(error, StorageError):
-            return f"Free or unlock the storage, then resume: {self._resume_command}"
+            return f"Once the storage can be written again, resume: {self._resume_command}"
         if self._plan.config.kept and isinstance(error, WorkerLoopError | WorkerLostError | HangError):
             with contextlib.suppress(StorageError):
                 if CheckpointStore(self.driver.folder.checkpoints).all():

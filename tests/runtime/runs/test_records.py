@@ -16,7 +16,7 @@ import pytest
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.stores import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import records
+from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs import versions as provenance
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.logs import LogFile
@@ -119,7 +119,7 @@ class TestOneDriver:
         with pytest.raises(
             UsageError, match=r"digits run_001 is being trained by process \d+ on .* mlx xp stop digits"
         ):
-            records.take_over(run)
+            drivers.take_over(run)
 
     @pytest.mark.process
     def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
@@ -128,7 +128,7 @@ class TestOneDriver:
             process.kill()
         records.Record(run, status="RUNNING", **leases.this_process() | {"pid": process.pid, "pid_started": started})
         assert records.status_of(records.load_record(run)) == "STALE"
-        assert records.take_over(run) == 2
+        assert drivers.take_over(run) == 2
 
     def test_another_process_with_its_number_is_not_taken_for_it(self, run: RunFolder) -> None:
         records.Record(run, status="RUNNING", **leases.this_process() | {"pid_started": "1"})
@@ -146,7 +146,7 @@ class TestOneDriver:
 
         def follow(_: int) -> int:
             try:
-                return records.take_over(run)
+                return drivers.take_over(run)
             except UsageError:
                 return 0
 
@@ -160,35 +160,35 @@ class TestOneDriver:
         monkeypatch.setenv("MLX_STORAGE", run.root)
         records.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
         before = run.record.read_bytes()
-        number = records.take_over(run)
+        number = drivers.take_over(run)
         record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
         record.update(device="cpu")
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
-            records.take_over(run)
+            drivers.take_over(run)
         with pytest.raises(UsageError, match=r"digits run_001 is being resumed by process \d+ on "):
             plan_run(resolve_run(str(run.path), "latest"))
         assert run.record.read_bytes() == before
         record.withdraw()
         record.update(status="FAILED")
         assert run.record.read_bytes() == before
-        assert records.take_over(run) == 3
+        assert drivers.take_over(run) == 3
 
     def test_only_a_request_to_stop_the_earlier_driver_is_withdrawn(
         self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         records.Record(run, status="STOPPED", attempt=1)
         run.ask_to_stop()
-        records.take_over(run)
+        drivers.take_over(run)
         assert not run.asked_to_stop()
         records.Record(run, status="STOPPED", attempt=2)
         claim = RunFolder.claim_attempt
         monkeypatch.setattr(RunFolder, "claim_attempt", lambda *args: [claim(*args), run.ask_to_stop()][0])
-        records.take_over(run)
+        drivers.take_over(run)
         assert run.asked_to_stop()
 
     def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
-        number = records.take_over(run)
+        number = drivers.take_over(run)
         record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(xp.stop, str(run.path), "latest")
@@ -214,7 +214,7 @@ class TestOneDriver:
         for number, content in enumerate([b"", b"[1]", b'{"status": "RUNNING"}', b"\xff"], start=2):
             (run.path / f".attempt-{number:03d}").write_bytes(content)
             (run.path / ".attempt-x").touch()
-            assert records.take_over(run) == number + 1
+            assert drivers.take_over(run) == number + 1
             (run.path / f".attempt-{number + 1:03d}").unlink()
 
     def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
@@ -223,7 +223,7 @@ class TestOneDriver:
 
         def freeze() -> None:
             look()
-            assert records.take_over(run) == 2
+            assert drivers.take_over(run) == 2
             records.Record(run, records.load_record(run), status="RUNNING", attempt=2)
 
         first.check_ours = freeze  # type: ignore[method-assign]

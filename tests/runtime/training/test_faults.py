@@ -7,6 +7,7 @@ import pty
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from clusters import free_ports
 from conftest import Mlx, Start, Started
 from faults import (
     KINDS,
@@ -487,6 +489,45 @@ class TestObjectStore:
         run = open_run(join_path(storage, "faults", "run_001"))
         assert (run.record["status"], run.state()["epoch"]) == ("SUCCEEDED", 1)
         assert run.state("latest")["world_size"] == 2
+
+
+@pytest.mark.s3
+def test_an_object_store_may_stop_answering_for_a_while(start: Start, folder: Path, tmp_path: Path) -> None:
+    """A run waits for it, and says so; if it never answers again, Ctrl-C still ends the run."""
+    import boto3
+
+    (port,) = free_ports(1)
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], **options
+    ) as server:
+        try:
+            wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+            client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1")
+            client.create_bucket(Bucket="bucket")
+            storage = (
+                f"cfg.storage_path='s3://bucket/a?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1'"
+            )
+            often = [*OFTEN, "cfg.num_epochs=999", "cfg.pause_s=0.05"]
+            process = start(folder, "train", "run", storage, *often, MLX_CACHE=str(tmp_path))
+            wait_for(lambda: len(steps_of(folder)) > 12)
+            (log,) = tmp_path.glob("runs/*/faults/run_001/logs/driver.log")
+            server.send_signal(signal.SIGSTOP)
+            wait_for(lambda: "training continues until" in log.read_text())
+            server.send_signal(signal.SIGCONT)
+            wait_for(lambda: "storage   answers again" in log.read_text())
+            before = len(steps_of(folder))
+            wait_for(lambda: len(steps_of(folder)) > before + 20)
+            server.kill()
+            server.wait()
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=120)
+        finally:
+            server.kill()
+    assert process.returncode == 1
+    assert "ending    recording the end of the run" in output
+    assert re.match(r"error: cannot write s3://bucket/a/faults/run_001.*NETWORK_CONNECTION", errors), errors
+    assert "Once the storage can be written again, resume: mlx train run '--resume=s3://bucket/a" in errors
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:

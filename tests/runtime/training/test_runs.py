@@ -492,7 +492,7 @@ def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experi
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot write a checkpoint to {folder}/runs/probe/run_001/checkpoints: ")
     assert "File too large" in done.stderr
-    cure = "Free or unlock the storage, then resume: mlx train run --resume=run_001"
+    cure = "Once the storage can be written again, resume: mlx train run --resume=run_001"
     assert done.stderr.splitlines()[1:] == [cure]
     assert record(folder)["status"] == "FAILED"
     assert list(folder.glob("runs/probe/run_001/checkpoints/*")) == []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
-from mlx_runtime.runs import RunFolder, find_run, records
+from mlx_runtime.runs import RunFolder, drivers, find_run, records
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
 from mlx_runtime.runs.queries import resolve_run, storage_root
 from mlx_runtime.storage import is_uri, join_path, storage_at
@@ -37,7 +37,7 @@ def stop(name: str, run: str) -> str:
     title = f"{folder.experiment} {folder.name}"
     record = records.load_record(folder)
     status = records.status_of(record, _job_status(record))
-    if status not in records.LIVING and not records.claiming_driver(folder, record):
+    if status not in records.LIVING and not drivers.claiming_driver(folder, record):
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := _dashboard(record)) is not None:
         dashboard.stop(record["job"]["id"])
@@ -46,7 +46,7 @@ def stop(name: str, run: str) -> str:
         return f"{title} was STOPPED before it began"
     folder.ask_to_stop()
     deadline = time.monotonic() + STOP_S
-    while status in records.LIVING or records.claiming_driver(folder, record):
+    while status in records.LIVING or drivers.claiming_driver(folder, record):
         if time.monotonic() > deadline:
             if (dashboard := _dashboard(record)) is None:
                 raise MlxError(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from mlx_runtime.companions.hub.contents import SweepSummary
 from mlx_runtime.companions.hub.mirror import Mirror
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RunFolder, list_runs, records
+from mlx_runtime.runs import RunFolder, drivers, list_runs, records
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage import storage_at, storage_errors, to_json
 
@@ -32,16 +32,16 @@ def push(
         UsageError: the run is training or has no mirror, or the repository contains another run or a newer state.
         UnreachableError: the Hub does not answer.
     """
-    records.refuse_living(run)
+    drivers.refuse_living(run)
     owner = run if sweep is None else sweep.folder
-    record = records.refuse_living(owner)
+    record = drivers.refuse_living(owner)
     uri = uri or (record.get("mirror") or {}).get("uri")
     if uri is None:
         raise UsageError(f"{owner.title} has no mirror; name one with --to hf://USER/NAME")
     mirror = Mirror(uri, announce)
     mirror.check(run, None if sweep is None else owner)
     claim, count = mirror.push(run, sweep)
-    if records.refuse_living(owner) != record:
+    if drivers.refuse_living(owner) != record:
         raise UsageError(f"{owner.title} has changed during the upload; repeat the command")
     complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
     with storage_errors(f"cannot write {owner.location}"):  # a `Record` would mark the run as alive

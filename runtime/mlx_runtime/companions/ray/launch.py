@@ -15,7 +15,7 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.errors import ClusterError
-from mlx_runtime.runs import SWEEP, RunFolder, Upload, claim_run, provenance, records, snapshots
+from mlx_runtime.runs import SWEEP, RunFolder, Upload, claim_run, drivers, provenance, records, snapshots
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.outputs import being_filled
 from mlx_runtime.settings import Settings
@@ -78,7 +78,7 @@ class Launch:
 
         config = self.config
         run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
-        before = records.refuse_living(run) if config.run else {}
+        before = drivers.refuse_living(run) if config.run else {}
         origin = config.origin.location if config.origin else None
         request = Request(config.overrides, origin=origin, claimed=run.location)
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
@@ -92,7 +92,7 @@ class Launch:
         """
         cfg = self.config.cfg
         folder = sweep or claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name)
-        before = records.refuse_living(folder) if sweep else {}
+        before = drivers.refuse_living(folder) if sweep else {}
         if sweep is None:
             snapshots.store(Path.cwd(), folder, cfg.code_files)
         command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]

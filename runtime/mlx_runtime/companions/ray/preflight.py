@@ -16,7 +16,7 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
-from mlx_runtime.runs import LIMIT_BYTES, Upload
+from mlx_runtime.runs import Upload
 from mlx_runtime.storage import is_uri, storage_at
 from mlx_runtime.storage.secrets import redact_override, secret_keys
 from mlx_runtime.training import DataConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_runtime.config import Config
     from mlx_runtime.training import RunConfig, TrainConfig
 
+LIMIT_BYTES = 100 << 20  # maximum size of an upload
 PROBE_S = 180.0  # timeout of the probe job
 NODE_S = 60.0  # timeout of a node's answer to the probe
 INSTALL_S = 600.0  # added to both if the cluster installs packages first, as with `--pip`

@@ -1,7 +1,13 @@
 """Object stores supported by pyarrow, and the conditional writes of S3, which it lacks."""
 
 import contextlib
-from typing import Any, BinaryIO
+import io
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import parse_qsl
 
 import pyarrow.fs
@@ -9,6 +15,80 @@ import pyarrow.fs
 from mlx_runtime.errors import StorageError
 from mlx_runtime.extras import require
 from mlx_runtime.storage import Storage, Stored
+
+OUTAGE_S = 2.0
+"""Time for which calls fail at once after one that got no answer."""
+
+NO_ANSWER = "NETWORK_CONNECTION"
+"""Part of pyarrow's messages about S3 servers that do not answer, after its retries."""
+
+TIMEOUTS = {"connect_timeout": 5.0, "request_timeout": 5.0}
+"""Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Calls an object store, so that the main thread can be interrupted and does not wait for each call of an outage.
+
+    A call that was interrupted goes on in its thread. The next call waits for it, so that writes keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._lost_at, self._reason = -OUTAGE_S, ""
+        self._last: Future[Any] | None = None  # of the main thread
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of the store; raise ConnectionError if the store does not answer."""
+        if threading.current_thread() is not threading.main_thread():
+            return self.attempt(function, *arguments)
+        if self._last is not None:
+            wait([self._last])
+        self._last = future = Future[T]()
+
+        def work() -> None:
+            try:
+                future.set_result(self.attempt(function, *arguments))
+            except Exception as error:  # whatever it is, it is raised in the main thread
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="object store", daemon=True).start()
+        return future.result()
+
+    def attempt(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Do the same in this thread."""
+        if time.monotonic() - self._lost_at < OUTAGE_S:
+            raise ConnectionError(self._reason)
+        try:
+            return function(*arguments)
+        except OSError as error:
+            if NO_ANSWER not in str(error):
+                raise
+            self._lost_at, self._reason = time.monotonic(), str(error)
+            raise ConnectionError(self._reason) from error
+
+
+class _Upload(io.RawIOBase):
+    """A new object, which exists once it is closed."""
+
+    def __init__(self, stream: Any, connection: Connection) -> None:
+        self._stream, self._connection = stream, connection
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._connection.attempt(self._stream.write, data)
+        return memoryview(data).nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._connection.call(self._stream.close)
+
+
+_connections: dict[str, Connection] = {}
+"""The connections of this process, by bucket and options."""
 
 
 class ObjectStore(Storage):
@@ -20,53 +100,74 @@ class ObjectStore(Storage):
     def __init__(self, root: str) -> None:
         self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
         self.exclusive = self._fs.type_name == "s3"
+        if self.exclusive:
+            rebuild, (options,) = self._fs.__reduce__()
+            self._fs = rebuild(options | TIMEOUTS)
+        bucket = f"{path.partition('/')[0]}?{root.partition('?')[2]}"
+        self._connection = _connections.setdefault(bucket, Connection())
+        self._call = self._connection.call
         super().__init__(root, path)
 
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
         selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
-        found = [self._entry(info) for info in self._fs.get_file_info(selector)]
+        found = [self._entry(info) for info in self._call(self._fs.get_file_info, selector)]
         if not found:
             self._require_bucket()
         return found
 
     def find(self, *parts: str) -> Stored | None:
-        info = self._fs.get_file_info(self.of(*parts))
+        info = self._call(self._fs.get_file_info, self.of(*parts))
         return self._entry(info) if info.type else None
 
     def open(self, *parts: str) -> Any:
-        return self._fs.open_input_file(self.of(*parts))
+        return self._call(self._fs.open_input_file, self.of(*parts))
 
     def create(self, *parts: str) -> BinaryIO:
         try:
-            stream: BinaryIO = self._fs.open_output_stream(self.of(*parts))
+            stream = self._call(self._fs.open_output_stream, self.of(*parts))
         except OSError:
             self._require_bucket()
             raise
-        return stream
+        return cast(BinaryIO, _Upload(stream, self._connection))
 
     def create_exclusively(self, data: bytes, *parts: str) -> bool:
         if not self.exclusive:
             raise StorageError(f"{self.root} does not support conditional writes")
-        if not self.put_new(data, *parts):
+        if not self._call(self.put_new, data, *parts):
             return False
-        if self.put_new(data, *parts):  # a store that ignores the condition would accept every writer
+        if self._call(self.put_new, data, *parts):  # a store that ignores the condition would accept every writer
             raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
         return True
 
     def copy(self, old: str, new: str) -> None:
-        self._fs.copy_file(self.of(old), self.of(new))
+        self._call(self._fs.copy_file, self.of(old), self.of(new))
 
     def remove_file(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._fs.delete_file(self.of(*parts))
+            self._call(self._fs.delete_file, self.of(*parts))
 
     def remove_folder(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._fs.delete_dir(self.of(*parts))
+            self._call(self._fs.delete_dir, self.of(*parts))
+
+    def read(self, *parts: str) -> bytes:
+        return self._call(super().read, *parts)
+
+    def document(self, *parts: str) -> bytes:
+        return self._call(super().document, *parts)
+
+    def write(self, data: bytes, *parts: str) -> None:
+        self._call(super().write, data, *parts)
+
+    def upload(self, file: Path, *parts: str) -> None:
+        self._call(super().upload, file, *parts)
+
+    def download(self, file: Path, *parts: str) -> None:
+        self._call(super().download, file, *parts)
 
     def _require_bucket(self) -> None:
         bucket = self.path.partition("/")[0]
-        if not self._fs.get_file_info(bucket).type:
+        if not self._call(self._fs.get_file_info, bucket).type:
             raise FileNotFoundError(f"the bucket {bucket} does not exist; create it, or correct the URI")
 
     def _entry(self, info: pyarrow.fs.FileInfo) -> Stored:

@@ -20,6 +20,7 @@ from mlx_runtime.runs import (
     SWEEP,
     RunFolder,
     claim_run,
+    drivers,
     list_sweeps,
     named_run,
     provenance,
@@ -65,7 +66,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     Raises:
         UsageError: another driver runs the sweep, or its definition or code has changed and `force` is not set.
     """
-    record = records.refuse_living(folder)
+    record = drivers.refuse_living(folder)
     if "definition" not in record:
         raise UsageError(f"{folder.title} is not a sweep; resume a run with: mlx train run --resume {folder.name}")
     stored = Definition.from_json(record["definition"])
@@ -123,7 +124,7 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
     if plan.folder is not None:
         folder, before = plan.folder, records.load_record(plan.folder)
         trials = _stored_trials(plan, before, retry_failed)
-        attempt = records.take_over(folder)
+        attempt = drivers.take_over(folder)
         facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
         if Settings.read().job is None:
             facts["job"] = None

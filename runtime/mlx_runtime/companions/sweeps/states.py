@@ -14,7 +14,7 @@ from mlx_runtime.companions.sweeps.scores import (
     with_checkpoint,
 )
 from mlx_runtime.companions.sweeps.space import Values
-from mlx_runtime.runs import RunFolder, records, run_folder
+from mlx_runtime.runs import RunFolder, drivers, records, run_folder
 from mlx_runtime.storage import storage_at
 
 Curve = dict[int, float]
@@ -109,7 +109,7 @@ def read_trial(
         if run is None or not record:
             continue
         if records.status_of(record) in records.LIVING:
-            records.refuse_living(run)
+            drivers.refuse_living(run)
         if not folds:
             trial.checkpoint = best_checkpoint(record, metric, mode)
         trial.curves[index] = {epoch - 1: value for epoch, value in curve_of(read_epochs(run), metric).items()}

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -56,6 +57,9 @@ PARTS = {
 UNFINISHED = 2
 """Number of checkpoints of an unfinished epoch to keep."""
 
+RETRY_PAUSES_S = (10.0, 20.0)
+"""Pauses before a checkpoint is stored again after the storage has not answered."""
+
 START_S = 5.0
 """Time after which a thread that has not begun counts as never started."""
 
@@ -92,11 +96,18 @@ class CheckpointStore:
         `allowed` is called before it becomes visible, and raises if another driver owns the run.
         """
         try:
-            with Publication(self._storage, checkpoint.name, ABOUT) as publication:
-                about = _write_state(publication, state, checkpoint)
-                return self._publish(publication, about, allowed)
+            for pause_s in RETRY_PAUSES_S:
+                with contextlib.suppress(ConnectionError):
+                    return self._save(state, checkpoint, allowed)
+                time.sleep(pause_s)
+            return self._save(state, checkpoint, allowed)
         except (OSError, RuntimeError) as error:
             raise StorageError(f"{self._problem}: {short_message(error)}") from error
+
+    def _save(self, state: State, checkpoint: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
+        with Publication(self._storage, checkpoint.name, ABOUT) as publication:
+            about = _write_state(publication, state, checkpoint)
+            return self._publish(publication, about, allowed)
 
     def save_sharded(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
-from mlx_runtime.runs import RunFolder, queries, records, run_folder
+from mlx_runtime.runs import RunFolder, drivers, queries, records, run_folder
 from mlx_runtime.runs.outputs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.outputs.usage import REMOVING, RUN, Survey, survey
 from mlx_runtime.runs.queries import AskJobs, StoragePath, summarize
@@ -47,7 +47,7 @@ def _refuse_run(root: str, parts: tuple[str, ...]) -> None:
     above = join_path(root, *parts[:-2])
     folder = run_folder(above, *parts[-2:]) if len(parts) > 1 else RunFolder(Path(join_path(root, *parts)))
     with contextlib.suppress(StorageError):  # a run that has not begun has no record
-        records.refuse_living(folder)
+        drivers.refuse_living(folder)
     storage = f"MLX_STORAGE={above} " if len(parts) > 2 else ""
     command = f"{storage}mlx xp rm {' '.join(parts[-2:])}"
     raise UsageError(f"{join_path(root, *parts)} is a run; remove it with: {command}")
@@ -128,7 +128,7 @@ def plan_run(folder: RunFolder, ask: AskJobs | None = None) -> RunRemoval:
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:
         raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
-    if driver := records.claiming_driver(folder, row.record):
+    if driver := drivers.claiming_driver(folder, row.record):
         raise UsageError(f"{title} is being resumed by process {driver.get('pid')} on {driver.get('host')}")
     top = survey(path, 0, 0).top
     warning = f"{row.problem}; it may still be running" if row.problem else ""

@@ -20,7 +20,7 @@ from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
-from mlx_runtime.runs import RunFolder, records
+from mlx_runtime.runs import RunFolder, drivers
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
 from mlx_runtime.training import StopRequests, TrainConfig
 from mlx_runtime.training.processes import PRUNE
@@ -156,7 +156,7 @@ def _wait_for_driver(run: RunFolder, most_s: float) -> None:
     deadline = time.monotonic() + most_s
     while time.monotonic() < deadline:
         try:
-            records.refuse_living(run)
+            drivers.refuse_living(run)
         except UsageError:
             time.sleep(POLL_S)
         except StorageError:  # it has no record yet
