@@ -44,6 +44,7 @@ class WorkersStarted(WorkerEvent):
     parameters: int  # of all models
     world_size: int
     sharded: tuple[str, ...] = ()  # one line for each sharded model
+    trained: int | None = None  # parameters that require gradients
 
 
 @dataclass(frozen=True)

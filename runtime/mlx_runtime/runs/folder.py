@@ -307,7 +307,7 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
     named = {folder.name: folder for folder in runs}
     if wanted not in named:
-        raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, named)}")
+        raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, [*named, 'latest'], 'mlx xp ls')}")
     return named[wanted]
 
 
