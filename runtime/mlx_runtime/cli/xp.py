@@ -16,6 +16,9 @@ from mlx_runtime.runs import SWEEP, queries
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage import to_json
 
+MAX_PROBLEMS = 5
+"""Maximum number of unreadable records that `ls` explains."""
+
 MODES = click.Choice(["max", "min"])
 
 
@@ -63,6 +66,12 @@ def ls(
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
         print_table(queries.table(rows, sort=sort, sweep=sweep), sys.stdout)
+        unreadable = [row for row in rows if row.problem is not None]
+        for row in unreadable[:MAX_PROBLEMS]:
+            cure = "" if is_remote(name or "") else f"; repair it, or remove the run: mlx xp rm {row.folder.title}"
+            say(f"note: {row.problem}{cure}", err=True)
+        if (more := len(unreadable) - MAX_PROBLEMS) > 0:
+            say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)
     else:
         say(queries.empty_message(status), err=True)
 

@@ -339,6 +339,9 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
         above, name, run = parts.rsplit("/", 2)
         return find_run(above + options, name, run)
     name, _, run = text.rpartition("/")
+    if text.startswith("/") or "/" in name:
+        why = "it has no run.json" if Path(text).is_dir() else "there is no such folder"
+        raise UsageError(f"{text} is not a run: {why}. Put it back, or choose a run of: mlx xp ls")
     return find_run(root, name or experiment, run)
 
 

@@ -249,6 +249,16 @@ class TestLs:
         assert re.search(why, first.fields()["problem"]), first.problem
         assert first.cells()["status"] == "UNREADABLE"
         assert [row.folder.name for row in listing.list_rows(status="UNREADABLE")] == ["run_001"]
+        listed = CliRunner().invoke(mlx_command, ["xp", "ls"])
+        assert listed.stderr == f"note: {first.problem}; repair it, or remove the run: mlx xp rm digits/run_001\n"
+        assert "UNREADABLE" in listed.stdout
+
+    def test_only_some_unreadable_records_are_explained(self, made: Made) -> None:
+        for _ in range(7):
+            made().record.unlink()
+        *notes, rest = CliRunner().invoke(mlx_command, ["xp", "ls"]).stderr.splitlines()
+        assert len(notes) == 5
+        assert rest.startswith("note: 2 more records cannot be read")
 
     def test_order_is_that_of_the_monitored_metric(self, made: Made) -> None:
         def run(mode: str, best: float | None, last: float | None) -> None:
@@ -658,7 +668,7 @@ class TestRm:
         stranger.mkdir(parents=True)
         (stranger / "run.json").write_text('{"status": "FAILED"}')
         for named in ("x/../../elsewhere", "../elsewhere/run_001", str(stranger)):
-            with pytest.raises(UsageError, match=r"lies outside the storage|no runs of"):
+            with pytest.raises(UsageError, match=r"lies outside the storage|is not a run: there is no such folder"):
                 removal.plan_run(resolve_run(named, "1"))
         assert stranger.is_dir()
 
