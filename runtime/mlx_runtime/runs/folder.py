@@ -19,6 +19,7 @@ Functions that touch the storage raise StorageError if it does not answer, or re
 """
 
 import contextlib
+import errno
 import fnmatch
 import hashlib
 import itertools
@@ -41,6 +42,7 @@ from mlx_runtime.storage.local import open_regular, regular
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
 """Pattern of the start of an override or option."""
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
@@ -261,9 +263,10 @@ def claim_run(
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
     except OSError as error:
+        why = error.strerror or short_message(error)
+        cure = "Make room there, or choose" if error.errno in FULL else "Choose"
         raise StorageError(
-            f"cannot write runs to {root}: {error.strerror or short_message(error)}. "
-            "Make room there, or choose another with cfg.storage_path=FOLDER"
+            f"cannot write runs to {root}: {why}. {cure} another with cfg.storage_path=FOLDER"
         ) from error
     return folder
 

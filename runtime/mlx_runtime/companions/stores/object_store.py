@@ -6,9 +6,12 @@ from urllib.parse import parse_qsl
 
 import pyarrow.fs
 
-from mlx_runtime.errors import StorageError
+from mlx_runtime.errors import StorageError, suggest
 from mlx_runtime.extras import require
 from mlx_runtime.storage import Storage, Stored
+
+S3_OPTIONS = {"allow_bucket_creation", "allow_bucket_deletion", "endpoint_override", "region", "scheme"}
+"""Options of the URIs of S3 that users need."""
 
 
 class ObjectStore(Storage):
@@ -18,7 +21,14 @@ class ObjectStore(Storage):
     """
 
     def __init__(self, root: str) -> None:
-        self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+        try:
+            self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+        except pyarrow.ArrowInvalid as error:
+            for name in _options(root).keys() - S3_OPTIONS if root.startswith("s3:") else ():
+                raise StorageError(
+                    f"cannot reach {root}: S3 has no option {name}.{suggest(name, S3_OPTIONS)}"
+                ) from error
+            raise
         self.exclusive = self._fs.type_name == "s3"
         super().__init__(root, path)
 
@@ -67,7 +77,10 @@ class ObjectStore(Storage):
     def _require_bucket(self) -> None:
         bucket = self.path.partition("/")[0]
         if not self._fs.get_file_info(bucket).type:
-            raise FileNotFoundError(f"the bucket {bucket} does not exist; create it, or correct the URI")
+            scheme = self.root.partition("://")[0]
+            raise FileNotFoundError(
+                f"the bucket {bucket} does not exist; create it, or name another, like {scheme}://BUCKET/runs"
+            )
 
     def _entry(self, info: pyarrow.fs.FileInfo) -> Stored:
         path = info.path.removeprefix(self.path).lstrip("/")
@@ -80,7 +93,7 @@ class ObjectStore(Storage):
         import botocore.exceptions
         import botocore.session
 
-        options = dict(parse_qsl(self.root.partition("?")[2]))
+        options = _options(self.root)
         endpoint = options.get("endpoint_override")
         if endpoint and "://" not in endpoint:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
@@ -100,3 +113,8 @@ class ObjectStore(Storage):
         except botocore.exceptions.BotoCoreError as error:
             raise OSError(str(error)) from error
         return True
+
+
+def _options(uri: str) -> dict[str, str]:
+    """Return the options of a URI."""
+    return dict(parse_qsl(uri.partition("?")[2]))
