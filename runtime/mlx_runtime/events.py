@@ -44,6 +44,7 @@ class WorkersStarted(WorkerEvent):
     parameters: int  # of all models
     world_size: int
     sharded: tuple[str, ...] = ()  # one line for each sharded model
+    trained: int | None = None  # parameters that require gradients
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class EpochEnded(WorkerEvent):
     """The end of an epoch. Sent again for values that are recorded after its checkpoint, with only these."""
 
     epoch: int  # from 0
-    epochs: int  # expected in total: `cfg.num_epochs`, or as many as `cfg.max_steps` allows
+    epochs: int  # expected in total: `cfg.num_epochs`, or as many as `cfg.max_steps` allows; 0 in an evaluation
     values: Mapping[str, float]  # last value of each metric
     seconds: float
     samples_per_s: float | None = None  # of the training pass; None if there was none

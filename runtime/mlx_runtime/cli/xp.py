@@ -16,6 +16,9 @@ from mlx_runtime.runs import SWEEP, queries
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage import to_json
 
+MAX_PROBLEMS = 5
+"""Maximum number of unreadable records that `ls` explains."""
+
 MODES = click.Choice(["max", "min"])
 
 
@@ -63,6 +66,15 @@ def ls(
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
         print_table(queries.table(rows, sort=sort, sweep=sweep), sys.stdout)
+        for row in rows if status == "FAILED" else ():
+            first, _, _ = (row.record.get("error") or "unknown error").partition("\n")
+            say(f"{row.folder.title}: {first}", err=True)
+        unreadable = [row for row in rows if row.problem is not None]
+        for row in unreadable[:MAX_PROBLEMS]:
+            cure = "" if is_remote(name or "") else f"; repair it, or remove the run: mlx xp rm {row.folder.title}"
+            say(f"note: {row.problem}{cure}", err=True)
+        if (more := len(unreadable) - MAX_PROBLEMS) > 0:
+            say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)
     else:
         say(queries.empty_message(status), err=True)
 
@@ -98,10 +110,14 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @options.run()
 @options.yes
 @click.option("--force", is_flag=True, help="With -y, remove even a run with an unreadable record. It may be training.")
-def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
+@click.option("--failed", is_flag=True, help="Remove all runs of NAME that failed before their first checkpoint.")
+def rm(name: str, run: str | None, yes: bool, force: bool, failed: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
     from mlx_runtime.runs import outputs
 
+    if failed:
+        _remove_failed(name, run, yes)
+        return
     plan = outputs.plan_run(queries.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
     if plan.warning and yes and not force:
         raise UsageError(f"{plan.warning}. To remove it anyway, add --force")
@@ -111,6 +127,26 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
         confirm(f"remove {plan.title}?")
     outputs.remove_run(plan, job_statuses)
     say(f"removed {plan.title}")
+
+
+def _remove_failed(name: str, run: str | None, yes: bool) -> None:
+    """Remove the runs that failed before their first checkpoint, except those of sweeps, which count them."""
+    from mlx_runtime.runs import outputs
+
+    if run is not None or "/" in name:
+        raise UsageError(
+            f"--failed removes several runs; leave out the run: mlx xp rm {name.partition('/')[0]} --failed"
+        )
+    rows = queries.list_rows(name, status="FAILED", ask=job_statuses)
+    found = [row.folder for row in rows if not row.record.get("latest") and not row.sweep]
+    plans = [outputs.plan_run(folder, job_statuses) for folder in found]
+    if not plans:
+        say(f"no run of {name} has failed before its first checkpoint", err=True)
+    elif not yes:
+        confirm(f"remove {', '.join(folder.name for folder in found)} of {name}?")
+    for plan in plans:
+        outputs.remove_run(plan, job_statuses)
+        say(f"removed {plan.title}")
 
 
 @group.command()

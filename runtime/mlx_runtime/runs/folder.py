@@ -19,6 +19,7 @@ Functions that touch the storage raise StorageError if it does not answer, or re
 """
 
 import contextlib
+import errno
 import fnmatch
 import hashlib
 import itertools
@@ -41,6 +42,7 @@ from mlx_runtime.storage.local import open_regular, regular
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
 """Pattern of the start of an override or option."""
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
@@ -261,9 +263,10 @@ def claim_run(
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
     except OSError as error:
+        why = error.strerror or short_message(error)
+        cure = "Make room there, or choose" if error.errno in FULL else "Choose"
         raise StorageError(
-            f"cannot write runs to {root}: {error.strerror or short_message(error)}. "
-            "Make room there, or choose another with cfg.storage_path=FOLDER"
+            f"cannot write runs to {root}: {why}. {cure} another with cfg.storage_path=FOLDER"
         ) from error
     return folder
 
@@ -307,7 +310,7 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
     named = {folder.name: folder for folder in runs}
     if wanted not in named:
-        raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, named)}")
+        raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, [*named, 'latest'], 'mlx xp ls')}")
     return named[wanted]
 
 
@@ -339,6 +342,9 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
         above, name, run = parts.rsplit("/", 2)
         return find_run(above + options, name, run)
     name, _, run = text.rpartition("/")
+    if text.startswith("/") or "/" in name:
+        why = "it has no run.json" if Path(text).is_dir() else "there is no such folder"
+        raise UsageError(f"{text} is not a run: {why}. Put it back, or choose a run of: mlx xp ls")
     return find_run(root, name or experiment, run)
 
 

@@ -4,12 +4,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage import storage_at, storage_errors
+from mlx_runtime.storage import storage_at
 from mlx_runtime.storage.leases import heartbeat
 from mlx_runtime.storage.local import regular
 
@@ -125,21 +124,5 @@ class _Tee:
         return getattr(self._stream, name)
 
 
-def read_log(folder: RunFolder, rank: int | None = None) -> bytes | None:
-    """Return the stored part of a log, or None if there is no such log."""
-    name = log_name(rank)
-    with storage_errors(f"cannot read {folder.location}/{name}"):
-        try:
-            return folder.read(name)
-        except FileNotFoundError:
-            return None
-
-
 def last_lines(text: str, count: int) -> str:
     return "".join(text.splitlines(keepends=True)[-count:]) if count > 0 else ""
-
-
-def logged_ranks(folder: RunFolder) -> list[str]:
-    """Return the ranks whose logs are stored."""
-    names = [Path(name).stem for name in storage_at(folder.location).names("logs")]
-    return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)

@@ -116,23 +116,6 @@ def size_below(folder: int, path: str) -> int | None:
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
-def replace_file(file: Path, folder: int, path: str) -> None:
-    """Move a file to a path below an open folder, replacing a file or a link there.
-
-    Each step goes through the descriptor of a folder, so that no link redirects it; OSError is raised instead.
-    """
-    *above, name = path.split("/")
-    with open_folder(folder, *above, create=True) as parent:
-        try:
-            os.rename(file, name, dst_dir_fd=parent)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            with file.open("rb") as content:
-                create_below(parent, name, content)
-            file.unlink()
-
-
 def create_below(folder: int, name: str, content: IO[bytes]) -> None:
     """Replace a file or a link in an open folder by new content, atomically."""
     temporary = f".{uuid.uuid4().hex}"

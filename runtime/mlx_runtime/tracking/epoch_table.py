@@ -72,7 +72,7 @@ class EpochTable:
 
     def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
         """Yield each line of an epoch, and True if it belongs to a header. `width` is the terminal's, or None."""
-        label = f"{event.epoch + 1}/{event.epochs}"
+        label = f"{event.epoch + 1}/{event.epochs}".removesuffix("/0")
         size = max(len("epoch"), 2 * len(str(event.epochs)) + 1, len(label))
         known = set(self._layout.names + self._layout.left_out) if self._layout else set()
         new, names = set(event.values), list(event.values)

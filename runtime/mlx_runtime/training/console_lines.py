@@ -81,6 +81,11 @@ class ConsoleLines:
             self._rows_before = records.load_record(config.run).get("datasets") or {}
             for line in change_lines(config.run, self._plan.project, config.changes, config.overrides, cfg.code_files):
                 self._print(line)
+        else:
+            for change in config.changes:
+                self._print(f"changed   {change}")
+        if not cfg.num_epochs and config.checkpoint is None and not hasattr(cfg, "function"):  # which decides itself
+            self._print("note      cfg.num_epochs=0 trains no epoch")
         self._workers()
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
             self._print(f"note      conf.yaml of the run contains {', '.join(written)} in plain text")
@@ -119,7 +124,8 @@ class ConsoleLines:
         cfg = self._plan.config.cfg
         threads = f"{plural(cfg.cpus_per_worker, 'thread')} per worker"
         precision = "fp32" if cfg.precision == 32 else cfg.precision
-        self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters")
+        trained = f", {event.trained:,} trained" if event.trained not in (None, event.parameters) else ""
+        self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters{trained}")
         for line in event.sharded:
             self._print(f"sharded   {line}")
 

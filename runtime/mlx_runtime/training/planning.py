@@ -100,8 +100,12 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         stack.callback(engine.close)
         if config.run is not None:
             _require_checkpoint(config.run, config.cfg)
-        elif config.cfg.restore_checkpoint_path:
-            checkpoints.read(config.cfg.restore_checkpoint_path, whole=False)
+        elif path := config.cfg.restore_checkpoint_path:
+            before = checkpoints.read(path, whole=False).get("config")
+            if before and config.cfg.restore_strict and config.checkpoint is None:
+                from mlx_runtime.training.resuming import changes_since
+
+                config = dataclasses.replace(config, changes=changes_since(before, config))
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
         launched = settings.job is not None

@@ -83,7 +83,7 @@ class RunConfig(Config):
     run: RunFolder | None = None  # run to resume; None for a new one
     claimed: RunFolder | None = None  # folder that was created for this run, which has not begun yet
     origin: RunFolder | None = None  # run whose conf.yaml this is instead of the experiment's
-    changes: "tuple[Change, ...]" = ()  # differences from the config that the run had before
+    changes: "tuple[Change, ...]" = ()  # differences from the former config of the run, or of the one it starts from
     fast: bool = False  # run a few batches to check that all code works, and keep nothing
     checkpoint: str | None = None  # evaluate this one instead of training; only `origin` keeps the result
     sweep: Mapping[str, Any] | None = None  # for the record of a new run of a sweep: name, trial, fold and values
@@ -236,7 +236,12 @@ def choose_run(request: Request, cls: type, composition: Composition, *, look: b
         name = next(begun, "" if name == "auto" else name)
     if not name:
         return choice
-    run = named_run(str(name), root, experiment)
+    try:
+        run = named_run(str(name), root, experiment)
+    except UsageError as error:
+        if not request.resume and not request.claimed:
+            error.hint = "cfg.resume is auto (the latest run, or a new one if there is none), latest, or a run"
+        raise
     declared = cfg.get("resume") == "auto" and not request.resume
     return choice._replace(run=run, implied=(storage_override(run.root),), declared=declared)
 

@@ -30,7 +30,7 @@ from mlx_runtime.runs.checkpoints import State, best_first, list_checkpoints, st
 from mlx_runtime.storage import join_path
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets import HIDDEN, LEFT_OUT, is_secret, redact, redact_override
+from mlx_runtime.storage.secrets import HIDDEN, LEFT_OUT, is_secret, redact, redact_override, unredact
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {
@@ -41,6 +41,9 @@ FIXED = {
 
 IGNORED = {"resume", "storage_path"}
 """Settings that select a run and do not affect it."""
+
+START = IGNORED | {"name", "restore_checkpoint_path", "restore_strict", "start_epoch"}
+"""Settings that every new run from a checkpoint may choose for itself."""
 
 MAY_START = {"lr", "weight_decay"}
 """Hyperparameters that may change from or to 0. Others, like momentum, would need another kind of state."""
@@ -149,12 +152,22 @@ def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) ->
 
     `another` is the command that starts a new run with them.
     """
-    found = changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
-    found = [change for change in found if not LEFT_OUT.search(str(change.before))]
+    found = _known_changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
     if problems := refusals(found, type(config.cfg)):
         listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
         raise ConfigError(f"{listed}\nLeave them as they were, or start a new run with them: {another}")
     return tuple(change for change in found if change.key.removeprefix("cfg.") not in IGNORED)
+
+
+def changes_since(before: Mapping[str, Any], config: Config) -> tuple[Change, ...]:
+    """Return the differences from the config of a checkpoint that a new run starts from."""
+    found = _known_changes(unredact(before, config.shown, config.tree), config.tree)
+    return tuple(change for change in found if change.key.removeprefix("cfg.") not in START)
+
+
+def _known_changes(before: Any, after: Any) -> list[Change]:
+    """Return the differences between two configs, without values that were left out as secrets."""
+    return [change for change in changes(before, after) if not LEFT_OUT.search(str(change.before))]
 
 
 def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Any], then: Any, now: Any) -> None:

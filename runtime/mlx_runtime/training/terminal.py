@@ -171,7 +171,7 @@ class _Terminal:
         if run.attempt > 1:
             log.write(f"\n--- {documents.now()}: attempt {run.attempt}\n")
         cfg = self._plan.config.cfg
-        epochs = cfg.num_epochs if cfg.max_steps is None else None
+        epochs = cfg.num_epochs if cfg.max_steps is None and self._plan.config.checkpoint is None else None
         if Settings.read().quiet:
             display = Display(log.screen, cast(TextIO, log), epochs=epochs, quiet=True)
         else:

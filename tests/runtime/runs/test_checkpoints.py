@@ -25,7 +25,7 @@ from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merge_ranks, state_of
 from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries import ranking as ranking
 from mlx_runtime.storage import HashingReader, storage_at
@@ -390,6 +390,10 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         read(str(tmp_path / "epoch_0002"))
     with pytest.raises(ConfigError, match=r"^there is no checkpoint at /nope\. Name another, like RUN/checkpoints/"):
         read("/nope")
+    run = claim_run(str(tmp_path), "digits")
+    CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
+    with pytest.raises(ConfigError, match=rf"no state\.pt\. Name another, like {run.path}/checkpoints/epoch_0001$"):
+        read(run.location)
     with pytest.raises(ConfigError, match=r"^/usr is not a checkpoint: it has no state\.pt\. Name another"):
         read("/usr")
     stored(str(tmp_path), CheckpointInfo(3, True, 2, {}))

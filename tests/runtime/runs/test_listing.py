@@ -249,6 +249,16 @@ class TestLs:
         assert re.search(why, first.fields()["problem"]), first.problem
         assert first.cells()["status"] == "UNREADABLE"
         assert [row.folder.name for row in listing.list_rows(status="UNREADABLE")] == ["run_001"]
+        listed = CliRunner().invoke(mlx_command, ["xp", "ls"])
+        assert listed.stderr == f"note: {first.problem}; repair it, or remove the run: mlx xp rm digits/run_001\n"
+        assert "UNREADABLE" in listed.stdout
+
+    def test_only_some_unreadable_records_are_explained(self, made: Made) -> None:
+        for _ in range(7):
+            made().record.unlink()
+        *notes, rest = CliRunner().invoke(mlx_command, ["xp", "ls"]).stderr.splitlines()
+        assert len(notes) == 5
+        assert rest.startswith("note: 2 more records cannot be read")
 
     def test_order_is_that_of_the_monitored_metric(self, made: Made) -> None:
         def run(mode: str, best: float | None, last: float | None) -> None:
@@ -608,6 +618,23 @@ class TestRm:
         assert "removed digits/run_002, " in done.stdout
         assert [path.name for path in (folder / "runs/digits").iterdir()] == ["run_001"]
 
+    def test_the_runs_that_failed_before_their_first_checkpoint(self, made: Made) -> None:
+        early = made(status="FAILED", error="ValueError: no\nat x.py")
+        late, succeeded = made(status="FAILED", latest={"epoch": 0, "path": "x"}), made()
+        of_sweep = made(status="FAILED", sweep={"name": "sweep_001", "trial": 0, "fold": None, "values": {}})
+        listed = CliRunner().invoke(mlx_command, ["xp", "ls", "--status", "failed"])
+        assert listed.stderr.splitlines()[0] == "digits/run_001: ValueError: no"
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "--failed"], input="n\n")
+        assert "remove run_001 of digits? [y/N]" in done.stdout
+        assert early.path.exists()
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "--failed", "-y"])
+        assert done.stdout.startswith("removed digits/run_001, ")
+        assert [run.path.exists() for run in (early, late, succeeded, of_sweep)] == [False, True, True, True]
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "--failed", "-y"])
+        assert (done.stdout, done.stderr) == ("", "no run of digits has failed before its first checkpoint\n")
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits/run_002", "--failed"])
+        assert "leave out the run: mlx xp rm digits --failed" in done.stderr
+
     def test_all_of_it_and_nothing_else(self, storage: str, made: Made, tmp_path: Path) -> None:
         first, second, other = made(), made(), made("other")
         for folder in (first, second):
@@ -658,7 +685,7 @@ class TestRm:
         stranger.mkdir(parents=True)
         (stranger / "run.json").write_text('{"status": "FAILED"}')
         for named in ("x/../../elsewhere", "../elsewhere/run_001", str(stranger)):
-            with pytest.raises(UsageError, match=r"lies outside the storage|no runs of"):
+            with pytest.raises(UsageError, match=r"lies outside the storage|is not a run: there is no such folder"):
                 removal.plan_run(resolve_run(named, "1"))
         assert stranger.is_dir()
 

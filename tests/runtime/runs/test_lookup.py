@@ -1,12 +1,13 @@
 """Names of runs on command lines."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import names_run
-from mlx_runtime.runs.queries.lookup import resolve_checkpoint
+from mlx_runtime.runs.queries.lookup import resolve_checkpoint, resolve_run
 
 pytestmark = pytest.mark.pure
 
@@ -21,6 +22,9 @@ def test_overrides(word: str) -> None:
     assert not names_run(word)
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"^{tmp_path} is not a run or checkpoint$"):
-        resolve_checkpoint(str(tmp_path))
+@pytest.mark.parametrize("resolve", [resolve_checkpoint, resolve_run])
+def test_a_folder_that_is_no_run(resolve: Callable[[str], object], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{tmp_path} is not a run: it has no run.json. Put it back, or choose"):
+        resolve(str(tmp_path))
+    with pytest.raises(UsageError, match="^runs/digits/run_009 is not a run: there is no such folder. "):
+        resolve("runs/digits/run_009")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs import claim_run
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.files import Storage, join_path, parent_of, size_text, storage_at
 
@@ -56,12 +58,22 @@ def test_a_file_is_created_once(storage: Storage) -> None:
 @pytest.mark.s3
 def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
     storage = storage_at(s3.format("runs").replace("://bucket/", "://lab-bucket/"))
-    message = "the bucket lab-bucket does not exist; create it, or correct the URI"
+    message = "the bucket lab-bucket does not exist; create it, or name another, like s3://BUCKET/runs"
     with pytest.raises(FileNotFoundError, match=message):
         storage.names()
     with pytest.raises(FileNotFoundError, match=message):
         storage.write(b"", "digits", "mark")
+    with pytest.raises(
+        StorageError, match=rf"cannot write runs to .*: {message}\. Choose another with cfg.storage_path"
+    ):
+        claim_run(storage.root, "digits")
     assert storage_at(s3.format("none")).names() == []  # a folder that does not exist is empty
+
+
+@pytest.mark.parametrize("option", ["endpoint", "endpoint_url"])
+def test_an_unknown_option_of_a_uri_is_answered_with_a_known_one(option: str) -> None:
+    with pytest.raises(StorageError, match=rf"S3 has no option {option}\. Did you mean 'endpoint_override'\?"):
+        storage_at(f"s3://bucket/runs?{option}=127.0.0.1:9000")
 
 
 def test_options_stay_at_the_end_of_a_uri() -> None:

@@ -83,6 +83,11 @@ def test_what_does_not_fit_is_told_once() -> None:
     assert [line.split()[0] for line in lines if "/30" in line] == ["1/30", "2/30", "3/30"]
 
 
+def test_an_evaluation_has_the_epoch_of_its_checkpoint() -> None:
+    assert drawn(EpochTable(), None, ended(17, "val/loss", epochs=0))[-1].split()[0] == "18"
+    assert drawn(EpochTable(), None, ended(9, "val/loss", epochs=10))[-1].split()[0] == "10/10"
+
+
 def test_a_pipe_has_no_edge() -> None:
     lines = drawn(EpochTable(), None, ended(0, *of("train", "val", "test", "other")))
     assert lines[-1].split() == ["1/30", *["0.5000"] * 16, "0.2", "s"]

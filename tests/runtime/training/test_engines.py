@@ -31,7 +31,6 @@ from leftovers import marked
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
 from mlx_runtime.runs import run_folder
-from mlx_runtime.runs.logs import read_log
 from mlx_runtime.sections import Elastic
 from mlx_runtime.training.engines import worker
 from mlx_runtime.training.engines.base import backend_of
@@ -420,7 +419,8 @@ class TestOutput:
         done = mlx(acts, "train", "run", "cfg.act=print_everything", **place)
         assert done.returncode == 0, done.stderr
         for rank in range(2):
-            assert f"rank {rank}: by libc\n".encode() in (read_log(run_folder(storage, "acts", "run_001"), rank) or b"")
+            stored = run_folder(storage, "acts", "run_001").read(f"logs/rank_{rank}.log")
+            assert f"rank {rank}: by libc\n".encode() in stored
 
     @pytest.fixture
     def output(self, tmp_path: Path) -> Iterator[Output]:

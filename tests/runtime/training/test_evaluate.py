@@ -1,6 +1,7 @@
 """`mlx train eval` evaluates a checkpoint without training, and changes nothing else in its run."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
         assert found["metrics"][name] == pytest.approx(recorded(trained, name)[epoch - 1], abs=1e-6)
     assert found["checkpoint"] == str(trained / f"runs/digits/run_001/checkpoints/epoch_{epoch:04d}")
     assert found["overrides"] == [word for word in words if word.startswith("cfg.")]
+    assert re.search(rf"^ +{epoch}  +[01]\.\d+", done.stdout, re.MULTILINE)  # no progress of training, like 2/1000
     assert f"val/accuracy        {found['metrics']['val/accuracy']:.4f}" in done.stdout
     assert len(list((trained / "runs/digits").iterdir())) == 1
 

@@ -204,8 +204,15 @@ def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: 
     refused = mlx(folder, "train", "run", *options, "models.net.width=8")
     assert refused.returncode == 1
     assert "models.net in the checkpoint does not fit the config: " in refused.stderr
-    taken = mlx(folder, "train", "run", *options, "models.net.width=8", "cfg.restore_strict=false", "cfg.num_epochs=0")
+    assert "changed   models.net.width: 16 → 8\n" in refused.stdout
+    options += ["models.net.width=8", "models.net.frozen=3", "cfg.restore_strict=false", "cfg.num_epochs=0"]
+    taken = mlx(folder, "train", "run", *options)
     assert taken.returncode == 0, taken.stderr
+    assert "note      cfg.num_epochs=0 trains no epoch\n" in taken.stdout
+    sizes = re.search(r"([\d,]+) parameters, ([\d,]+) trained$", taken.stdout, re.MULTILINE)
+    assert sizes is not None
+    total, trained = (int(size.replace(",", "")) for size in sizes.groups())
+    assert total == trained + 3
     assert "models.net.layers.0.weight is (8, 6) here and (16, 6) in the checkpoint" in taken.stdout
     assert f"weights   of {checkpoint} (epoch 2); everything else starts from scratch" in taken.stdout
     assert not re.search(r"^ *1/", taken.stdout, re.MULTILINE)

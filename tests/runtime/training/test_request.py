@@ -10,6 +10,7 @@ from conftest import Mlx, edit
 from mlx_runtime import BaseModule
 from mlx_runtime.config import composition
 from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import claim_run
 from mlx_runtime.training import request
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.request import FAST, Request
@@ -62,6 +63,22 @@ def test_conf_yaml_is_composed_once_for_a_new_run(tmp_path: Path, monkeypatch: p
     config = request.load_config(Plain, Request(("cfg.seed=7",), fast=True), conf)
     assert (config.cfg.seed, config.fast, config.overrides) == (7, True, (*FAST, "cfg.seed=7"))
     assert len(composed) == 1
+
+
+@pytest.mark.pure
+def test_an_unknown_run_in_cfg_resume_is_answered_with_all_choices(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.yaml"
+    conf.write_text(f"cfg: {{_target_: mlx_runtime.TrainConfig, name: plain, storage_path: {tmp_path}}}\n")
+    with pytest.raises(UsageError, match="no runs of 'plain'") as caught:
+        request.load_config(Plain, Request(("cfg.resume=maybe",)), conf)
+    assert "cfg.resume is auto (" in caught.value.hint
+    claim_run(str(tmp_path), "plain")
+    with pytest.raises(UsageError, match="plain has no run 'lates'. Did you mean 'latest'?") as caught:
+        request.load_config(Plain, Request(("cfg.resume=lates",)), conf)
+    assert ", latest, or " in caught.value.hint
+    with pytest.raises(UsageError, match="plain has no run 'maybe'. Available: latest, run_001.") as caught:
+        request.load_config(Plain, Request(resume="maybe"), conf)
+    assert not caught.value.hint  # --resume takes no auto
 
 
 @pytest.mark.process

@@ -18,10 +18,19 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 import mlx_runtime
+from mlx_runtime.config import Config
 from mlx_runtime.errors import ConfigError, RunFinished
 from mlx_runtime.runs import claim_run, records
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, load_into, state_of
-from mlx_runtime.training.resuming import changes, refusals, refuse_finished, set_group_values, with_settings
+from mlx_runtime.storage.secrets import HIDDEN
+from mlx_runtime.training.resuming import (
+    changes,
+    changes_since,
+    refusals,
+    refuse_finished,
+    set_group_values,
+    with_settings,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -75,6 +84,16 @@ class Settings(mlx_runtime.TrainConfig):
 
 def node(cls: type, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{HERE}.{cls.__name__}", **arguments}
+
+
+def test_changes_from_the_run_of_a_checkpoint(tmp_path: Path) -> None:
+    """Its number of epochs counts, unlike its name, its own checkpoint, and secrets."""
+    then = {"name": "old", "num_epochs": 3, "restore_checkpoint_path": None, "monitor": HIDDEN}
+    now = {"name": "new", "num_epochs": 5, "restore_checkpoint_path": "/old", "monitor": "val/loss"}
+    tree = {"cfg": node(Settings, **now), "optimizers": {"adam": {"lr": 0.2}}}
+    before = {"cfg": node(Settings, **then), "optimizers": {"adam": {"lr": 0.1}}}
+    found = changes_since(before, Config(tree, tree, mlx_runtime.TrainConfig()))
+    assert [str(change) for change in found] == ["cfg.num_epochs: 3 → 5", "optimizers.adam.lr: 0.1 → 0.2"]
 
 
 class TestChanges:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mlx, edit, unbound
+from conftest import Mlx, Start, edit, unbound
 from faults import differences
 from leftovers import marked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -203,6 +203,20 @@ def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(m
     assert lines[5:] == []  # there is no checkpoint yet to resume from
     assert record(folder)["status"] == "FAILED"
     assert "only this rank" in record(folder)["error"]
+
+
+def test_one_that_is_stopped_while_it_loads_says_so(start: Start, experiment: Make) -> None:
+    folder = experiment("probe")
+    with (folder / "src" / "experiment.py").open("a") as code:
+        code.write('\nimport time\nopen("loads", "w").close()\ntime.sleep(60)\n')
+    process = start(folder, "train", "run", *HERE)
+    while not (folder / "loads").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (143, "error: stopped by SIGTERM before the run began\n")
+    assert not list(folder.glob("runs/*/*"))
 
 
 @pytest.mark.parametrize(

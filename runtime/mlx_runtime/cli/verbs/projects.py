@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
-from mlx_runtime.errors import BindError, MlxError, UsageError, suggest
+from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
+from mlx_runtime.training import StopRequests, Terminated, sigterm_stops
 from mlx_runtime.training.engines import JOB_FLAG
 from mlx_runtime.training.processes import die_with_parent, unsafe_to_fork
 
@@ -123,7 +124,8 @@ def bind_first(kind: Kind, folder: Path) -> None:
 
 def _bind_and_print(kind: Kind) -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process reports Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # the parent process reports them
     with clean_exit():
         print("\n".join(bind(kind)), flush=True)
 
@@ -186,17 +188,30 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
 
     Its argument is a `Request` with these overrides and further fields.
     """
-    folder, _ = load(kind, overrides, "run", code_of)  # explains import errors better than main.py would
-    main = folder / "main.py"
-    if not main.is_file():
-        raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-    from mlx_runtime.training import Request
+    with _stopped_early() if kind == AN_EXPERIMENT else contextlib.nullcontext():
+        folder, _ = load(kind, overrides, "run", code_of)  # explains import errors better than main.py would
+        main = folder / "main.py"
+        if not main.is_file():
+            raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
+        from mlx_runtime.training import Request
 
-    sys.path.insert(0, str(folder))
-    function = runpy.run_path(str(main), run_name="main").get("main")
-    if not callable(function):
-        raise UsageError(f"{main} has no function main(overrides); write one like that of a new {kind.title}")
-    function(Request(tuple(overrides), **fields))
+        sys.path.insert(0, str(folder))
+        function = runpy.run_path(str(main), run_name="main").get("main")
+        if not callable(function):
+            raise UsageError(f"{main} has no function main(overrides); write one like that of a new {kind.title}")
+        function(Request(tuple(overrides), **fields))
+
+
+@contextlib.contextmanager
+def _stopped_early() -> Iterator[None]:
+    """Report SIGTERM and SIGHUP in the block, except while a run handles them."""
+    control = StopRequests()
+    try:
+        with sigterm_stops(control):
+            yield
+    except Terminated:
+        why = control.reason or "SIGTERM"
+        raise RunStopped(f"stopped by {why} before the run began", control.exit_code) from None
 
 
 def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | None" = None) -> tuple[Path, type]:

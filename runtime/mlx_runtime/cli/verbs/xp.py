@@ -16,9 +16,9 @@ from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.runs import RunFolder, drivers, find_run, records
-from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
+from mlx_runtime.runs.logs import last_lines, log_name
 from mlx_runtime.runs.queries import resolve_run, storage_root
-from mlx_runtime.storage import is_uri, join_path, storage_at
+from mlx_runtime.storage import is_uri, join_path, storage_at, storage_errors
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.leases import is_alive
 
@@ -100,9 +100,9 @@ def _stored_logs(
     while True:
         record = records.load_record(folder)
         status = records.status_of(record)
-        content = read_log(folder, rank)
+        content = _read_log(folder, rank)
         if content is None and not (follow and status in records.LIVING):
-            known = logged_ranks(folder)
+            known = _logged_ranks(folder)
             if rank is not None and known:
                 raise UsageError(f"{folder.title} has no rank {rank}.{suggest(str(rank), known)}")
             raise UsageError(f"{folder.title} has no stored log; it is {status}")
@@ -117,6 +117,22 @@ def _stored_logs(
         # The driver prints its last lines after recording the end, and after the last upload of a mirror.
         ended = status not in records.LIVING and not ("boot" in record and is_alive(record))
         time.sleep(FOLLOW_S if folder.uri is None else 5 * FOLLOW_S)
+
+
+def _read_log(folder: RunFolder, rank: int | None) -> bytes | None:
+    """Return the stored part of a log, or None if there is no such log."""
+    name = log_name(rank)
+    with storage_errors(f"cannot read {folder.location}/{name}"):
+        try:
+            return folder.read(name)
+        except FileNotFoundError:
+            return None
+
+
+def _logged_ranks(folder: RunFolder) -> list[str]:
+    """Return the ranks whose logs are stored."""
+    names = [Path(name).stem for name in storage_at(folder.location).names("logs")]
+    return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)
 
 
 def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":

@@ -1,6 +1,8 @@
 """Mirrored runs, downloaded to a cache on this machine: small files at once, checkpoints when they are needed."""
 
 import contextlib
+import errno
+import os
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs.checkpoints import ABOUT, INDEX
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import storage_errors
-from mlx_runtime.storage.local import open_folder, replace_file, size_below
+from mlx_runtime.storage.local import create_below, open_folder, size_below
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
@@ -113,7 +115,7 @@ class MirroredRun:
             # Descriptions come last, because a checkpoint with a description counts as complete.
             for path in sorted(paths, key=lambda path: (path.endswith(ABOUT), path)):
                 if size_below(target, path) != self.files[path].size_bytes:
-                    replace_file(self.repository.download(path, self.head.commit, fresh), target, path)
+                    _replace_file(self.repository.download(path, self.head.commit, fresh), target, path)
                 notify(self.files[path].size_bytes)
 
     def write_errors(self, root: str) -> contextlib.AbstractContextManager[None]:
@@ -141,3 +143,20 @@ def _describes(path: str) -> bool:
     """Return True if a file describes a checkpoint, and is not part of its state."""
     name = path.rpartition("/")[2]
     return name in (ABOUT, INDEX)
+
+
+def _replace_file(file: Path, folder: int, path: str) -> None:
+    """Move a file to a path below an open folder, replacing a file or a link there.
+
+    Each step goes through the descriptor of a folder, so that no link redirects it; OSError is raised instead.
+    """
+    *above, name = path.split("/")
+    with open_folder(folder, *above, create=True) as parent:
+        try:
+            os.rename(file, name, dst_dir_fd=parent)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            with file.open("rb") as content:
+                create_below(parent, name, content)
+            file.unlink()

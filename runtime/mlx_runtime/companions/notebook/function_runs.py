@@ -18,7 +18,7 @@ from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.companions.notebook.runs import RunIterator, Training, importable
-from mlx_runtime.companions.notebook.scripts import end_import
+from mlx_runtime.companions.notebook.scripts import end_import, show_own_frames
 from mlx_runtime.config import override
 from mlx_runtime.config.binding import RESERVED
 from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
@@ -147,6 +147,7 @@ class Trainer:
     def __init__(
         self, num_workers: int = 1, *, backend: str = "torch", address: str | None = None, **settings: Any
     ) -> None:
+        show_own_frames()
         if type(num_workers) is not int or num_workers < 1:
             cure = "for a group that grows with the cluster, add elastic=Elastic(max_workers=8)"
             raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")

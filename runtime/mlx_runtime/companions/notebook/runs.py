@@ -135,6 +135,7 @@ def importable(thing: Any) -> tuple[str, str]:
         UsageError: workers cannot import it.
     """
     scripts.end_import()
+    scripts.show_own_frames()
     if not isinstance(thing, type) and not inspect.isfunction(thing):
         raise UsageError(f"{thing!r:.60} is neither a class nor a function")
     module, name = thing.__module__, thing.__qualname__

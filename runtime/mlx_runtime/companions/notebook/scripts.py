@@ -1,13 +1,21 @@
-"""Functions in the script that a user starts: workers import it as a module, up to the call that starts the run."""
+"""The script that a user starts: workers import it as a module, up to the call that starts the run.
+
+Errors that end it are printed without the frames of the runtime.
+"""
 
 import importlib.util
 import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from mlx_runtime.companions.notebook import sources
 from mlx_runtime.config.constructors import object_at
-from mlx_runtime.errors import ConfigError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, MlxError, UsageError, printable, raised_in, short_message
+from mlx_runtime.settings import Settings
 
 _importing = False
 
@@ -20,6 +28,34 @@ def end_import() -> None:
     """Raise `ImportEnded` if a worker is importing a script, which has reached a call that starts a run."""
     if _importing:
         raise ImportEnded
+
+
+def show_own_frames() -> None:
+    """From now on, print errors that end this process with the user's frames only; see `_print_own_frames`.
+
+    Does nothing if the user has set a hook for errors. Ray sets one when it is imported, which prints as Python does.
+    """
+    if sys.excepthook.__module__.partition(".")[0] in ("sys", "ray"):
+        sys.excepthook = partial(_print_own_frames, sys.excepthook)
+
+
+def _print_own_frames(
+    before: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an error of a run, or one of the user's own code that the runtime has called, without the runtime's frames.
+
+    Other errors, and all with MLX_DEBUG=1, are left to the hook that was set before.
+    """
+    if Settings.read().debug or not (isinstance(error, MlxError) or raised_in(error, Path.cwd())):
+        before(kind, error, trace)
+        return
+    shown = traceback.TracebackException(kind, error, trace)
+    runtime = Path(__file__).parents[2]
+    own = [frame for frame in shown.stack if not Path(frame.filename).is_relative_to(runtime)]
+    shown.stack = traceback.StackSummary.from_list(own)
+    if isinstance(error, MlxError):
+        shown.__cause__ = shown.__context__ = None  # its message is complete
+    print(printable("".join(shown.format())), end="", file=sys.stderr)
 
 
 def name_script(name: str) -> str | None:

@@ -49,14 +49,14 @@ class Address:
         if parts.username or parts.password:
             raise UsageError(f"{source} contains a user name or password; set the cluster's token in RAY_AUTH_TOKEN")
         host = f"[{host}]" if ":" in host else host
-        if scheme in ("http", "https"):
+        if scheme in ("http", "https") and port not in OTHER_PORTS:
             return cls(f"{scheme}://{host}{f':{port}' if port else ''}{parts.path.rstrip('/')}", source)
         problem = "has no port"
         if scheme == "ray" or port in OTHER_PORTS:
             problem = f"is {OTHER_PORTS.get(port or 10001, 'an address for Ray Client')}"
         elif port:
             return cls(f"http://{host}:{port}", source)
-        url = f"http://{host}:{DASHBOARD_PORT}"
+        url = f"{'https' if scheme == 'https' else 'http'}://{host}:{DASHBOARD_PORT}"
         return cls(url, source, f"{text} {problem}; using the dashboard, {url}")
 
 

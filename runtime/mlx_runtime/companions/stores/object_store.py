@@ -1,91 +1,22 @@
 """Object stores supported by pyarrow, and the conditional writes of S3, which it lacks."""
 
 import contextlib
-import io
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl
 
 import pyarrow.fs
 
-from mlx_runtime.errors import StorageError
+from mlx_runtime.companions.stores.connection import Connection, Upload
+from mlx_runtime.errors import StorageError, suggest
 from mlx_runtime.extras import require
 from mlx_runtime.storage import Storage, Stored
-
-OUTAGE_S = 2.0
-"""Time for which calls fail at once after one that got no answer."""
-
-NO_ANSWER = "NETWORK_CONNECTION"
-"""Part of pyarrow's messages about S3 servers that do not answer, after its retries."""
 
 TIMEOUTS = {"connect_timeout": 5.0, "request_timeout": 5.0}
 """Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""
 
-T = TypeVar("T")
-
-
-class Connection:
-    """Calls an object store, so that the main thread can be interrupted and does not wait for each call of an outage.
-
-    A call that was interrupted goes on in its thread. The next call waits for it, so that writes keep their order.
-    """
-
-    def __init__(self) -> None:
-        self._lost_at, self._reason = -OUTAGE_S, ""
-        self._last: Future[Any] | None = None  # of the main thread
-
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of the store; raise ConnectionError if the store does not answer."""
-        if threading.current_thread() is not threading.main_thread():
-            return self.attempt(function, *arguments)
-        if self._last is not None:
-            wait([self._last])
-        self._last = future = Future[T]()
-
-        def work() -> None:
-            try:
-                future.set_result(self.attempt(function, *arguments))
-            except Exception as error:  # whatever it is, it is raised in the main thread
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="object store", daemon=True).start()
-        return future.result()
-
-    def attempt(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Do the same in this thread."""
-        if time.monotonic() - self._lost_at < OUTAGE_S:
-            raise ConnectionError(self._reason)
-        try:
-            return function(*arguments)
-        except OSError as error:
-            if NO_ANSWER not in str(error):
-                raise
-            self._lost_at, self._reason = time.monotonic(), str(error)
-            raise ConnectionError(self._reason) from error
-
-
-class _Upload(io.RawIOBase):
-    """A new object, which exists once it is closed."""
-
-    def __init__(self, stream: Any, connection: Connection) -> None:
-        self._stream, self._connection = stream, connection
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._connection.attempt(self._stream.write, data)
-        return memoryview(data).nbytes
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._connection.call(self._stream.close)
-
+S3_OPTIONS = {"allow_bucket_creation", "allow_bucket_deletion", "endpoint_override", "region", "scheme"}
+"""Options of the URIs of S3 that users need."""
 
 _connections: dict[str, Connection] = {}
 """The connections of this process, by bucket and options."""
@@ -98,7 +29,14 @@ class ObjectStore(Storage):
     """
 
     def __init__(self, root: str) -> None:
-        self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+        try:
+            self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+        except pyarrow.ArrowInvalid as error:
+            for name in _options(root).keys() - S3_OPTIONS if root.startswith("s3:") else ():
+                raise StorageError(
+                    f"cannot reach {root}: S3 has no option {name}.{suggest(name, S3_OPTIONS)}"
+                ) from error
+            raise
         self.exclusive = self._fs.type_name == "s3"
         if self.exclusive:
             rebuild, (options,) = self._fs.__reduce__()
@@ -107,6 +45,9 @@ class ObjectStore(Storage):
         self._connection = _connections.setdefault(bucket, Connection())
         self._call = self._connection.call
         super().__init__(root, path)
+
+    def __reduce__(self) -> tuple[type["ObjectStore"], tuple[str]]:  # the connection stays in its process
+        return ObjectStore, (self.root,)
 
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
         selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
@@ -128,7 +69,7 @@ class ObjectStore(Storage):
         except OSError:
             self._require_bucket()
             raise
-        return cast(BinaryIO, _Upload(stream, self._connection))
+        return cast(BinaryIO, Upload(stream, self._connection))
 
     def create_exclusively(self, data: bytes, *parts: str) -> bool:
         if not self.exclusive:
@@ -168,7 +109,10 @@ class ObjectStore(Storage):
     def _require_bucket(self) -> None:
         bucket = self.path.partition("/")[0]
         if not self._call(self._fs.get_file_info, bucket).type:
-            raise FileNotFoundError(f"the bucket {bucket} does not exist; create it, or correct the URI")
+            scheme = self.root.partition("://")[0]
+            raise FileNotFoundError(
+                f"the bucket {bucket} does not exist; create it, or name another, like {scheme}://BUCKET/runs"
+            )
 
     def _entry(self, info: pyarrow.fs.FileInfo) -> Stored:
         path = info.path.removeprefix(self.path).lstrip("/")
@@ -181,7 +125,7 @@ class ObjectStore(Storage):
         import botocore.exceptions
         import botocore.session
 
-        options = dict(parse_qsl(self.root.partition("?")[2]))
+        options = _options(self.root)
         endpoint = options.get("endpoint_override")
         if endpoint and "://" not in endpoint:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
@@ -201,3 +145,8 @@ class ObjectStore(Storage):
         except botocore.exceptions.BotoCoreError as error:
             raise OSError(str(error)) from error
         return True
+
+
+def _options(uri: str) -> dict[str, str]:
+    """Return the options of a URI."""
+    return dict(parse_qsl(uri.partition("?")[2]))

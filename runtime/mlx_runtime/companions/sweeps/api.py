@@ -118,8 +118,7 @@ def _successful(folder: RunFolder) -> SweepResult:
     """Return the results of a sweep that has ended, unless all trials have failed."""
     result = SweepResult(folder)
     if all(trial.status == "FAILED" for trial in result.trials):
-        first = (result.trials[0].error or "").partition("\n")[0]
-        raise MlxError(f"all trials of {result.folder.title} failed, the first with: {first}")
+        raise MlxError(f"all trials of {result.folder.title} failed, the first with: {result.trials[0].error}")
     return result
 
 

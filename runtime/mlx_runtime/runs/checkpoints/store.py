@@ -328,7 +328,10 @@ def read(path: str, *, whole: bool = True) -> State:
         raise ConfigError(problem)
     except ConfigError as error:
         others = ", ".join(item.name for item in list_checkpoints(storage) if item.name != name)
-        example = f"The folder also contains: {others}" if others else "Name another, like RUN/checkpoints/epoch_0003"
+        inside = join_path(path, "checkpoints")  # of a run
+        names = [] if Path(path).is_file() else [item.name for item in list_checkpoints(inside)]
+        another = join_path(inside, names[-1]) if names else "RUN/checkpoints/epoch_0003"
+        example = f"The folder also contains: {others}" if others else f"Name another, like {another}"
         raise type(error)(f"{error}. {example}") from error
 
 

@@ -68,7 +68,7 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
         )
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)
-    if is_uri(name) or Path(name, "run.json").is_file():
+    if is_uri(name) or name.count("/") > 1 or Path(name, "run.json").is_file():
         return named_run(name, "", "")
     experiment = "" if "/" in name else conf_value("cfg.name")
     if experiment is None:
@@ -94,8 +94,6 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
             text = join_path(text, "checkpoints", find_checkpoint(reader.find(text).fetch(), which).name)
         folder, name = reader.fetch_checkpoint(text)
     else:
-        if not match and text.startswith("/") and not Path(text, "run.json").is_file():
-            raise UsageError(f"{text} is not a run or checkpoint")
         folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
         name = find_checkpoint(folder, match[2] if match else which or "latest").name
     return folder, join_path(folder.checkpoints, name)

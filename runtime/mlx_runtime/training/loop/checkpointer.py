@@ -180,7 +180,8 @@ class Checkpointer:
         rest = {name: part for name, part in state.items() if name != "models"}
         self._unfinished = _Unfinished(rest, names, regrouped)
         if context.evaluates:
-            context.cfg.start_epoch = progress.epoch = state["epoch"] + 1  # also if that epoch had not ended
+            context.cfg.start_epoch = state["epoch"] + 1  # also if that epoch had not ended
+            progress.epoch, progress.epochs = state["epoch"], 0
             self._unfinished, self.positions = None, {}
             self._reporter.forget()
         elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: the training function decides

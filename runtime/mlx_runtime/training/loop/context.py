@@ -79,7 +79,7 @@ class Progress:
     """The progress of a run."""
 
     epoch: int = 0  # counted from 0
-    epochs: int | None = None  # expected in total; None means `cfg.num_epochs`
+    epochs: int | None = None  # expected in total; None means `cfg.num_epochs`; 0 in an evaluation
     global_step: int = 0  # training steps taken in all epochs; steps that make one update together count once
     interrupted: bool = False  # restarted within an epoch; its training pass has not resumed yet
 

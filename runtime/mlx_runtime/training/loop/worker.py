@@ -225,7 +225,9 @@ def _position(session: Session) -> WorkerPosition:
 
 def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
     models = members(groups.get("models"), torch.nn.Module)
-    parameters = sum(item.numel() for model in models.values() for item in model.parameters())
+    parameters = [item for model in models.values() for item in model.parameters()]
+    total = sum(item.numel() for item in parameters)
+    trained = sum(item.numel() for item in parameters if item.requires_grad)
     on_cpu = topology.device.type == "cpu"
     device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
-    return WorkersStarted(device, parameters, topology.world_size, sharded)
+    return WorkersStarted(device, total, topology.world_size, sharded, trained)

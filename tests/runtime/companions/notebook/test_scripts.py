@@ -1,13 +1,18 @@
 """Functions in the script that starts their runs, which calls `Trainer.run` at its top level."""
 
+import re
 import subprocess
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Mlx
 
-from mlx_runtime import open_run
+from mlx_runtime import Trainer, open_run
+from mlx_runtime.errors import MlxError
+from mlx_runtime.runs.queries import map_concurrently
 
 pytestmark = pytest.mark.local
 
@@ -90,6 +95,42 @@ def test_a_script_without_a_package_trains_fails_changes_and_resumes(python: Mlx
     assert not (tmp_path / "runs" / "late").exists()
 
 
+def _raising(item: object) -> None:
+    return undefined  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("call", "last", "frames"),
+    [
+        (lambda: Trainer(num_workers=0), "mlx_runtime.errors.UsageError: num_workers is 0; ", ["<lambda>"]),
+        (
+            lambda: map_concurrently(_raising, [1]),
+            "NameError: name 'undefined' is not defined",
+            ["<lambda>", "_raising"],
+        ),
+    ],
+)
+def test_errors_have_only_the_frames_of_the_user(
+    call: Callable[[], object],
+    last: str,
+    frames: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises((MlxError, NameError)) as caught:
+        call()
+    Trainer()
+    for debug in (False, True):
+        monkeypatch.setenv("MLX_DEBUG", str(int(debug)))
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        shown = capsys.readouterr().err
+        assert shown.splitlines()[-1].startswith(last)
+        assert ("/mlx_runtime/" in shown) == debug
+        assert [name for name in re.findall(r"in (\S+)$", shown, re.MULTILINE) if name in frames] == frames
+
+
 @pytest.mark.parametrize(
     ("name", "cwd", "message"),
     [
@@ -109,4 +150,5 @@ def test_a_script_that_workers_cannot_import_is_refused(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("mlx_runtime.errors.UsageError: workers cannot import train_func from ")
     assert message in last
+    assert "mlx_runtime/companions" not in done.stderr
     assert not (tmp_path / cwd / "runs").exists()

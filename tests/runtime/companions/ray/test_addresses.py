@@ -36,6 +36,8 @@ pytestmark = pytest.mark.pure
         ("head:8265", "http://head:8265", ""),
         ("head", "http://head:8265", "has no port"),
         ("head:6379", "http://head:8265", "Ray's own port"),
+        ("http://head:6379", "http://head:8265", "Ray's own port"),
+        ("https://head:10001", "https://head:8265", "Ray Client"),
         ("ray://head:10001", "http://head:8265", "Ray Client"),
         ("ray://head", "http://head:8265", "Ray Client"),
         ("[::1]:8265", "http://[::1]:8265", ""),

@@ -99,7 +99,9 @@ def test_folds_are_one_row_with_a_spread(found: dict[str, Any]) -> None:
 
 def test_it_raises_if_all_trials_failed(found: dict[str, Any]) -> None:
     why = "ValueError: on purpose (raised on rank 0)"
-    assert found["failed"] == f"all trials of faults/sweep_broken failed, the first with: {why}"
+    line, *frames = found["failed"].splitlines()
+    assert line == f"all trials of faults/sweep_broken failed, the first with: {why}"
+    assert frames[0].startswith("  src/experiment.py:")
 
 
 def test_a_class_of_another_module_is_trained_with_the_defaults_of_its_code(found: dict[str, Any]) -> None:

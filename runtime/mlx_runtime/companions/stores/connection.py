@@ -1,0 +1,75 @@
+"""Calls of an object store that users can interrupt, and that do not add up during an outage."""
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+OUTAGE_S = 2.0
+"""Time for which calls fail at once after one that got no answer."""
+
+NO_ANSWER = "NETWORK_CONNECTION"
+"""Part of pyarrow's messages about S3 servers that do not answer, after its retries."""
+
+T = TypeVar("T")
+
+
+class Connection:
+    """Calls an object store, so that the main thread can be interrupted and does not wait for each call of an outage.
+
+    A call that was interrupted goes on in its thread. The next call waits for it, so that writes keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._lost_at, self._reason = -OUTAGE_S, ""
+        self._last: Future[Any] | None = None  # of the main thread
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of the store; raise ConnectionError if the store does not answer."""
+        if threading.current_thread() is not threading.main_thread():
+            return self.attempt(function, *arguments)
+        if self._last is not None:
+            wait([self._last])
+        self._last = future = Future[T]()
+
+        def work() -> None:
+            try:
+                future.set_result(self.attempt(function, *arguments))
+            except Exception as error:  # whatever it is, it is raised in the main thread
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="object store", daemon=True).start()
+        return future.result()
+
+    def attempt(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Do the same in this thread."""
+        if time.monotonic() - self._lost_at < OUTAGE_S:
+            raise ConnectionError(self._reason)
+        try:
+            return function(*arguments)
+        except OSError as error:
+            if NO_ANSWER not in str(error):
+                raise
+            self._lost_at, self._reason = time.monotonic(), str(error)
+            raise ConnectionError(self._reason) from error
+
+
+class Upload(io.RawIOBase):
+    """A new object, which exists once it is closed."""
+
+    def __init__(self, stream: Any, connection: Connection) -> None:
+        self._stream, self._connection = stream, connection
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._connection.attempt(self._stream.write, data)
+        return memoryview(data).nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._connection.call(self._stream.close)
