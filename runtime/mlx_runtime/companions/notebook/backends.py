@@ -34,9 +34,6 @@ class Backend(Protocol):
     Every worker has its own object. A worker whose function fails ends without `teardown`.
     """
 
-    library: str
-    """Name of the module that must be installed."""
-
     def setup(self, addresses: list[str], topology: Topology) -> None:
         """Connect this worker to the others, before its function is imported.
 
@@ -55,8 +52,6 @@ class Backend(Protocol):
 
 class JAX:
     """`jax.distributed`, so that `jax.devices()` are those of all workers."""
-
-    library = "jax"
 
     def setup(self, addresses: list[str], topology: Topology) -> None:
         import jax
@@ -84,8 +79,6 @@ class JAX:
 class TensorFlow:
     """`TF_CONFIG`, which `tf.distribute.MultiWorkerMirroredStrategy` reads."""
 
-    library = "tensorflow"
-
     def setup(self, addresses: list[str], topology: Topology) -> None:
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": topology.rank}}
         os.environ["TF_CONFIG"] = json.dumps(config)
@@ -105,11 +98,13 @@ def backend_class(name: str) -> Any:
     Raises:
         UsageError, ConfigError: there is no such backend.
     """
-    if not isinstance(name, str) or (name not in BACKENDS and "." not in name):
-        if name == "torch":
-            return None
-        reason = f", {FORMER[name]}" if name in FORMER else f"; there are {', '.join(map(repr, ('torch', *BACKENDS)))}"
-        raise UsageError(f"backend is {name!r}{reason}, and classes of other packages, by their import path")
+    if name == "torch":
+        return None
+    if name in FORMER:
+        raise UsageError(f"backend is {name!r}, {FORMER[name]}")
+    if name not in BACKENDS and "." not in str(name):
+        known = ", ".join(map(repr, ("torch", *BACKENDS)))
+        raise UsageError(f"backend is {name!r}; there are {known}, and classes of other packages, by their import path")
     return named_class("backend", name, BACKENDS, ("setup", "teardown", "lost_peer"))
 
 
@@ -119,9 +114,8 @@ def require_library(name: str) -> None:
     Raises:
         MissingLibraryError: it is not. The message has the command that installs it.
     """
-    library = getattr(backend_class(name), "library", "torch")
-    if importlib.util.find_spec(library) is None:
-        require(library, f"backend={name!r}")
+    if name in BACKENDS and importlib.util.find_spec(name) is None:  # they are named after their libraries
+        require(name, f"backend={name!r}")
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class FunctionExperiment(BaseModule):
         self._session.send(FunctionReturned(rank, world_size, pickled))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        values = {name: _number(name, value) for name, value in metrics.items()}
+        values = {name: _number(name, as_tensors(value)) for name, value in metrics.items()}
         with _calling:
             self._begin("report", values.get("epoch"))
             self._session.report(values, may_stop=not self._saves)
