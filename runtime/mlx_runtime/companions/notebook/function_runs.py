@@ -136,7 +136,7 @@ class Trainer:
     Args:
         num_workers: number of workers, 1 or more.
         backend: `torch`; `jax` or `tensorflow`, whose collectives are set up besides those of torch; or the import path
-            of a class like `companions.notebook.backends.Backend`.
+            of a class of another package.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
             directory and trains as a job there; the storage must be visible here, too.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -55,12 +56,6 @@ def endless():
         time.sleep(0.01)
 
 
-def trained():
-    reports = [results for results in trainer.run_iterator(train, {"num_epochs": 2})]
-    saved = trainer.latest_checkpoint
-    return reports, str(saved["layers"][0]["w"].dtype), saved["epoch"], trainer.latest_run.config["cfg"]["backend"]
-
-
 def resumed():
     try:
         trainer.run(train, {"num_epochs": 2, "fails_at": 1})
@@ -72,8 +67,7 @@ def resumed():
 def other():
     from other import train
 
-    Trainer(num_workers=2, backend="other.Written").run(train)
-    return sorted([path.name, path.read_text()] for path in Path().glob("*_[01]"))
+    return Trainer(num_workers=2, backend="other.Written").run(train), torn_down()
 
 
 def replaced():
@@ -81,39 +75,43 @@ def replaced():
 
 
 def stopped():
-    for results in trainer.run_iterator(endless):
-        if results[0]["step"] == 2:
-            break
-    return trainer.latest_run.record["status"], trainer.latest_run.record.get("failures", 0)
+    statuses = []
+    for trainer in [Trainer(num_workers=2, backend=backend) for backend in ("jax", "other.Written")]:
+        for results in trainer.run_iterator(endless):
+            if results[0]["step"] == 2:
+                break
+        statuses += [trainer.latest_run.record["status"], trainer.latest_run.record.get("failures", 0)]
+    return statuses, torn_down()
+
+
+def torn_down():
+    return [Path(f"torn_down_{rank}").read_text() for rank in (0, 1)]
 
 
 if __name__ == "__main__":
-    engine, *names = sys.argv[1:]
-    trainer = Trainer(num_workers=2, backend="jax", engine=engine)
-    print(json.dumps({"table": str(trainer), **{name: globals()[name]() for name in names}}))
+    trainer = Trainer(num_workers=2, backend="jax")
+    print(json.dumps({"table": str(trainer), **{name: globals()[name]() for name in sys.argv[1:]}}))
 """
 
 OTHER = """
 import os
+from pathlib import Path
+from addresses import Addresses
 from mlx_runtime import world_rank
 
 
-class Written:
-    \"\"\"Writes what a backend receives, and what the function has done by then.\"\"\"
-
-    def setup(self, addresses, topology):
-        with open(f"setup_{topology.rank}", "w") as file:
-            print(len(addresses), addresses[topology.rank].rpartition(":")[0], topology.world_size, file=file)
+class Written(Addresses):
+    \"\"\"Writes the addresses to a file when it has been torn down.\"\"\"
 
     def teardown(self):
-        os.rename(f"called_{world_rank()}", f"torn_down_{world_rank()}")
-
-    def lost_peer(self, error):
-        return False
+        addresses = os.environ["MACHINES"]
+        super().teardown()
+        assert "MACHINES" not in os.environ
+        Path(f"torn_down_{world_rank()}").write_text(addresses)
 
 
 def train():
-    os.rename(f"setup_{world_rank()}", f"called_{world_rank()}")
+    return not Path(f"torn_down_{world_rank()}").exists(), os.environ["MACHINES"]
 """
 
 TENSORFLOW = """
@@ -141,7 +139,7 @@ def train_func(config):
 
     train_step = tf.function(lambda x: strategy.reduce("sum", strategy.run(step, (x,)), axis=None))
     for epoch in range(checkpoint["epoch"] + 1, config["num_epochs"]):
-        if epoch == 2 and world_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if epoch == 2 and world_rank() == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os._exit(3)
         for batch in strategy.experimental_distribute_dataset(rows):
             loss = train_step(batch)
@@ -161,13 +159,14 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def of_script(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
-    """`of_script("local", "trained", ...)` returns what the script finds with JAX and an engine, by name."""
+    """`of_script("resumed", ...)` returns what the script finds, by name."""
 
-    def found(engine: str, *names: str) -> Found:
+    def found(*names: str) -> Found:
         folder = tmp_path_factory.mktemp("jax")
         (folder / "script.py").write_text(JAX)
         (folder / "other.py").write_text(OTHER)
-        done = python(folder, "script.py", engine, *names)
+        shutil.copy(ROOT / "docs" / "examples" / "extending" / "more_mlx" / "addresses.py", folder)
+        done = python(folder, "script.py", *names)
         assert done.returncode == 0, done.stdout + done.stderr
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -176,12 +175,12 @@ def of_script(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="module")
 def local(of_script: Callable[..., Found]) -> Found:
-    return of_script("local", "resumed", "other")
+    return of_script("resumed", "other")
 
 
 @pytest.fixture(scope="module")
 def interrupted(of_script: Callable[..., Found]) -> Found:
-    return of_script("local", "replaced", "stopped")
+    return of_script("replaced", "stopped")
 
 
 @pytest.mark.local
@@ -197,15 +196,10 @@ def test_workers_sum_with_jax_report_save_and_resume(local: Found) -> None:
 
 @pytest.mark.local
 def test_a_class_of_another_package_is_set_up_before_the_function_and_torn_down_after_it(local: Found) -> None:
-    """setup_0, setup_1 → called_0, called_1 → torn_down_0, torn_down_1"""
-    assert local["other"] == [["torn_down_0", "2 127.0.0.1 2\n"], ["torn_down_1", "2 127.0.0.1 2\n"]]
-
-
-@pytest.mark.cluster
-def test_workers_sum_on_ray(of_script: Callable[..., Found]) -> None:
-    reports, dtype, epoch, backend = of_script("ray", "trained")["trained"]
-    assert reports == [[{"w": 2.0 * n, "devices": 2, "epochs_left": 3 - n}] * 2 for n in (1, 2)]
-    assert (dtype, epoch, backend) == ("torch.bfloat16", 1, "jax")
+    returned, torn_down = local["other"]
+    assert returned == [[True, addresses] for addresses in torn_down]
+    assert torn_down[0] == torn_down[1]
+    assert re.fullmatch(r"127\.0\.0\.1:(\d+),127\.0\.0\.1:(?!\1\b)\d+", torn_down[0])
 
 
 @pytest.mark.kills
@@ -218,7 +212,9 @@ def test_lost_workers_are_replaced(interrupted: Found) -> None:
 
 @pytest.mark.kills
 def test_a_stopped_run_disconnects_all_workers(interrupted: Found) -> None:
-    assert interrupted["stopped"] == ["STOPPED", 0]
+    statuses, torn_down = interrupted["stopped"]
+    assert statuses == ["STOPPED", 0, "STOPPED", 0]
+    assert len(torn_down) == 2
 
 
 @pytest.fixture
@@ -240,7 +236,7 @@ def with_tensorflow(tmp_path: Path) -> Path:
 def test_workers_of_tensorflow_train_one_model(
     with_tensorflow: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """With a worker that dies after two epochs."""
+    """With a worker that dies after two epochs: rank 0, to whose server the others connect."""
     (tmp_path / "script.py").write_text(TENSORFLOW)
     path = str(ROOT / "runtime")
     done = subprocess.run(

@@ -164,6 +164,10 @@ def objects():
     return found
 
 
+def with_jax():
+    return Trainer(num_workers=2, engine=sys.argv[1], backend="jax").run(training.summed_with_jax)
+
+
 def used():
     return trainer.latest_run.record["engine"]
 
@@ -190,7 +194,7 @@ OTHERS = (
     *("failing", "restarted", "stopped", "nested"),
 )
 
-ON_A_CLUSTER = ("iterator", "ddp", "used", "experiment", "objects")
+ON_A_CLUSTER = ("iterator", "ddp", "used", "experiment", "with_jax", "objects")
 
 Found = dict[str, Any]
 
@@ -368,6 +372,9 @@ class TestOnRay:
         same, losses, others = on_a_cluster["ddp"]
         assert same
         assert losses != others
+
+    def test_workers_of_two_nodes_sum_with_jax(self, on_a_cluster: Found) -> None:
+        assert on_a_cluster["with_jax"] == [[0, 2, 3.0], [1, 2, 3.0]]
 
     def test_experiments_functions_and_objects_find_the_cluster(self, on_a_cluster: Found) -> None:
         assert on_a_cluster["experiment"] == on_a_cluster["used"] == {"asked": "auto", "used": "ray"}
