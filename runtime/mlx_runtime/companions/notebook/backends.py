@@ -6,14 +6,16 @@ tensorflow   `TF_CONFIG`, for `tf.distribute.MultiWorkerMirroredStrategy`
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from mlx_runtime.config.constructors import named_class
+from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.errors import UsageError, WorkerLostError, short_message
 from mlx_runtime.extras import require
@@ -148,6 +150,17 @@ def connected(name: str, topology: Topology) -> Iterator[None]:
                 raise WorkerLostError(text) from error
             raise
         backend.teardown()
+
+
+def with_backend(loop: Callable[[Any, DatasetShards], None]) -> Callable[[Any, DatasetShards], None]:
+    """Connect the workers with `cfg.backend` of an experiment while its loop runs."""
+
+    @functools.wraps(loop)
+    def connected_loop(experiment: Any, shards: DatasetShards) -> None:
+        with connected(experiment.cfg.backend, experiment._session.context.topology):
+            loop(experiment, shards)
+
+    return connected_loop
 
 
 def _host(topology: Topology) -> str:

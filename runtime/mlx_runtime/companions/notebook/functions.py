@@ -13,7 +13,7 @@ import torch
 
 from mlx_runtime.companions.notebook import scripts
 from mlx_runtime.companions.notebook.arrays import as_tensors
-from mlx_runtime.companions.notebook.backends import connected
+from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import agree, current, unwrap
 from mlx_runtime.errors import MlxError, short_message
@@ -68,12 +68,10 @@ class FunctionExperiment(BaseModule):
         self._called: set[str] = set()  # calls of `report` and `save_checkpoint` in this epoch
         self._saves = True  # each epoch is expected to have a checkpoint, until one has none
 
+    @with_backend
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
-        with connected(self.cfg.backend, self._session.context.topology):
-            self._call(self.cfg.function)
-
-    def _call(self, path: str) -> None:
         global _running
+        path = self.cfg.function
         function = scripts.load(path, self.cfg.source)
         _running = self
         try:
@@ -92,7 +90,7 @@ class FunctionExperiment(BaseModule):
         self._session.send(FunctionReturned(rank, world_size, pickled))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        values = {name: _number(name, as_tensors(value)) for name, value in metrics.items()}
+        values = {name: _number(name, value) for name, value in metrics.items()}
         with _calling:
             self._begin("report", values.get("epoch"))
             self._session.report(values, may_stop=not self._saves)
@@ -250,6 +248,7 @@ def _run(name: str) -> FunctionExperiment:
 def _number(name: str, value: Any) -> float:
     if not name:
         raise MlxError("report was called with a metric without a name")
+    value = as_tensors(value)
     try:
         number = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):  # a tensor with several elements
