@@ -17,7 +17,9 @@ import pytest
 import torch
 from conftest import ROOT, TIMEOUT_S, Mlx
 
+from mlx_runtime import Trainer
 from mlx_runtime.companions.notebook.arrays import as_tensors
+from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import checkpoints
 
 Found = dict[str, Any]
@@ -266,6 +268,12 @@ def test_workers_of_tensorflow_train_one_model(
     assert [values[2] for values in returned] == [{"type": "worker", "index": rank} for rank in (0, 1)]
     assert returned[0][1] == returned[1][1] == pytest.approx(3 - 3 / 4**4)
     assert (failures, epoch) == (1, 3)
+
+
+@pytest.mark.pure
+def test_objects_that_stay_on_workers_have_only_torch() -> None:
+    with pytest.raises(UsageError, match="a dict that stays on workers has only the backend 'torch'; leave out"):
+        Trainer(backend="jax", engine="ray").start(dict)
 
 
 @pytest.mark.pure
