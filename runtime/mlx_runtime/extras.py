@@ -8,10 +8,12 @@ EXTRAS = {
     "botocore": "stores",
     "datasets": "text",
     "huggingface_hub": "hub",
+    "jax": "jax",
     "jinja2": "views",
     "optuna": "sweeps",
     "plotly": "views",
     "sklearn": "sweeps",
+    "tensorflow": "tensorflow",
     "transformers": "text",
     "wandb": "wandb",
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Mlx
 
+from mlx_runtime.companions.notebook.backends import BACKENDS
 from mlx_runtime.extras import EXTRAS
 
 pytestmark = pytest.mark.process
@@ -115,6 +116,14 @@ def test_what_needs_a_missing_library_ends_with_one_line(
     assert sorted(swept.rglob("run.json")) == before
 
 
+@pytest.mark.parametrize("library", BACKENDS)
+def test_so_does_a_backend_of_functions(library: str, python: Mlx, without: Without, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"from mlx_runtime import Trainer\nTrainer(backend={library!r})\n")
+    done = python(tmp_path, "script.py", **without(library))
+    line = f'backend={library!r} needs {library}; type: pip install "mlx-runtime[{library}]"'
+    assert done.stderr.splitlines()[-1] == f"mlx_runtime.errors.MissingLibraryError: {line}"
+
+
 @pytest.mark.s3
 def test_so_does_a_storage(experiment: Callable[[str], Path], mlx: Mlx, without: Without, s3: str) -> None:
     folder = experiment("faults")
@@ -149,4 +158,4 @@ def test_each_library_is_in_its_extra() -> None:
     names = {extra: set(re.findall(r'"([\w-]+)>=', listed)) for extra, listed in extras.items()}
     for library, extra in EXTRAS.items():
         assert distribution(library) in names[extra]
-    assert extras["all"] == f'"mlx-runtime[{",".join(sorted(extras.keys() - {"all"}))}]"'
+    assert extras["all"] == f'"mlx-runtime[{",".join(sorted(extras.keys() - {"all", *BACKENDS}))}]"'

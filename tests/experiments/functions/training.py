@@ -175,3 +175,10 @@ class Execution:
         if world_rank() == 1:
             raise ValueError("on purpose")
         torch.distributed.barrier()
+
+
+def summed_with_jax():
+    import jax
+
+    total = jax.pmap(lambda value: jax.lax.psum(value, "workers"), axis_name="workers")
+    return jax.process_index(), len(jax.devices()), total(jax.numpy.ones(1) * (world_rank() + 1)).item()

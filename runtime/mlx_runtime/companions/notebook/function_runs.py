@@ -15,6 +15,7 @@ import torch
 
 from mlx_runtime.companions.notebook import cluster_runs, sources
 from mlx_runtime.companions.notebook.actors import Actors
+from mlx_runtime.companions.notebook.backends import backend_class, require_library
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.companions.notebook.runs import RunIterator, Training, importable
@@ -134,7 +135,8 @@ class Trainer:
 
     Args:
         num_workers: number of workers, 1 or more.
-        backend: `torch`, the only one.
+        backend: `torch`; `jax` or `tensorflow`, whose collectives are set up besides those of torch; or the import path
+            of a class of another package.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
             directory and trains as a job there; the storage must be visible here, too.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
@@ -151,8 +153,9 @@ class Trainer:
         if type(num_workers) is not int or num_workers < 1:
             cure = "for a group that grows with the cluster, add elastic=Elastic(max_workers=8)"
             raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")
-        if backend != "torch":
-            raise UsageError(f"backend is {backend!r}; the only one is 'torch', with torch.distributed set up")
+        backend_class(backend)
+        if address is None:  # otherwise the cluster has the library
+            require_library(backend)
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
@@ -162,6 +165,7 @@ class Trainer:
                 convert(value, known[name])
             except TypeError:
                 raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
+        settings |= {} if backend == "torch" else {"backend": backend}
         self._settings, self._address = settings, address
         self._cfg = FunctionConfig(start_workers=num_workers, **settings)
         if problems := self._cfg.out_of_range(self._cfg):
@@ -337,6 +341,8 @@ class Trainer:
             raise UsageError(f"start({cls!r:.60}) takes a class, and then the arguments of its constructor")
         if self._cfg.engine == "local":
             raise UsageError(f"workers of the engine local do not keep a {cls.__name__}; use Trainer(engine='ray')")
+        if self._cfg.backend != "torch":
+            raise UsageError(f"a {cls.__name__} that stays on workers has only the backend 'torch'; leave out backend=")
         if self._address is not None:
             raise UsageError(f"a {cls.__name__} stays on workers only in a script on the cluster; leave out address=")
         self.shutdown()
@@ -381,7 +387,7 @@ class Trainer:
         ]
         table = io.StringIO()
         print_table(rows, table)
-        return f"Trainer with {workers}, engine {self._engine}, backend torch\n{table.getvalue()}".rstrip()
+        return f"Trainer with {workers}, engine {self._engine}, backend {cfg.backend}\n{table.getvalue()}".rstrip()
 
 
 def reattach(

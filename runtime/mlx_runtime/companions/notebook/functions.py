@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from mlx_runtime.companions.notebook import scripts
+from mlx_runtime.companions.notebook.arrays import as_tensors
+from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import agree, current, unwrap
 from mlx_runtime.errors import MlxError, short_message
@@ -31,6 +33,7 @@ class FunctionConfig(TrainConfig):
     Attributes:
         function: import path of the function, like `src.training.train_func`.
         source: source of its module, if it was defined in a cell or an interactive session.
+        backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
         checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
         num_epochs: not used; the function determines the end.
@@ -38,6 +41,7 @@ class FunctionConfig(TrainConfig):
 
     function: str = ""
     source: str = ""
+    backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
     checkpoint: dict[str, Any] | None = None
     num_epochs: int = 0
@@ -64,6 +68,7 @@ class FunctionExperiment(BaseModule):
         self._called: set[str] = set()  # calls of `report` and `save_checkpoint` in this epoch
         self._saves = True  # each epoch is expected to have a checkpoint, until one has none
 
+    @with_backend
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
         path = self.cfg.function
@@ -93,12 +98,12 @@ class FunctionExperiment(BaseModule):
     def save(self, state: Mapping[str, Any]) -> None:
         given = {name: unwrap(item) for name, item in state.items()}
         given = {name: item.state_dict() if hasattr(item, "state_dict") else item for name, item in given.items()}
-        values, unsafe = plain_entries(given)
+        values, unsafe = plain_entries(as_tensors(given))
         if unsafe:
             kind = type(given[unsafe[0]]).__name__
             raise MlxError(
                 f"save_checkpoint({unsafe[0]}=...) is of type {kind}, which a checkpoint cannot hold; it takes "
-                "numbers, text, tensors, lists and dicts of these, and objects with a state_dict"
+                "numbers, text, tensors, arrays, lists and dicts of these, and objects with a state_dict"
             )
         with _calling:
             self._begin("save_checkpoint")
@@ -185,7 +190,7 @@ def save_checkpoint(**state: Any) -> None:
 
     Args:
         state: numbers, text, tensors, lists and dicts of these, or objects whose `state_dict` is saved, like
-            `epoch=3, model=model`.
+            `epoch=3, model=model`. Arrays of NumPy, JAX and TensorFlow are saved as tensors.
 
     Raises:
         MlxError: called outside of a run, or with a value that a checkpoint cannot contain.
@@ -243,6 +248,7 @@ def _run(name: str) -> FunctionExperiment:
 def _number(name: str, value: Any) -> float:
     if not name:
         raise MlxError("report was called with a metric without a name")
+    value = as_tensors(value)
     try:
         number = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):  # a tensor with several elements

@@ -5,11 +5,12 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     breakpoints="at_breakpoint no_pdb",
-    channel="LOCATE STOP Direct Inbox NoWorkers",
+    channel="LOCATE STOP Direct Inbox NoWorkers address_towards",
     connections="Receiver Remote",
     experiment="BaseModule",
     forward="HALF compile_forward recompute",
     losses="Mean",
     memory="ways_to_save",
+    stopping="LoopStopped",
     worker="enter_ray_train loop_errors train_to",
 )

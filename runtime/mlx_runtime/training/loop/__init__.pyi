@@ -6,6 +6,7 @@ from mlx_runtime.training.loop.channel import STOP as STOP
 from mlx_runtime.training.loop.channel import Direct as Direct
 from mlx_runtime.training.loop.channel import Inbox as Inbox
 from mlx_runtime.training.loop.channel import NoWorkers as NoWorkers
+from mlx_runtime.training.loop.channel import address_towards as address_towards
 from mlx_runtime.training.loop.connections import Receiver as Receiver
 from mlx_runtime.training.loop.connections import Remote as Remote
 from mlx_runtime.training.loop.experiment import BaseModule as BaseModule
@@ -14,6 +15,7 @@ from mlx_runtime.training.loop.forward import compile_forward as compile_forward
 from mlx_runtime.training.loop.forward import recompute as recompute
 from mlx_runtime.training.loop.losses import Mean as Mean
 from mlx_runtime.training.loop.memory import ways_to_save as ways_to_save
+from mlx_runtime.training.loop.stopping import LoopStopped as LoopStopped
 from mlx_runtime.training.loop.worker import enter_ray_train as enter_ray_train
 from mlx_runtime.training.loop.worker import loop_errors as loop_errors
 from mlx_runtime.training.loop.worker import train_to as train_to

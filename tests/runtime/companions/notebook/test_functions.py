@@ -164,6 +164,10 @@ def objects():
     return found
 
 
+def with_jax():
+    return Trainer(num_workers=2, engine=sys.argv[1], backend="jax").run(training.summed_with_jax)
+
+
 def used():
     return trainer.latest_run.record["engine"]
 
@@ -190,7 +194,7 @@ OTHERS = (
     *("failing", "restarted", "stopped", "nested"),
 )
 
-ON_A_CLUSTER = ("iterator", "ddp", "used", "experiment", "objects")
+ON_A_CLUSTER = ("iterator", "ddp", "used", "experiment", "with_jax", "objects")
 
 Found = dict[str, Any]
 
@@ -369,6 +373,9 @@ class TestOnRay:
         assert same
         assert losses != others
 
+    def test_workers_of_two_nodes_sum_with_jax(self, on_a_cluster: Found) -> None:
+        assert on_a_cluster["with_jax"] == [[0, 2, 3.0], [1, 2, 3.0]]
+
     def test_experiments_functions_and_objects_find_the_cluster(self, on_a_cluster: Found) -> None:
         assert on_a_cluster["experiment"] == on_a_cluster["used"] == {"asked": "auto", "used": "ray"}
         table, trained = on_a_cluster["objects"]
@@ -430,7 +437,13 @@ class TestBeforeARun:
             ),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
             ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
-            ({"backend": "horovod"}, UsageError, "backend is 'horovod'; the only one is 'torch'"),
+            (
+                {"backend": "horovod"},
+                UsageError,
+                "backend is 'horovod', whose last release was in 2023; use 'torch', and D",
+            ),
+            ({"backend": "jx"}, UsageError, "backend is 'jx'; there are 'torch', 'jax', 'tensorflow', and classes of"),
+            ({"backend": "json.loads"}, ConfigError, "cfg.backend=json.loads has no method setup, which every backend"),
             ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),
             ({"resume": "run_001"}, UsageError, "'resume' is not a setting of Trainer"),
             ({"cpus_per_worker": "two"}, ConfigError, "cpus_per_worker is 'two'; Trainer takes int"),
