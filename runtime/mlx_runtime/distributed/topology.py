@@ -72,7 +72,6 @@ def get_device() -> torch.device:
 
     Models in the group `models` and batches are there already; use this for other modules and tensors.
 
-    Raises:
-        MlxError: called outside of a worker.
+    Outside of a worker, this is the GPU that torch uses, if there is one, or the CPU.
     """
-    return current("get_device").device
+    return device_here() if _current is None else _current.device

@@ -11,5 +11,6 @@ __all__, __getattr__ = door(
     forward="HALF compile_forward recompute",
     losses="Mean",
     memory="ways_to_save",
+    optimization="prepare_models",
     worker="enter_ray_train loop_errors train_to",
 )
