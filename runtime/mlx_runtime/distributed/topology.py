@@ -68,10 +68,8 @@ def device_here() -> torch.device:
 
 
 def get_device() -> torch.device:
-    """Return the device of this worker: its GPU, or the CPU.
+    """Return the device of this worker: its GPU, or the CPU. Outside of a worker, return the one that torch uses.
 
     Models in the group `models` and batches are there already; use this for other modules and tensors.
-
-    Outside of a worker, this is the GPU that torch uses, if there is one, or the CPU.
     """
     return device_here() if _current is None else _current.device

@@ -1,5 +1,6 @@
 """Calls of training functions: their arguments, checked and written as the settings of a run."""
 
+import contextlib
 import inspect
 import math
 import re
@@ -23,11 +24,13 @@ MOST_VALUES = 1000
 """Maximum number of values in a config, because it is recorded and passed on as an override."""
 
 MOST_WORKERS = 1000
-"""Maximum of `num_workers=(4, inf)`: a group grows as long as the cluster has room."""
+"""Maximum of `num_workers=(4, inf)` on a cluster, where a group grows as long as there is room."""
 
 
-def sizes(num_workers: Any, elastic: Elastic) -> tuple[int, Elastic]:
+def sizes(num_workers: Any, elastic: Elastic, room: int) -> tuple[int, Elastic]:
     """Return the number of workers to start, and the section `elastic`, for `num_workers=4` or `(4, 8)`.
+
+    An infinite maximum means `room`.
 
     Raises:
         UsageError: it is neither a number nor a range.
@@ -35,7 +38,7 @@ def sizes(num_workers: Any, elastic: Elastic) -> tuple[int, Elastic]:
     if type(num_workers) is int and num_workers > 0:
         return num_workers, elastic
     fewest, most = num_workers if isinstance(num_workers, tuple) and len(num_workers) == 2 else (0, 0)
-    most = MOST_WORKERS if most == math.inf else most
+    most = max(fewest, room) if most == math.inf and type(fewest) is int else most
     if type(fewest) is not int or type(most) is not int or not 0 < fewest <= most:
         cure = "a Trainer needs a number of workers, 1 or more, or a range like (4, 8) or (4, math.inf)"
         raise UsageError(f"num_workers is {num_workers!r}; {cure}")
@@ -182,12 +185,21 @@ def _plain(value: Any) -> Any:
 
 def in_own_words(error: BaseException) -> BaseException:
     """Return an error whose text names the arguments of `Trainer` and `run` instead of the settings of a config."""
-    if isinstance(error, MlxError) and not isinstance(error, WorkerLoopError) and error.args:
+    if isinstance(error, MlxError) and error.args:
         text = str(error.args[0])
-        for pattern, argument in _ARGUMENTS:
+        for pattern, argument in _OF_SAMPLES if isinstance(error, WorkerLoopError) else _ARGUMENTS:
             text = pattern.sub(argument, text)
         error.args = (text, *error.args[1:])
     return error
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Apply `in_own_words` to the errors of a block."""
+    try:
+        yield
+    except MlxError as error:
+        raise in_own_words(error) from error.__cause__
 
 
 _ARGUMENTS = [
@@ -202,3 +214,9 @@ _ARGUMENTS = [
     )
 ]
 """Settings in the texts of errors, and the arguments that set them."""
+
+_OF_SAMPLES = [
+    (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.train\b"), r"\1of dataset"),
+    (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.(\w+)"), r"\1of dataset['\2']"),
+]
+"""The same for errors of the function, whose own words stay as they are."""

@@ -14,7 +14,7 @@ import torch
 
 from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
-from mlx_runtime.companions.notebook.calls import in_own_words, run_settings, sizes
+from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, own_words, run_settings, sizes
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
@@ -166,15 +166,15 @@ class Trainer:
                 convert(value, known[name])
             except TypeError:
                 raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
-        workers, elastic = sizes(num_workers, settings.get("elastic", Elastic()))
+        own_cores = (os.cpu_count() or 1) // max(1, settings.get("cpus_per_worker", 1))
+        room = MOST_WORKERS if address is not None or JOB_FLAG in os.environ else own_cores
+        workers, elastic = sizes(num_workers, settings.get("elastic", Elastic()), room)
         self.settings = {"start_workers": workers, **settings, **({} if elastic == Elastic() else {"elastic": elastic})}
         self._address, self._cfg = address, FunctionConfig(**self.settings)
-        try:
+        with own_words():
             if problems := self._cfg.out_of_range(self._cfg):
                 raise ConfigError("\n  ".join(problems))
             self._engine, _ = engine_for(self._cfg)
-        except MlxError as error:
-            raise in_own_words(error) from None
         self._latest: FunctionRun | None = None
         self._actors: Actors | None = None
 
@@ -281,19 +281,18 @@ class Trainer:
 
     def _launched(self, job: RunJob) -> ClusterRun:
         assert self._address is not None, "there is a cluster"
-        try:
+        with own_words():
             return cluster_runs.launch(job, self._address)
-        except MlxError as error:
-            raise in_own_words(error) from None
 
     def _job(
         self, function: Callable[..., Any], config: dict[str, Any] | None, *, resume: str | None, **options: Any
     ) -> RunJob:
         """Return the run that calls a function."""
-        path, values = run_settings(self.settings, function, config, resume=resume, **options)
-        if resume == "auto":
-            values["resume"], resume = resume, None
-        return run_job(path, values, resume)
+        with own_words():
+            path, values = run_settings(self.settings, function, config, resume=resume, **options)
+            if resume == "auto":
+                values["resume"], resume = resume, None
+            return run_job(path, values, resume)
 
     def to_tune_trainable(
         self, function: Callable[..., Any], *, dataset: Any = None

@@ -123,9 +123,10 @@ def store_datasets(root: str, datasets: Mapping[str, Any], module: sources.Funct
     """
     files = {}
     for name, dataset in datasets.items():
-        content = Lineage(dataset, f"dataset[{name!r}]") if is_stream(dataset) else dataset
+        title = "dataset" if [*datasets] == ["train"] else f"dataset[{name!r}]"
+        content = Lineage(dataset, title) if is_stream(dataset) else dataset
 
-        def write(file: Any, name: str = name, content: Any = content) -> None:
+        def write(file: Any, title: str = title, content: Any = content) -> None:
             try:
                 _Pickler(file, module).dump(content)
             except MlxError:
@@ -133,7 +134,7 @@ def store_datasets(root: str, datasets: Mapping[str, Any], module: sources.Funct
             except Exception as error:  # pickling can raise anything
                 kind, why = type(content).__name__, short_message(error)
                 cure = "open files and connections in __getitem__, and define functions at the top level of a module"
-                raise UsageError(f"dataset[{name!r}], a {kind}, cannot be sent to workers: {why}; {cure}") from None
+                raise UsageError(f"{title}, a {kind}, cannot be sent to workers: {why}; {cure}") from None
 
         files[name] = STREAM * is_stream(dataset) + store(root, write)
     return files

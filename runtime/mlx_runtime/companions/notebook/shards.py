@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from mlx_runtime.companions import part
@@ -95,8 +95,7 @@ class FunctionShard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
-            cure = 'Trainer(loader="workers=2") and shard.iter_torch_batches(batch_size=32)'
-            raise UsageError(f"a shard is read in the process of its worker: leave out num_workers, or use {cure}")
+            raise ReadElsewhereError
         return iter(self._samples())
 
     def iter_torch_batches(
@@ -142,6 +141,16 @@ class FunctionShard(IterableDataset[Any]):
         return self._loaders[key]
 
 
+class ReadElsewhereError(UsageError):
+    """A `DataLoader` reads a shard in its own processes, which would all read the same rows."""
+
+    def __init__(self, _: str = "") -> None:  # a DataLoader would add the traceback of its process
+        super().__init__(
+            "a shard is read in the process of its worker, so leave out num_workers of the DataLoader, or use "
+            'Trainer(loader="workers=2") and get_dataset_shard().iter_torch_batches(batch_size=32)'
+        )
+
+
 class ShardLoader(Loader):
     """A loader whose batches are like the samples of the dataset: tensors, tuples or dicts of tensors."""
 
@@ -163,8 +172,7 @@ class ShardLoader(Loader):
             return {name: column[0] for name, column in batch.items()} if self._samples else batch
         if self._samples:
             return batch[SAMPLE][0][0]
-        structure = batch.pop(STRUCTURE)
-        return tree_unflatten([batch[str(number)] for number in range(len(batch))], structure)
+        return tree_map(lambda number: batch[str(number)], batch[STRUCTURE]["numbers"])
 
 
 class _Rows(Dataset[Any]):
@@ -195,7 +203,8 @@ class _Rows(Dataset[Any]):
             return {SAMPLE: [(sample,) for sample in samples]}
         batch = getattr(self.source, "collate", default_collate)(samples)
         leaves, structure = tree_flatten(batch)
-        return {str(number): leaf for number, leaf in enumerate(leaves)} | {STRUCTURE: structure}
+        numbers = tree_unflatten(range(len(leaves)), structure)  # plain, for processes that read
+        return {str(number): leaf for number, leaf in enumerate(leaves)} | {STRUCTURE: {"numbers": numbers}}
 
 
 class _Observer:

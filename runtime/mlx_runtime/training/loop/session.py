@@ -300,8 +300,7 @@ class Session:
     def report(self, values: Mapping[str, float], facts: Mapping[str, Any], *, may_stop: bool) -> None:
         """Record the numbers of an epoch in a loop that reads no loaders; see `functions.report`.
 
-        Results contain the unrecorded `facts`, too. With `may_stop`, no checkpoint is about to follow, so the run may
-        stop here.
+        `facts` are in results only. With `may_stop`, no checkpoint is about to follow, so the run may stop here.
         """
         self.beat()
         self.progress.global_step += 1

@@ -476,7 +476,7 @@ class TestBeforeARun:
         trainer = Trainer(num_workers=2)
         with pytest.raises(UsageError, match=r"config is \[1\]; it takes a dict"):
             trainer.run(training.counting, [1])  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"cfg.config.model is a Net; conf.yaml holds numbers, text"):
+        with pytest.raises(ConfigError, match=r"^config.model is a Net; conf.yaml holds numbers, text"):
             trainer.run(training.counting, {"model": training.Net()})
         with pytest.raises(UsageError, match=r"src.training.quick_start takes nothing"):
             trainer.run(training.quick_start, {"lr": 1})
