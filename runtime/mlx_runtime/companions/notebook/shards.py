@@ -66,7 +66,7 @@ class Shards:
         subsets: Mapping[str, Subset] = {}
         if self._fold:
             number, folds = self._fold
-            subsets = part("sweeps").folds.shuffled_folds(len(dataset), folds, cfg.seed)[number].subsets()
+            subsets = part("sweeps.folds").shuffled_folds(len(dataset), folds, cfg.seed)[number].subsets()
         group = SimpleNamespace(**{name: _Rows(dataset)})
         return DatasetShard(name, group, topology, options, subset=subsets.get(name))
 
