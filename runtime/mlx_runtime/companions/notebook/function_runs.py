@@ -51,6 +51,8 @@ FORMER = {
 class FunctionRun(RunIterator[Results]):
     """A run that was started by `Trainer.run_iterator`: an iterator of the workers' reports, as lists by rank."""
 
+    resume_argument = 'resume="{}"'
+
     def __init__(
         self,
         job: RunJob,
@@ -211,7 +213,7 @@ class Trainer:
         if type(folds) is not int or folds < 2 or "fold" in options:
             raise UsageError(f"folds is {folds!r}; it takes a number of folds, 2 or more, without fold=")
         if options.get("resume") is not None:
-            raise UsageError(f"each fold is a run of its own; resume one: fold=(0, {folds}), resume='run_001'")
+            raise UsageError("each fold is a run of its own; resume one by its name, without folds=: resume='run_001'")
         return [self.run(function, config, fold=(number, folds), **options) for number in range(folds)]
 
     def run_iterator(
@@ -311,7 +313,8 @@ class Trainer:
         Raises:
             UsageError: the function takes other arguments, or this Trainer has another engine than `local`.
         """
-        path, values = run_settings(self.settings, function, None, dataset=dataset)
+        with own_words():
+            path, values = run_settings(self.settings, function, None, dataset=dataset)
         if values.get("engine", "local") not in ("auto", "local"):
             text = "trials of Ray Tune have their workers on one node; leave out engine, or use sweep()"
             raise UsageError(f"engine is {values['engine']!r}, but {text}")

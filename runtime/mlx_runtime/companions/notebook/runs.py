@@ -161,6 +161,8 @@ class RunIterator(Generic[Item]):
     checkpoint, and a third kills the processes.
     """
 
+    resume_argument = "--resume={}"
+
     def __init__(
         self, job: RunJob, listeners: Sequence[Listener], show: bool, remote: ClusterRun | None = None
     ) -> None:
@@ -218,7 +220,8 @@ class RunIterator(Generic[Item]):
         except BaseException as error:  # includes errors of listeners, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             if isinstance(error, KeyboardInterrupt):
-                vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with --resume={self.folder}"]
+                argument = self.resume_argument.format(self.folder)
+                vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with {argument}"]
             raise
         if self._end.error is not None and self._end.status in ("FAILED", cluster_runs.LOST):
             raise self.error(self._end.error)

@@ -26,6 +26,7 @@ class Shards:
         self._files, self._fold = files, fold
         self._positions: dict[str, Any] = {}
         self._made: dict[str, FunctionShard] = {}
+        self._datasets: dict[str, Any] = {}  # by their files
 
     def state_dict(self) -> dict[str, Any]:
         found = {name: shard.loader.state_dict() for name, shard in self._made.items() if shard.loader is not None}
@@ -62,7 +63,9 @@ class Shards:
             nodes = {name: {"_target_": stored, "root": root, "file": file}}
             readers = part("ray").stream_readers(nodes, Path.cwd(), topology, cfg.seed)
             return DatasetShard(name, SimpleNamespace(**{name: None}), topology, options, stream=readers[name])
-        dataset = inputs.load_dataset(root, file)
+        if file not in self._datasets:
+            self._datasets[file] = inputs.load_dataset(root, file)
+        dataset = self._datasets[file]
         subsets: Mapping[str, Subset] = {}
         if self._fold:
             number, folds = self._fold
@@ -202,9 +205,13 @@ class _Rows(Dataset[Any]):
         if self._as_samples:
             return {SAMPLE: [(sample,) for sample in samples]}
         batch = getattr(self.source, "collate", default_collate)(samples)
-        leaves, structure = tree_flatten(batch)
+        leaves, structure = tree_flatten(batch, is_leaf=_is_text)
         numbers = tree_unflatten(range(len(leaves)), structure)  # plain, for processes that read
         return {str(number): leaf for number, leaf in enumerate(leaves)} | {STRUCTURE: {"numbers": numbers}}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 class _Observer:

@@ -301,7 +301,7 @@ ROWS = TensorDataset(torch.arange(4))
         ({"datasets": ROWS}, r"^trainer.run has no argument 'datasets'. Did you mean 'dataset'\?"),
         ({"folds": 1}, r"^folds is 1; it takes a number of folds, 2 or more"),
         ({"folds": 2}, r"^folds need a dataset"),
-        ({"dataset": ROWS, "folds": 2, "resume": "latest"}, r"^each fold is a run of its own; resume one: fold=\(0, 2"),
+        ({"dataset": ROWS, "folds": 2, "resume": "latest"}, "^each fold is a run of its own; resume one by"),
         ({"dataset": ROWS, "fold": (3, 3)}, r"^fold is \(3, 3\); it takes the number of a fold and of all folds"),
         ({"dataset": ROWS, "fold": (0, 5)}, r"^dataset has 4 rows, fewer than 5 folds"),
         ({"dataset": {"train": ROWS, "val": ROWS}, "fold": (0, 2)}, r"^dataset has several names"),
