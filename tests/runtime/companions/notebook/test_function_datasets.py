@@ -62,6 +62,7 @@ def structures(config):
 
 
 def resumable(config):
+    nn.Linear(2, 1)  # draws random numbers, also when it resumes
     seen, start = [], (load_checkpoint() or {"epoch": 0})["epoch"]
     loader = get_dataset_shard().iter_torch_batches(batch_size=2)
     for epoch in range(start, 3):
