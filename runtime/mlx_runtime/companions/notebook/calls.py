@@ -91,7 +91,7 @@ def run_settings(
     if any(map(inputs.is_stream, datasets.values())):
         if settings.get("engine", "auto") == "local":
             raise UsageError("a Dataset of Ray Data is read by workers of Ray; use Trainer(engine='ray')")
-        values.setdefault("engine", "ray")
+        values["engine"] = "ray"
     if datasets:
         values["dataset_files"] = inputs.store_datasets(root, datasets, module)
     if module is not None:
