@@ -41,6 +41,8 @@ SECTIONS = {
             "mlx_runtime.save_checkpoint",
             "mlx_runtime.load_checkpoint",
         ),
+        *("mlx_runtime.get_dataset_shard", "mlx_runtime.companions.notebook.shards.FunctionShard"),
+        "mlx_runtime.accelerate",
         *("mlx_runtime.world_rank", "mlx_runtime.local_rank", "mlx_runtime.world_size"),
     ),
     "Trackers": (

@@ -182,7 +182,7 @@ class LoopEnded(WorkerEvent):
 class FunctionReport(WorkerEvent):
     """The reports of all workers in a function of `Trainer.run`."""
 
-    values: tuple[Mapping[str, float], ...]  # by rank
+    values: tuple[Mapping[str, float | str], ...]  # by rank
 
 
 @dataclass(frozen=True)

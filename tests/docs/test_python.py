@@ -35,9 +35,10 @@ def test_the_blocks_about_functions_run(tmp_path: Path, environment: dict[str, s
     module, *blocks = blocks_of("functions.md")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "training.py").write_text(module)
-    first, running, _, tuned, objects = printed_by(blocks, tmp_path, environment)
+    first, datasets, running, _, tuned, objects = printed_by(blocks, tmp_path, environment)
     assert first.startswith("Trainer with 2 workers, engine local, backend torch\n")
     assert first.endswith("<Run train_func/run_001, SUCCEEDED> 2\n")
+    assert datasets == "Linear(in_features=1, out_features=1, bias=True)\n4\n"
     assert len(running.splitlines()) == 3 + 1 + 1
     assert tuned.endswith("'num_epochs': 2} SUCCEEDED\n")
     assert objects.splitlines()[-2:] == ["[7, 7]", "8"]

@@ -46,6 +46,7 @@ ON_OTHERS = {
     ("hub", "sharding"),
     ("hub", "sweeps"),
     ("notebook", "ray"),
+    ("notebook", "sweeps"),
     ("prepared", "ray"),
     ("prepared", "sweeps"),
     ("ray", "sweeps"),
@@ -85,6 +86,7 @@ HOMES = {
     "pyarrow": {"companions.prepared.mapping", "companions.stores.object_store"},
     "ray": {
         "companions.notebook.actors",
+        "companions.notebook.inputs",
         "companions.notebook.tuning",
         "companions.prepared.mapping",
         "companions.ray",

@@ -68,11 +68,8 @@ def device_here() -> torch.device:
 
 
 def get_device() -> torch.device:
-    """Return the device of this worker: its GPU, or the CPU.
+    """Return the device of this worker: its GPU, or the CPU. Outside of a worker, return the one that torch uses.
 
     Models in the group `models` and batches are there already; use this for other modules and tensors.
-
-    Raises:
-        MlxError: called outside of a worker.
     """
-    return current("get_device").device
+    return device_here() if _current is None else _current.device

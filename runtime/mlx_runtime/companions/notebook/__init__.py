@@ -4,9 +4,11 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    function_runs="Trainer reattach run_settings",
+    calls="run_settings",
+    function_runs="Trainer reattach",
     functions=(
-        "FunctionExperiment load_checkpoint load_function local_rank report save_checkpoint world_rank world_size"
+        "FunctionExperiment accelerate get_dataset_shard load_checkpoint load_function local_rank report "
+        "save_checkpoint world_rank world_size"
     ),
     magic="register",
     runs="importable require_list run",

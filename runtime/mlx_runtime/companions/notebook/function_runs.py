@@ -1,7 +1,6 @@
 """`Trainer`: functions that train on several workers, in runs like any other, and objects kept on workers."""
 
 import base64
-import inspect
 import io
 import os
 import pickle
@@ -13,36 +12,35 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.notebook import cluster_runs, sources
+from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.backends import backend_class, require_library
+from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, own_words, run_settings, sizes
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
-from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
-from mlx_runtime.companions.notebook.runs import RunIterator, Training, importable
+from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
+from mlx_runtime.companions.notebook.runs import RunIterator, Training
 from mlx_runtime.companions.notebook.scripts import end_import, show_own_frames
 from mlx_runtime.config import override
-from mlx_runtime.config.binding import RESERVED
 from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned
-from mlx_runtime.runs import list_runs, named_run
-from mlx_runtime.runs.queries import Run, conf_value, open_run
+from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.queries import Run, open_run, resolve_run
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.sections import Section
-from mlx_runtime.settings import Settings
-from mlx_runtime.storage import storage_root
+from mlx_runtime.sections import Elastic
+from mlx_runtime.storage import join_path
 from mlx_runtime.training import Request, TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG, engine_for, uses_gpus
 from mlx_runtime.training.processes import RunJob
 
-Results = list[dict[str, float]]
+Results = list[dict[str, Any]]
 """Reports of all workers, by rank."""
 
 OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
 """Settings that `Trainer` sets itself."""
 
-MOST_VALUES = 1000
-"""Maximum number of values in a config, because it is recorded and passed on as an override."""
+RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
+"""Keyword arguments of `Trainer.run_iterator`."""
 
 FORMER = {
     "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
@@ -53,6 +51,8 @@ FORMER = {
 
 class FunctionRun(RunIterator[Results]):
     """A run that was started by `Trainer.run_iterator`: an iterator of the workers' reports, as lists by rank."""
+
+    resume_argument = 'resume="{}"'
 
     def __init__(
         self,
@@ -80,6 +80,9 @@ class FunctionRun(RunIterator[Results]):
                 self.checkpoint_path = path
             case FunctionReturned(rank, world_size, pickled):
                 self._returned[rank], self._world_size = pickled, world_size
+
+    def error(self, error: BaseException) -> BaseException:
+        return in_own_words(super().error(error))
 
     def is_finished(self) -> bool:
         """Return True if the run has ended, and the loop over it has received all results."""
@@ -128,13 +131,15 @@ class Trainer:
         losses = trainer.run(train_func, config={"lr": 1e-3})
 
     Each call of `run` is a run like that of an experiment, with a folder in the storage of the working directory, a
-    record, metrics and checkpoints. The function may call `report`, `save_checkpoint`, `load_checkpoint`, `world_rank`,
-    `world_size` and `local_rank` of `mlx_runtime`, and use `torch.distributed`.
+    record, metrics and checkpoints. The function may call `report`, `save_checkpoint`, `load_checkpoint`,
+    `get_dataset_shard`, `accelerate`, `world_rank`, `world_size` and `local_rank` of `mlx_runtime`, and use
+    `torch.distributed`.
 
     `print(trainer)` prints its resources.
 
     Args:
-        num_workers: number of workers, 1 or more.
+        num_workers: number of workers, 1 or more; or a range like `(4, 8)` or `(4, math.inf)`: a group that starts with
+            the minimum, and grows and shrinks with a Ray cluster.
         backend: `torch`; `jax` or `tensorflow`, whose collectives are set up besides those of torch; or the import path
             of a class of another package.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
@@ -147,36 +152,51 @@ class Trainer:
     """
 
     def __init__(
-        self, num_workers: int = 1, *, backend: str = "torch", address: str | None = None, **settings: Any
+        self,
+        num_workers: int | tuple[int, float] = 1,
+        *,
+        backend: str = "torch",
+        address: str | None = None,
+        **settings: Any,
     ) -> None:
         show_own_frames()
-        if type(num_workers) is not int or num_workers < 1:
-            cure = "for a group that grows with the cluster, add elastic=Elastic(max_workers=8)"
-            raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")
         backend_class(backend)
         if address is None:  # otherwise the cluster has the library
             require_library(backend)
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
-                cure = FORMER.get(name) or describe_move(f"cfg.{name}") or suggest(name, known).lstrip()
+                cure = (
+                    FORMER.get(name) or describe_move(f"cfg.{name}") or suggest(name, [*known, "num_workers"]).lstrip()
+                )
                 raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
             try:
                 convert(value, known[name])
             except TypeError:
                 raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
         settings |= {} if backend == "torch" else {"backend": backend}
-        self._settings, self._address = settings, address
-        self._cfg = FunctionConfig(start_workers=num_workers, **settings)
-        if problems := self._cfg.out_of_range(self._cfg):
-            raise ConfigError("\n  ".join(problems))
-        self._engine, _ = engine_for(self._cfg)
+        own_cores = (os.cpu_count() or 1) // max(1, settings.get("cpus_per_worker", 1))
+        room = MOST_WORKERS if address is not None or JOB_FLAG in os.environ else own_cores
+        workers, elastic = sizes(num_workers, settings.get("elastic", Elastic()), room)
+        self.settings = {"start_workers": workers, **settings, **({} if elastic == Elastic() else {"elastic": elastic})}
+        self._address, self._cfg = address, FunctionConfig(**self.settings)
+        with own_words():
+            if problems := self._cfg.out_of_range(self._cfg):
+                raise ConfigError("\n  ".join(problems))
+            self._engine, _ = engine_for(self._cfg)
         self._latest: FunctionRun | None = None
         self._actors: Actors | None = None
 
     # -- functions
 
-    def run(self, function: Callable[..., Any], config: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        *,
+        folds: int | None = None,
+        **options: Any,
+    ) -> list[Any]:
         """Call a function on every worker, and return its return values, by rank.
 
         Args:
@@ -184,6 +204,7 @@ class Trainer:
                 module or a `%%mlx` cell, or of the script above its first run. Without a config, it is called without
                 an argument if possible.
             config: numbers, text, None, and lists and dicts of these; stored in the run's conf.yaml.
+            folds: cross-validate: call `run` with `fold=(0, folds)`, `(1, folds)`, …, and return a list of the results.
             options: those of `run_iterator`.
 
         Raises:
@@ -192,16 +213,26 @@ class Trainer:
             RunStopped: the run was stopped.
             KeyboardInterrupt: it was interrupted here, and has stopped.
         """
-        return self.run_iterator(function, config, **options).get_returns()
+        if unknown := sorted(options.keys() - set(RUN_OPTIONS)):
+            raise UsageError(f"trainer.run has no argument {unknown[0]!r}.{suggest(unknown[0], RUN_OPTIONS)}")
+        if folds is None:
+            return self.run_iterator(function, config, **options).get_returns()
+        if type(folds) is not int or folds < 2 or "fold" in options:
+            raise UsageError(f"folds is {folds!r}; it takes a number of folds, 2 or more, without fold=")
+        if options.get("resume") is not None:
+            raise UsageError("each fold is a run of its own; resume one by its name, without folds=: resume='run_001'")
+        return [self.run(function, config, fold=(number, folds), **options) for number in range(folds)]
 
     def run_iterator(
         self,
         function: Callable[..., Any],
         config: dict[str, Any] | None = None,
         *,
-        callbacks: Sequence[Any] = (),
+        dataset: Any = None,
+        fold: tuple[int, int] | None = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         resume: str | None = None,
+        callbacks: Sequence[Any] = (),
         show: bool = True,
     ) -> FunctionRun:
         """Call a function on every worker, and return an iterator of their reports.
@@ -213,21 +244,25 @@ class Trainer:
         Args:
             function: the same as for `run`.
             config: the same as for `run`.
-            callbacks: functions, or objects with `handle_result(results)`; called in this process with each list of
-                results.
-            checkpoint: returned by `load_checkpoint` in the new run: a dict of numbers and text, or the path or URI of
-                a stored checkpoint.
+            dataset: rows that `get_dataset_shard` returns in the function: a torch Dataset with `__getitem__` and
+                `__len__`, a Dataset of Ray Data that reads files, or a dict of these. Workers get a pickled copy, from
+                a file in the storage.
+            fold: `(2, 5)` splits the dataset into five shuffled folds of rows, and trains on all except number 2, which
+                is the dataset `val` in the function.
+            checkpoint: returned by `load_checkpoint` in the new run: a dict of numbers, text, tensors and objects with
+                a `state_dict`, or the path or URI of a stored checkpoint.
             resume: run of this function to resume: `latest` or a name; values that are not in `config` stay as they
                 were. `auto` resumes the latest run, if there is one, with exactly this config, and starts a new one
-                otherwise.
+                otherwise. Without `dataset` and `fold`, those of the run are used.
+            callbacks: functions, or objects with `handle_result(results)`; called in this process with each list of
+                results.
             show: the same as for `mlx_runtime.run`.
         """
         if not isinstance(callbacks, Sequence):
             raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
         called = [_handler(item) for item in callbacks]
-        job = self._job(function, config, checkpoint, resume)
-        remote = None if self._address is None else cluster_runs.launch(job, self._address)
-        self._latest = FunctionRun(job, called, show, remote)
+        job = self._job(function, config, dataset=dataset, fold=fold, checkpoint=checkpoint, resume=resume)
+        self._latest = FunctionRun(job, called, show, None if self._address is None else self._launched(job))
         return self._latest
 
     def launch(
@@ -235,6 +270,8 @@ class Trainer:
         function: Callable[..., Any],
         config: dict[str, Any] | None = None,
         *,
+        dataset: Any = None,
+        fold: tuple[int, int] | None = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         resume: str | None = None,
     ) -> str:
@@ -248,30 +285,27 @@ class Trainer:
         """
         if self._address is None:
             raise UsageError("launch needs a cluster: Trainer(address='http://HEAD:8265')")
-        return cluster_runs.launch(self._job(function, config, checkpoint, resume), self._address).folder.location
+        job = self._job(function, config, dataset=dataset, fold=fold, checkpoint=checkpoint, resume=resume)
+        return self._launched(job).folder.location
+
+    def _launched(self, job: RunJob) -> ClusterRun:
+        assert self._address is not None, "there is a cluster"
+        with own_words():
+            return cluster_runs.launch(job, self._address)
 
     def _job(
-        self,
-        function: Callable[..., Any],
-        config: dict[str, Any] | None,
-        checkpoint: Mapping[str, Any] | str | Path | None,
-        resume: str | None,
+        self, function: Callable[..., Any], config: dict[str, Any] | None, *, resume: str | None, **options: Any
     ) -> RunJob:
         """Return the run that calls a function."""
-        path, values = run_settings(self, function, config)
-        if isinstance(checkpoint, str | Path):
-            values["restore_checkpoint_path"] = str(checkpoint)
-        elif checkpoint is not None and not isinstance(checkpoint, Mapping):
-            raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
-        elif checkpoint is not None:
-            values["checkpoint"] = dict(checkpoint)
-        if resume is not None and "source" in values:
-            _refuse_edited(resume, values)
-        if resume == "auto":
-            values["resume"], resume = resume, None
-        return run_job(path, values, resume)
+        with own_words():
+            path, values = run_settings(self.settings, function, config, resume=resume, **options)
+            if resume == "auto":
+                values["resume"], resume = resume, None
+            return run_job(path, values, resume)
 
-    def to_tune_trainable(self, function: Callable[..., Any]) -> Callable[[dict[str, Any]], None]:
+    def to_tune_trainable(
+        self, function: Callable[..., Any], *, dataset: Any = None
+    ) -> Callable[[dict[str, Any]], None]:
         """Return a trainable for Ray Tune: `tune.Tuner(trainer.to_tune_trainable(train_func), param_space={...})`.
 
         Each trial is a run with a config of Tune. Its workers are processes on one node, with the resources of this
@@ -281,14 +315,16 @@ class Trainer:
 
         Args:
             function: the same as for `run`.
+            dataset: the same as for `run_iterator`, for all trials.
 
         Raises:
             UsageError: the function takes other arguments, or this Trainer has another engine than `local`.
         """
-        path, values = run_settings(self, function, None)
-        if self._settings.get("engine", "local") not in ("auto", "local"):
+        with own_words():
+            path, values = run_settings(self.settings, function, None, dataset=dataset)
+        if values.get("engine", "local") not in ("auto", "local"):
             text = "trials of Ray Tune have their workers on one node; leave out engine, or use sweep()"
-            raise UsageError(f"engine is {self._settings['engine']!r}, but {text}")
+            raise UsageError(f"engine is {values['engine']!r}, but {text}")
         from mlx_runtime.companions.notebook.tuning import tune_trainable
 
         return tune_trainable(path, values, self._cfg, partial(_start_trial, path))
@@ -300,9 +336,28 @@ class Trainer:
         Raises:
             UsageError: no run was started.
         """
+        return open_run(self._latest_folder.location)
+
+    @property
+    def latest_run_dir(self) -> str:
+        """Path or URI of the latest run."""
+        return self._latest_folder.location
+
+    @property
+    def logdir(self) -> str:
+        """Path or URI of the folder that contains the latest run and others of the same name."""
+        return join_path(self._latest_folder.root, self._latest_folder.experiment)
+
+    @property
+    def latest_checkpoint_dir(self) -> str:
+        """Path or URI of the folder with the checkpoints of the latest run."""
+        return self._latest_folder.checkpoints
+
+    @property
+    def _latest_folder(self) -> RunFolder:
         if self._latest is None:
             raise UsageError("this Trainer has not run a function yet")
-        return open_run(self._latest.folder)
+        return resolve_run(self._latest.folder)
 
     @property
     def latest_checkpoint_path(self) -> str | None:
@@ -427,66 +482,6 @@ def run_job(path: str, values: Mapping[str, Any], resume: str | None = None) -> 
 
 def _start_trial(path: str, values: Mapping[str, Any]) -> FunctionRun:
     return FunctionRun(run_job(path, values), (), show=False)
-
-
-def run_settings(
-    trainer: Trainer, function: Callable[..., Any], config: Mapping[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
-
-    Raises:
-        UsageError: the function cannot be called with this config.
-    """
-    if not inspect.isfunction(function):
-        raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
-    path = ".".join(importable(function))
-    try:
-        takes = takes_config(function, config)
-    except TypeError:
-        text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
-        raise UsageError(text) from None
-    if config is not None and not isinstance(config, dict):
-        raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
-    if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
-        text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
-        raise UsageError(f"{text}: put data into a file, and its path into config")
-    if config and not takes:
-        raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
-    values = {"name": function.__name__, "start_workers": trainer._cfg.start_workers} | trainer._settings
-    values |= {"function": path, "config": config or {}}
-    if path.startswith(f"{sources.MODULE}."):
-        values["source"] = sources.module_source(function)
-    if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
-        values.setdefault("storage_path", storage)
-    for name in [name for name, value in values.items() if isinstance(value, Section)]:
-        values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
-    return path, values
-
-
-def _refuse_edited(resume: str, values: Mapping[str, Any]) -> None:
-    """Raise UsageError if a run to resume called another function of a cell, or one that uses other definitions."""
-    root, name = storage_root(values.get("storage_path", "runs")), values["name"]
-    if resume == "auto" and all(run.in_sweep() for run in list_runs(root, name)):
-        return
-    run = named_run("latest" if resume == "auto" else resume, root, name)
-    before = Run(run).config["cfg"].get("source", "")
-    if before and before != values["source"]:
-        names = ", ".join(sources.changed_names(before, values["source"])) or "imports"
-        raise UsageError(
-            f"{run.title} was started with another definition of {names}. Undo the edits, or start a new run: "
-            "leave out resume="
-        )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the numbers and texts in a config. Refuse keys that would be interpreted in conf.yaml."""
-    if not isinstance(value, dict | list | tuple):
-        yield value
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        if key in RESERVED:
-            raise UsageError(f"config has the key {key!r}, which names an object in conf.yaml; rename it")
-        yield from _leaves(item)
 
 
 def _handler(callback: Any) -> Callable[[Results], object]:

@@ -2,28 +2,39 @@
 
 import base64
 import contextlib
+import functools
 import inspect
+import os
 import pickle
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
-from mlx_runtime.companions.notebook import scripts
+from mlx_runtime.companions.notebook import inputs, scripts
 from mlx_runtime.companions.notebook.arrays import as_tensors
 from mlx_runtime.companions.notebook.backends import with_backend
+from mlx_runtime.companions.notebook.shards import FunctionShard, Shards
 from mlx_runtime.data import DatasetShards
-from mlx_runtime.distributed import agree, current, unwrap
+from mlx_runtime.distributed import Topology, agree, current, device_here, prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
 from mlx_runtime.runs.checkpoints import plain_entries
+from mlx_runtime.storage import size_text
 from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.training.loop import BaseModule, prepare_models
 
 CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
 """Steps that all workers must take together, in words for errors."""
+
+MOST_BYTES = 64_000_000
+"""Maximum size of a return value, because it passes through the driver."""
 
 
 @dataclass
@@ -36,6 +47,9 @@ class FunctionConfig(TrainConfig):
         backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
         checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
+        checkpoint_file: the same, as the name of a file of `inputs`.
+        dataset_files: names of the files of `inputs` with its datasets, by name.
+        fold: number of the fold whose rows are held out, and number of folds; empty without folds.
         num_epochs: not used; the function determines the end.
     """
 
@@ -44,6 +58,9 @@ class FunctionConfig(TrainConfig):
     backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
     checkpoint: dict[str, Any] | None = None
+    checkpoint_file: str = ""
+    dataset_files: dict[str, str] = field(default_factory=dict)
+    fold: tuple[int, ...] = ()
     num_epochs: int = 0
 
 
@@ -65,7 +82,10 @@ class FunctionExperiment(BaseModule):
     def __init__(self, cfg: FunctionConfig) -> None:
         super().__init__(cfg=cfg)
         self.saved = _SavedArguments(cfg.checkpoint)
+        if cfg.dataset_files:
+            self.shards = Shards(cfg.dataset_files, cfg.fold)
         self._called: set[str] = set()  # calls of `report` and `save_checkpoint` in this epoch
+        self._began = self._reported = time.time()
         self._saves = True  # each epoch is expected to have a checkpoint, until one has none
 
     @with_backend
@@ -73,6 +93,8 @@ class FunctionExperiment(BaseModule):
         global _running
         path = self.cfg.function
         function = scripts.load(path, self.cfg.source)
+        if self.cfg.checkpoint_file and self.saved.restored is None:
+            self.saved.restored = inputs.load_state(self._session.context.folder.root, self.cfg.checkpoint_file)
         _running = self
         try:
             value = function(self.cfg.config) if takes_config(function, self.cfg.config) else function()
@@ -80,20 +102,46 @@ class FunctionExperiment(BaseModule):
         finally:
             _running = None
         rank, world_size = self._session.context.topology.rank, self._session.context.topology.world_size
+        title = f"{path} returned a {type(value).__name__} on rank {rank}"
         try:
-            pickled = base64.b64encode(pickle.dumps(value)).decode()
+            pickled = pickle.dumps(tree_map(_on_cpu, value))
         except Exception as error:  # pickling can raise anything
-            raise MlxError(
-                f"{path} returned a {type(value).__name__} on rank {rank} that cannot be pickled: "
-                f"{short_message(error)}. Return numbers, text, tensors or a state_dict"
-            ) from None
-        self._session.send(FunctionReturned(rank, world_size, pickled))
+            why = short_message(error)
+            text = f"{title} that cannot be pickled: {why}. Return numbers, text, tensors or a state_dict"
+            raise MlxError(text) from None
+        if len(pickled) > MOST_BYTES:
+            size = f"{title} of {size_text(len(pickled))}, and {size_text(MOST_BYTES)} is the maximum"
+            raise MlxError(f"{size}; save it with save_checkpoint, and read it from trainer.latest_checkpoint")
+        self._session.send(FunctionReturned(rank, world_size, base64.b64encode(pickled).decode()))
 
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        values = {name: _number(name, value) for name, value in metrics.items()}
+    def accelerate(self, model: nn.Module) -> nn.Module:
+        context = self._session.context
+        prepare_models([model.to(context.topology.device)], context.cfg, context.topology.device)
+        return prepare_model(model)
+
+    def shard(self, name: str | None) -> FunctionShard:
+        if not self.cfg.dataset_files:
+            raise MlxError("get_dataset_shard() needs a dataset; pass one: trainer.run(train_func, dataset=...)")
+        return self.shards.get(name, self._session)
+
+    def report(self, values: Mapping[str, float]) -> None:
         with _calling:
             self._begin("report", values.get("epoch"))
-            self._session.report(values, may_stop=not self._saves)
+            self._session.report(values, self._facts(), may_stop=not self._saves)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the fields that results have in addition to the reported ones."""
+        now = time.time()
+        facts = {
+            "_training_iteration": self._session.progress.global_step + 1,
+            "_timestamp": int(now),
+            "_time_this_iter_s": now - self._reported,
+            "_time_total_s": now - self._began,
+            "_date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+            **_host(),
+        }
+        self._reported = now
+        return facts
 
     def save(self, state: Mapping[str, Any]) -> None:
         given = {name: unwrap(item) for name, item in state.items()}
@@ -132,6 +180,28 @@ class FunctionExperiment(BaseModule):
             self._called.clear()
         self._called.add(name)
         progress.epochs = progress.epoch + 1
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a tensor or model as another process can use it: on the CPU, and without wrappers."""
+    value = unwrap(value)
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, nn.Module):
+        for module in value.cpu().modules():
+            if hasattr(vars(module).get("forward"), "__wrapped__"):  # by `accelerate`
+                del module.forward
+    return value
+
+
+@functools.cache
+def _host() -> dict[str, Any]:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:  # the name is unknown to the network
+        address = "127.0.0.1"
+    return {"_hostname": name, "_node_ip": address, "_pid": os.getpid()}
 
 
 class _SavedArguments:
@@ -177,70 +247,110 @@ def report(**metrics: float | torch.Tensor) -> None:
         metrics: numbers, or tensors of one element, like `loss=0.3`. `epoch` sets the number of the epoch; by default,
             epochs are counted from 0.
 
+    Without a Trainer, this does nothing.
+
     Raises:
-        MlxError: called outside of a run, or with something that is not a number.
+        MlxError: called with something that is not a number.
     """
-    _run("report").report(metrics)
+    values = {name: _number(name, value) for name, value in metrics.items()}
+    if (run := _run("report")) is not None:
+        run.report(values)
 
 
 def save_checkpoint(**state: Any) -> None:
     """Save a checkpoint from a training function: the state of rank 0. Every worker must make the same calls.
 
     It is stored in the background. Call `report` first, because the best checkpoint is chosen by the reported metrics.
+    Without a Trainer, this does nothing.
 
     Args:
         state: numbers, text, tensors, lists and dicts of these, or objects whose `state_dict` is saved, like
             `epoch=3, model=model`. Arrays of NumPy, JAX and TensorFlow are saved as tensors.
 
     Raises:
-        MlxError: called outside of a run, or with a value that a checkpoint cannot contain.
+        MlxError: called with a value that a checkpoint cannot contain.
         StorageError: the previous checkpoint could not be written.
     """
-    _run("save_checkpoint").save(state)
+    if (run := _run("save_checkpoint")) is not None:
+        run.save(state)
 
 
 def load_checkpoint() -> dict[str, Any] | None:
     """Return the checkpoint that this run resumes from, or the argument `checkpoint` of `Trainer.run`, or None.
 
-    The result has the arguments of `save_checkpoint`. Tensors of a stored checkpoint are on the CPU.
-
-    Raises:
-        MlxError: called outside of a run.
+    The result has the arguments of `save_checkpoint`. Tensors of a stored checkpoint are on the CPU. Without a Trainer,
+    there is none.
     """
-    saved = _run("load_checkpoint").saved
-    state = saved.values if saved.restored is None else saved.restored
+    if (run := _run("load_checkpoint")) is None:
+        return None
+    state = run.saved.values if run.saved.restored is None else run.saved.restored
     return dict(state) or None
 
 
-def world_rank() -> int:
-    """Return the rank of this worker among all workers, from 0.
+def get_dataset_shard(name: str | None = None) -> FunctionShard:
+    """Return this worker's rows of a dataset that was passed to `Trainer.run`. Every worker must call this.
+
+        for x, y in get_dataset_shard().iter_torch_batches(batch_size=32): ...
+
+    A training dataset is shuffled in each epoch. `save_checkpoint` saves the position in it, so that a resumed function
+    reads the remaining rows of an interrupted pass.
+
+    Args:
+        name: name in the dict of datasets; None means the only dataset, or `train`. With folds, `val` has the rows that
+            are held out.
 
     Raises:
-        MlxError: called outside of a worker.
+        MlxError: there is no such dataset.
+        StorageError: its file is missing or has changed.
     """
-    return current("world_rank").rank
+    run = _run("get_dataset_shard")
+    if run is None:
+        raise MlxError("get_dataset_shard() works in a function that trainer.run(train_func, dataset=...) has called")
+    return run.shard(name)
+
+
+def accelerate(model: nn.Module) -> nn.Module:
+    """Prepare a model for training on all workers. Every worker must call this, with the same models in the same order.
+
+    The model is moved to the device of this worker, gets the settings `precision` and `compile` of the Trainer, and is
+    wrapped in DistributedDataParallel if there are several workers. Create the optimizer afterwards. Without a Trainer,
+    the model is only moved.
+
+    Raises:
+        ConfigError: `compile` has an argument that `torch.compile` does not accept.
+    """
+    run = _run("accelerate")
+    return model.to(device_here()) if run is None else run.accelerate(model)
+
+
+def world_rank() -> int:
+    """Return the rank of this worker among all workers, from 0. Without a Trainer, it is 0."""
+    worker = _worker()
+    return 0 if worker is None else worker.rank
 
 
 def world_size() -> int:
-    """Return the number of workers.
-
-    Raises:
-        MlxError: called outside of a worker.
-    """
-    return current("world_size").world_size
+    """Return the number of workers. Without a Trainer, it is 1."""
+    worker = _worker()
+    return 1 if worker is None else worker.world_size
 
 
 def local_rank() -> int:
-    """Return the rank of this worker among those on its machine, from 0.
-
-    Raises:
-        MlxError: called outside of a worker.
-    """
-    return current("local_rank").local_rank
+    """Return the rank of this worker among those on its machine, from 0. Without a Trainer, it is 0."""
+    worker = _worker()
+    return 0 if worker is None else worker.local_rank
 
 
-def _run(name: str) -> FunctionExperiment:
-    if _running is None:
+def _worker() -> Topology | None:
+    """Return the position of this process among the workers; None if it is not one."""
+    with contextlib.suppress(MlxError):
+        return current("world_rank")
+    return None
+
+
+def _run(name: str) -> FunctionExperiment | None:
+    """Return the run that has called a function in this process; None in a process that is not a worker."""
+    if _running is None and _worker() is not None:
         raise MlxError(f"{name}() works inside a function that Trainer.run has called on a worker")
     return _running
 

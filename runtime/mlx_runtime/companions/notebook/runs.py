@@ -162,6 +162,8 @@ class RunIterator(Generic[Item]):
     checkpoint, and a third kills the processes.
     """
 
+    resume_argument = "--resume={}"
+
     def __init__(
         self, job: RunJob, listeners: Sequence[Listener], show: bool, remote: ClusterRun | None = None
     ) -> None:
@@ -182,7 +184,7 @@ class RunIterator(Generic[Item]):
             self._server.release(self._number)
             raise
         if self._info is None and self._end is not None:
-            raise _add_note(self._end.error or MlxError("the run ended before it began"))
+            raise self.error(self._end.error or MlxError("the run ended before it began"))
 
     @property
     def folder(self) -> str:
@@ -198,6 +200,10 @@ class RunIterator(Generic[Item]):
     def items(self, event: Event) -> Iterator[Item]:
         """Yield the items that an event contributes to the iteration."""
         raise NotImplementedError
+
+    def error(self, error: BaseException) -> BaseException:
+        """Return the error to raise here for an error of the run."""
+        return _add_note(error)
 
     def __iter__(self) -> Iterator[Item]:
         """Yield the items of the run as they arrive.
@@ -215,10 +221,11 @@ class RunIterator(Generic[Item]):
         except BaseException as error:  # includes errors of listeners, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             if isinstance(error, KeyboardInterrupt):
-                vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with --resume={self.folder}"]
+                argument = self.resume_argument.format(self.folder)
+                vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with {argument}"]
             raise
         if self._end.error is not None and self._end.status in ("FAILED", cluster_runs.LOST):
-            raise _add_note(self._end.error)
+            raise self.error(self._end.error)
 
     def result(self) -> Outcome:
         """Wait for the end of the run, and return its outcome.

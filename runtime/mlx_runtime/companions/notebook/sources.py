@@ -31,8 +31,8 @@ MOST_BYTES = 1 << 18
 """Maximum size of a variable, because it is recorded in conf.yaml."""
 
 
-def module_source(function: Callable[..., Any]) -> str:
-    """Return the source of a module with a function of this session, and with everything of it that the function uses.
+def module_of(function: Callable[..., Any]) -> "FunctionModule":
+    """Return a module with a function of this session, and with everything of it that the function uses.
 
     From now on, this session is that module here, so that objects of its classes can be unpickled.
 
@@ -40,9 +40,9 @@ def module_source(function: Callable[..., Any]) -> str:
         UsageError: the function, or a name that it uses, cannot be sent to workers.
     """
     main = sys.modules["__main__"]
-    source = FunctionModule(vars(main), function.__name__).text()
+    module = FunctionModule(vars(main), function.__name__)
     sys.modules[MODULE] = main
-    return source
+    return module
 
 
 def execute(source: str) -> None:
@@ -51,6 +51,11 @@ def execute(source: str) -> None:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for tracebacks
     sys.modules[MODULE] = module = types.ModuleType(MODULE)
     exec(compile(source, filename, "exec"), vars(module))
+
+
+def all_names(source: str) -> set[str]:
+    """Return the names that a module defines."""
+    return {name for node in ast.parse(source).body for name in defined_names(node)}
 
 
 def changed_names(before: str, after: str) -> list[str]:
@@ -64,7 +69,7 @@ def changed_names(before: str, after: str) -> list[str]:
 
 def restore(pickled: str, names: Mapping[str, Any]) -> Any:
     """Return a variable from its pickle, in base64; `names` are those of its module."""
-    return _Unpickler(io.BytesIO(base64.b64decode(pickled)), names).load()
+    return Unpickler(io.BytesIO(base64.b64decode(pickled)), names).load()
 
 
 class FunctionModule:
@@ -137,7 +142,7 @@ class FunctionModule:
                 self._imports[f"import {path} as _"] = None
 
     def _pickle(self, name: str, value: Any) -> str:
-        pickler = _Pickler(file := io.BytesIO(), self)
+        pickler = Pickler(file := io.BytesIO(), self)
         try:
             pickler.dump(value)
         except UsageError:
@@ -166,15 +171,15 @@ class FunctionModule:
         return UsageError(f"{uses} cannot be sent to workers: {why}{cure}")
 
 
-class _Pickler(pickle.Pickler):
+class Pickler(pickle.Pickler):
     """A pickler that refers to classes and functions of this session by name, and repeats its bytes elsewhere."""
 
-    def __init__(self, file: io.BytesIO, module: FunctionModule) -> None:
+    def __init__(self, file: Any, module: FunctionModule | None) -> None:
         super().__init__(file, protocol=4)
-        self._module = module
+        self.module = module
 
     def persistent_id(self, obj: Any) -> str | None:
-        return self._module.require(obj)
+        return None if self.module is None else self.module.require(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
@@ -186,8 +191,10 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, names: Mapping[str, Any]) -> None:
+class Unpickler(pickle.Unpickler):
+    """An unpickler of what a `Pickler` has written; `names` are those of the module."""
+
+    def __init__(self, file: Any, names: Mapping[str, Any]) -> None:
         super().__init__(file)
         self._names = names
 

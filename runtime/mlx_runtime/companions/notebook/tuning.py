@@ -62,7 +62,10 @@ def _report(run: "FunctionRun") -> None:
             if waits:
                 waits = run.wait_for_checkpoint(saved)
             path = run.checkpoint_path
-            metrics = {**results[0], "run": run.folder} | ({} if path is None else {"checkpoint_path": path})
+            reported = {
+                name: value for name, value in results[0].items() if not name.startswith("_")
+            }  # Tune has its own
+            metrics = {**reported, "run": run.folder} | ({} if path is None else {"checkpoint_path": path})
             if path == saved:
                 tune.report(metrics)
                 continue

@@ -29,7 +29,6 @@ from mlx_runtime.companions.ray.streams import (
 from mlx_runtime.data import Batch, ShardPlan, WorkerPass, dataset_error, read_ahead, shuffled_share
 from mlx_runtime.distributed import Topology, broadcast
 from mlx_runtime.errors import DatasetError, MlxError
-from mlx_runtime.training.engines import Job
 
 WINDOW_ROWS = 1024
 """Rows per share of a stream. Training shuffles the rows within each share."""
@@ -254,15 +253,17 @@ def _concatenate(parts: Sequence[Batch]) -> Batch:
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
-def stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
+def stream_readers(
+    nodes: Mapping[str, Any], project: Path, topology: Topology, seed: int, in_driver: bool = False
+) -> dict[str, StreamReader]:
     """Return the readers of streams by name. Rank 0 starts their assigners. Every worker must call this."""
-    if job.cluster.in_driver:
-        return {name: StreamReader(StreamAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
+    if in_driver:
+        return {name: StreamReader(StreamAssigner(node, name, seed, project), name) for name, node in nodes.items()}
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})
     assigners = {}
     if topology.writes:
         for name, node in nodes.items():
-            assigners[name] = start_assigner(node, name, seed, job.project, topology, actors[name])
+            assigners[name] = start_assigner(node, name, seed, project, topology, actors[name])
     broadcast(None)  # all have started
     copy = topology.rank % topology.model_parallel_size
     return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name, copy) for name in nodes}

@@ -84,7 +84,8 @@ def sweep(
                 "folds split the datasets of an experiment" if folds else "asha needs trials of cfg.num_epochs epochs"
             )
             raise UsageError(f"{experiment.__name__} is a function, but {cure}")
-        words = function_overrides(experiment, overrides, settings)
+        compared = {"monitor": metric, "mode": mode} if metric and mode else {}  # also selects the checkpoints to keep
+        words = function_overrides(experiment, overrides, {**compared, **settings})
         cls, given["experiment"] = FunctionExperiment, FUNCTIONS
         if (here := str(Path.cwd())) not in sys.path:  # trials import the function by its path from here
             sys.path.insert(0, here)

@@ -213,12 +213,14 @@ class Sweep:
             self._study.tell(trial.number, trial.status, best[1] if best else None)
 
     def _check_metric(self, job: TrialJob, event: EpochEnded | StepProgress) -> None:
-        """End the sweep if a run has begun its second epoch and none has recorded the metric."""
+        """End the sweep if a run has begun its second epoch, was evaluated in the first, and none recorded the metric."""
         if self._first_epochs is None:
             return
         first = self._first_epochs.get(job.run)
+        stage = self.plan.definition.metric.rpartition("/")[0]
         if first is not None and event.epoch > first.epoch:
-            self._refuse_metric(job)
+            if stage and any(name.startswith(f"{stage}/") for name in first.values):
+                self._refuse_metric(job)
         elif isinstance(event, EpochEnded):
             values = {**first.values, **event.values} if first is not None else event.values
             self._first_epochs[job.run] = dataclasses.replace(event, values=values)

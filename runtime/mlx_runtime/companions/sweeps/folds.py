@@ -134,6 +134,14 @@ def fold_rows(config: Config) -> list[Fold]:
     return folds
 
 
+def shuffled_folds(rows: int, folds: int, seed: int) -> list[Fold]:
+    """Split numbered rows into folds of about the same size, shuffled by the seed."""
+    require("sklearn", "folds without a splitter")
+    from sklearn.model_selection import KFold
+
+    return _split(KFold(folds, shuffle=True, random_state=seed % 2**32), rows, seed, ())
+
+
 def load_fold(datasets: Tree, cfg: Tree) -> Any:
     """Build the datasets for a run of a fold: `train` and `val` are the `Subset`s to train on and held out.
 

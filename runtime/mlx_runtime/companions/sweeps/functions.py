@@ -32,7 +32,7 @@ def function_overrides(function: Callable[..., Any], config: Any, settings: Mapp
             f"no value in the config of {function.__name__} varies; write some as text, like 'choice(0.1, 0.01)' or "
             "'interval(0.01, 0.1)'. A list is one value"
         )
-    _, values = run_settings(Trainer(**settings), function, dict(config))
+    _, values = run_settings(Trainer(**settings).settings, function, dict(config))
     fixed = [override(f"cfg.{name}", value) for name, value in values.items()]
     return (*fixed, *(f"{key}={text}" for key, text in varying.items()))
 

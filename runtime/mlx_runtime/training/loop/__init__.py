@@ -11,6 +11,7 @@ __all__, __getattr__ = door(
     forward="HALF compile_forward recompute",
     losses="Mean",
     memory="ways_to_save",
+    optimization="prepare_models",
     stopping="LoopStopped",
     worker="enter_ray_train loop_errors train_to",
 )

@@ -15,6 +15,7 @@ from mlx_runtime.training.loop.forward import compile_forward as compile_forward
 from mlx_runtime.training.loop.forward import recompute as recompute
 from mlx_runtime.training.loop.losses import Mean as Mean
 from mlx_runtime.training.loop.memory import ways_to_save as ways_to_save
+from mlx_runtime.training.loop.optimization import prepare_models as prepare_models
 from mlx_runtime.training.loop.stopping import LoopStopped as LoopStopped
 from mlx_runtime.training.loop.worker import enter_ray_train as enter_ray_train
 from mlx_runtime.training.loop.worker import loop_errors as loop_errors

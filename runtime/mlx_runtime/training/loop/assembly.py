@@ -129,7 +129,8 @@ def dataset_shards(
     topology = strategy.topology
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
-    streams = companions.part("ray").stream_readers(streamed, job, topology, cfg.seed) if streamed else {}
+    arguments = streamed, job.project, topology, cfg.seed, job.cluster.in_driver
+    streams = companions.part("ray").stream_readers(*arguments) if streamed else {}
     keeps_global_batch = cfg.elastic.keep_global_batch and not job.cluster.in_driver
     limits = [limit for limit in (cfg.debug.limit_batches, cfg.debug.overfit_batches) if limit is not None]
     options = LoaderOptions(

@@ -152,8 +152,11 @@ class Reporter:
             WarningNotice(f"{text}{best}. cfg.debug.stop_on_nan=true ends a run at the first such gradient")
         )
 
-    def check_monitor(self) -> None:
-        """Print a warning if no recorded metric can determine the best checkpoint, or if the worst would be chosen."""
+    def check_monitor(self, epoch: int) -> None:
+        """Print a warning if no recorded metric can determine the best checkpoint, or if the worst would be chosen.
+
+        A metric of a stage that the first epoch lacks may still come.
+        """
         monitor, mode = self._context.cfg.monitor, self._context.cfg.mode
         metric = self._context.groups.members("metrics").get((monitor or "").rpartition("/")[2])
         if getattr(metric, "higher_is_better", None) is (mode == "min"):
@@ -163,7 +166,10 @@ class Reporter:
             )
             self.events.send_once(WarningNotice(text))
         if monitor is not None and monitor not in self.latest:
-            names = suggest(monitor, self.latest, "mlx xp report") if self.latest else " Nothing was recorded yet."
+            same = [name for name in self.latest if name.rpartition("/")[0] == monitor.rpartition("/")[0]]
+            if not same and epoch <= self._context.cfg.start_epoch:
+                return
+            names = suggest(monitor, same) if same else f" Recorded: {', '.join(sorted(self.latest)) or 'nothing'}."
             text = f"cfg.monitor is {monitor!r}, which is not recorded yet; the newest checkpoints are kept.{names}"
             self.events.send_once(WarningNotice(text))
 

@@ -7,7 +7,7 @@ actions; other modules implement them.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -297,15 +297,15 @@ class Session:
             numbers = {name: float(item) for name, item in plain.items()}
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
-    def report(self, values: Mapping[str, float], *, may_stop: bool) -> None:
+    def report(self, values: Mapping[str, float], facts: Mapping[str, Any], *, may_stop: bool) -> None:
         """Record the numbers of an epoch in a loop that reads no loaders; see `functions.report`.
 
-        With `may_stop`, no checkpoint is about to follow, so the run may stop here.
+        `facts` are in results only. With `may_stop`, no checkpoint is about to follow, so the run may stop here.
         """
         self.beat()
         self.progress.global_step += 1
         self._end_epoch({name: float(value) for name, value in values.items() if name != "epoch"})
-        of_all = gather(values)
+        of_all = gather({**values, **facts})
         if of_all is not None:
             self.reporter.events.send(FunctionReport(tuple(of_all)))
         self.stopping.step()
@@ -348,7 +348,7 @@ class Session:
         self.metrics.flush()
         self.passes.close()
         self.log(metrics, epoch)
-        self.reporter.check_monitor()
+        self.reporter.check_monitor(epoch)
         finished = self.passes.training is None
         if self.passes.training is not None:
             self.metrics.restore(self.passes.training)

@@ -88,7 +88,7 @@ def test_a_script_without_a_package_trains_fails_changes_and_resumes(python: Mlx
     changes = (folder / "logs" / "driver.log").read_text()
     assert "scripts/train.py" in changes
     assert done.stderr.splitlines()[-1] == (
-        "mlx_runtime.errors.ConfigError: cfg.function is 'scripts.train.late', which cannot be imported: "
+        "mlx_runtime.errors.ConfigError: function is 'scripts.train.late', which cannot be imported: "
         "scripts.train defines it below the first call that starts a run; define it above, or start runs below "
         'if __name__ == "__main__"'
     )

@@ -190,3 +190,65 @@ def test_cells_train_and_another_kernel_resumes_them_unless_they_were_edited(
         "resume=\n"
     )
     assert resumed == "True [6.0]\n"  # the last of three epochs
+
+
+WITH_ROWS = """
+import torch
+from torch.utils.data import Dataset
+from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, save_checkpoint
+
+
+class Rows(Dataset):
+    def __init__(self, count):
+        self.values = torch.arange(count)
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, row):
+        return self.values[row]
+
+
+def train_func(config):
+    for step, batch in enumerate(get_dataset_shard().iter_torch_batches(batch_size=2)):
+        save_checkpoint(step=step)
+        if config["fails"]:
+            raise ValueError("on purpose")
+    return step
+
+
+def attempt(**options):
+    try:
+        print(Trainer().run(train_func, show=False, **options))
+    except MlxError as error:
+        print(str(error).splitlines()[0])
+
+"""
+
+
+@pytest.mark.examples
+def test_the_dataset_of_a_cell_is_sent_with_its_class(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    kernels = (
+        [WITH_ROWS, "attempt(config={'fails': True}, dataset=Rows(8))"],
+        [
+            WITH_ROWS,
+            "attempt(config={'fails': True}, dataset=Rows(9), resume='latest')",
+            "attempt(config={'fails': False}, resume='latest')",
+        ],
+    )
+    printed: list[str] = []
+    for cells in kernels:
+        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
+        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        printed += [item.text for cell in notebook.cells for item in cell.outputs if item.get("name") == "stdout"]
+    failed, other, resumed = printed
+    assert failed == "ValueError: on purpose (raised on rank 0)\n"
+    assert other.startswith("train_func/run_001 was started with another dataset; leave out dataset= to resume it")
+    assert resumed == "[2]\n"  # one of four batches was read before

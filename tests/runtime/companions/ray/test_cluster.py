@@ -341,8 +341,17 @@ import json, sys, time
 
 import torch
 
-from mlx_runtime import MlxError, Trainer, reattach, report, world_rank
+from mlx_runtime import MlxError, Trainer, get_dataset_shard, reattach, report, world_rank
 from mlx_runtime.companions.notebook import cluster_runs
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return torch.tensor(row)
+
 
 url, action = sys.argv[1:] if __name__ == "__main__" else ("http://127.0.0.1:1", "")
 trainer = Trainer(address=url, name="remote")
@@ -352,7 +361,8 @@ def train(config):
     for epoch in range(config["epochs"]):
         report(loss=epoch + world_rank())
         time.sleep(config["pause_s"])
-    return {"rank": world_rank(), "weights": torch.ones(2)}
+    rows = [row.item() for row in get_dataset_shard()] if config.get("reads") else []
+    return {"rank": world_rank(), "weights": torch.ones(2), "rows": rows}
 
 
 def refused(call):
@@ -365,9 +375,12 @@ def refused(call):
 
 found = {}
 if action == "train":
-    running = Trainer(2, address=url, name="remote").run_iterator(train, {"epochs": 3, "pause_s": 0.2})
+    running = Trainer(2, address=url, name="remote").run_iterator(
+        train, {"epochs": 3, "pause_s": 0.2, "reads": True}, dataset=Rows()
+    )
     found["losses"] = [[item["loss"] for item in results] for results in running]
     found["values"] = [[item["rank"], item["weights"].tolist()] for item in running.get_returns()]
+    found["rows"] = sorted(row for item in running.get_returns() for row in item["rows"])
     found["record"] = running.result().run.record["status"]
     again = reattach("remote/run_001", address=url)
     found["again"] = [[item["loss"] for item in results] for results in again], len(again.get_returns())
@@ -435,6 +448,7 @@ class TestFunctionsFromAnotherMachine:
         losses = [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
         assert found["losses"] == losses
         assert found["values"] == [[0, [1.0, 1.0]], [1, [1.0, 1.0]]]
+        assert found["rows"] == list(range(8))
         assert (found["record"], found["again"]) == ("SUCCEEDED", [losses, 2])
 
     def test_a_detached_run_outlives_its_script_and_a_lost_connection(

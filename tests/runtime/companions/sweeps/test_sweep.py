@@ -315,6 +315,16 @@ def test_all_that_the_first_epoch_records_is_listed(tmp_path: Path) -> None:
     assert "val/loss: the first recorded train/loss, val/f1. Start another" in str(sweep.problem)
 
 
+def test_a_sweep_waits_for_a_metric_of_a_stage_that_the_first_epoch_lacks(tmp_path: Path) -> None:
+    """As when the loop evaluates every so many steps, first in the second epoch."""
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    job = sweep.next()
+    assert job is not None
+    for epoch, name in ((0, "train/loss"), (1, "train/loss"), (1, "val/loss"), (2, "train/loss")):
+        sweep.handle(job, EpochEnded(epoch, 3, {name: 0.1}, 0.1))
+        assert not sweep.stopping
+
+
 def test_a_metric_that_one_epoch_of_training_does_not_record(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="do not record val/loss"):
         carry_out(plan_of(tmp_path, LR, epochs=1), FakeEngine(loss, metric="val/lss", epochs=1))

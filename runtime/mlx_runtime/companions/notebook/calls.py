@@ -1,0 +1,222 @@
+"""Calls of training functions: their arguments, checked and written as the settings of a run."""
+
+import contextlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.companions.notebook import inputs, sources
+from mlx_runtime.companions.notebook.functions import takes_config
+from mlx_runtime.companions.notebook.runs import importable
+from mlx_runtime.config.binding import RESERVED
+from mlx_runtime.errors import MlxError, UsageError, WorkerLoopError
+from mlx_runtime.runs import list_runs, named_run
+from mlx_runtime.runs.queries import Run, conf_value
+from mlx_runtime.sections import Elastic, Section
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import storage_root
+
+MOST_VALUES = 1000
+"""Maximum number of values in a config, because it is recorded and passed on as an override."""
+
+MOST_WORKERS = 1000
+"""Maximum of `num_workers=(4, inf)` on a cluster, where a group grows as long as there is room."""
+
+
+def sizes(num_workers: Any, elastic: Elastic, room: int) -> tuple[int, Elastic]:
+    """Return the number of workers to start, and the section `elastic`, for `num_workers=4` or `(4, 8)`.
+
+    An infinite maximum means `room`.
+
+    Raises:
+        UsageError: it is neither a number nor a range.
+    """
+    if type(num_workers) is int and num_workers > 0:
+        return num_workers, elastic
+    fewest, most = num_workers if isinstance(num_workers, tuple) and len(num_workers) == 2 else (0, 0)
+    most = max(fewest, room) if most == math.inf and type(fewest) is int else most
+    if type(fewest) is not int or type(most) is not int or not 0 < fewest <= most:
+        cure = "a Trainer needs a number of workers, 1 or more, or a range like (4, 8) or (4, math.inf)"
+        raise UsageError(f"num_workers is {num_workers!r}; {cure}")
+    if (elastic.min_workers, elastic.max_workers) != (None, None):
+        raise UsageError(f"num_workers is {num_workers!r}, so leave out min_workers and max_workers of elastic=")
+    return fewest, replace(elastic, min_workers=fewest, max_workers=most)
+
+
+def run_settings(
+    settings: Mapping[str, Any],
+    function: Callable[..., Any],
+    config: Mapping[str, Any] | None,
+    *,
+    dataset: Any = None,
+    fold: tuple[int, int] | None = None,
+    checkpoint: Mapping[str, Any] | str | Path | None = None,
+    resume: str | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
+
+    Datasets and checkpoints of tensors are stored first.
+
+    Args:
+        settings: those of the Trainer, with `start_workers`.
+        function, config, dataset, fold, checkpoint, resume: see `Trainer.run_iterator`.
+
+    Raises:
+        UsageError: the function cannot be called with these arguments.
+    """
+    if not inspect.isfunction(function):
+        raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
+    path = ".".join(importable(function))
+    _check_config(path, function, config)
+    values = {"name": function.__name__, **settings, "function": path, "config": config or {}}
+    module = sources.module_of(function) if path.startswith(f"{sources.MODULE}.") else None
+    if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
+        values.setdefault("storage_path", storage)
+    root = storage_root(Settings.read().storage or values.get("storage_path", "runs"))
+    datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"])
+    if fold is not None:
+        values["fold"] = _checked_fold(fold, datasets)
+    if isinstance(checkpoint, str | Path):
+        values["restore_checkpoint_path"] = str(checkpoint)
+    elif checkpoint is not None and not isinstance(checkpoint, Mapping):
+        raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
+    elif checkpoint is not None and _is_plain(checkpoint):
+        values["checkpoint"] = dict(checkpoint)
+    elif checkpoint is not None:
+        values["checkpoint_file"] = inputs.store_state(root, checkpoint)
+    if any(map(inputs.is_stream, datasets.values())):
+        if settings.get("engine", "auto") == "local":
+            raise UsageError("a Dataset of Ray Data is read by workers of Ray; use Trainer(engine='ray')")
+        values["engine"] = "ray"
+    if datasets:
+        values["dataset_files"] = inputs.store_datasets(root, datasets, module)
+    if module is not None:
+        values["source"] = module.text()
+    if resume is not None and values.keys() & {"dataset_files", "fold", "source"}:
+        _refuse_changed(resume, values, root)
+    for name in [name for name, value in values.items() if isinstance(value, Section)]:
+        values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
+    return path, values
+
+
+def _check_config(path: str, function: Callable[..., Any], config: Any) -> None:
+    try:
+        takes = takes_config(function, config)
+    except TypeError:
+        text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
+        raise UsageError(text) from None
+    if config is not None and not isinstance(config, dict):
+        raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
+    if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
+        text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
+        raise UsageError(f"{text}: put data into a file, and its path into config")
+    if config and not takes:
+        raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the numbers and texts in a config. Refuse keys that would be interpreted in conf.yaml."""
+    if not isinstance(value, dict | list | tuple):
+        yield value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in RESERVED:
+            raise UsageError(f"config has the key {key!r}, which names an object in conf.yaml; rename it")
+        yield from _leaves(item)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if conf.yaml can hold a checkpoint itself."""
+    if isinstance(value, dict):
+        return all(type(name) is str and name not in RESERVED and _is_plain(item) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return len(value) <= MOST_VALUES and all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _checked_fold(fold: Any, datasets: Mapping[str, Any]) -> tuple[int, int]:
+    whole = isinstance(fold, tuple) and len(fold) == 2 and all(type(item) is int for item in fold)
+    if not whole or not 0 <= fold[0] < fold[1] or fold[1] < 2:
+        raise UsageError(f"fold is {fold!r}; it takes the number of a fold and of all folds, like (0, 5) to (4, 5)")
+    if list(datasets) != ["train"]:
+        cure = "they split one dataset into 'train' and 'val', so pass a single one: dataset=rows"
+        raise UsageError(f"folds need a dataset; {cure}" if not datasets else f"dataset has several names; {cure}")
+    if inputs.is_stream(datasets["train"]):
+        raise UsageError("folds split numbered rows, which a Dataset of Ray Data has not; pass a torch Dataset")
+    if len(datasets["train"]) < fold[1]:
+        raise UsageError(f"dataset has {len(datasets['train'])} rows, fewer than {fold[1]} folds")
+    return fold[0], fold[1]
+
+
+def _refuse_changed(resume: str, values: dict[str, Any], root: str) -> None:
+    """Raise UsageError if a run to resume has called a function with other definitions, or another dataset or fold."""
+    name = values["name"]
+    if resume == "auto" and all(run.in_sweep() for run in list_runs(root, name)):
+        return
+    run = named_run("latest" if resume == "auto" else resume, root, name)
+    before = Run(run).config["cfg"]
+    for key, title in (("dataset_files", "dataset"), ("fold", "fold")):
+        if key in values and _plain(before.get(key)) != _plain(values[key]):
+            cure = f"leave out {title}= to resume it with its own, or resume= to start a new run"
+            raise UsageError(f"{run.title} was started with another {title}; {cure}")
+    source = before.get("source", "")
+    if not source or values.get("source", source) == source:
+        return
+    changed = sources.changed_names(source, values["source"])
+    if "dataset_files" not in values and before.get("dataset_files"):  # the run has the classes of the dataset, too
+        changed = [item for item in changed if item in sources.all_names(values["source"])]
+        if not changed:
+            values["source"] = source
+            return
+    names = ", ".join(changed) or "imports"
+    raise UsageError(
+        f"{run.title} was started with another definition of {names}. Undo the edits, or start a new run: leave out "
+        "resume="
+    )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def in_own_words(error: BaseException) -> BaseException:
+    """Return an error whose text names the arguments of `Trainer` and `run` instead of the settings of a config."""
+    if isinstance(error, MlxError) and error.args:
+        text = str(error.args[0])
+        for pattern, argument in _OF_SAMPLES if isinstance(error, WorkerLoopError) else _ARGUMENTS:
+            text = pattern.sub(argument, text)
+        error.args = (text, *error.args[1:])
+    return error
+
+
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Apply `in_own_words` to the errors of a block."""
+    try:
+        yield
+    except MlxError as error:
+        raise in_own_words(error) from error.__cause__
+
+
+_ARGUMENTS = [
+    (re.compile(rf"(?<![\w.]){pattern}"), argument)
+    for pattern, argument in (
+        (r"(--resume and )?cfg\.resume\b", "resume"),
+        (r"cfg\.start_workers\b", "num_workers"),
+        (r"cfg\.(?=\w)", ""),
+        (r"datasets\.\w+\.batch_size\b", "batch_size"),
+        (r"datasets\.train\b", "dataset"),
+        (r"datasets\.(\w+)", r"dataset['\1']"),
+    )
+]
+"""Settings in the texts of errors, and the arguments that set them."""
+
+_OF_SAMPLES = [
+    (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.train\b"), r"\1of dataset"),
+    (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.(\w+)"), r"\1of dataset['\2']"),
+]
+"""The same for errors of the function, whose own words stay as they are."""

@@ -1,0 +1,395 @@
+"""Datasets, folds, models and checkpoints that travel between a script and the workers of its function."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlx
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from mlx_runtime import Trainer, open_run
+from mlx_runtime.companions.notebook import inputs
+from mlx_runtime.errors import MlxError, StorageError, UsageError
+from mlx_runtime.sections import Elastic
+from mlx_runtime.storage.secrets import find
+
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from mlx_runtime import (
+    MlxError, Trainer, accelerate, get_dataset_shard, load_checkpoint, report, save_checkpoint, world_rank
+)
+
+
+class Named(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, row):
+        return {"row": row, "name": f"row {row}", "pair": (torch.tensor(float(row)), [row])}
+
+
+def batches(config):
+    loader = get_dataset_shard("train").iter_torch_batches(batch_size=3)
+    epochs = [[x.tolist() for x, y in loader] for _ in range(2)]
+    held = [x.tolist() for x, y in get_dataset_shard("val").iter_torch_batches(batch_size=2)]
+    return epochs, len(loader), held
+
+
+def samples(config):
+    shard = get_dataset_shard()
+    return [[x.tolist() for x, y in DataLoader(shard, batch_size=2)] for _ in range(2)], len(shard)
+
+
+def structures(config):
+    (batch,) = get_dataset_shard().iter_torch_batches(batch_size=2)
+    tensor, (number,) = batch["pair"]
+    sample = next(iter(get_dataset_shard()))
+    return batch["row"].tolist(), batch["name"], tensor.tolist(), number.tolist(), type(sample["row"]).__name__
+
+
+def resumable(config):
+    nn.Linear(2, 1)  # draws random numbers, also when it resumes
+    seen, start = [], (load_checkpoint() or {"epoch": 0})["epoch"]
+    loader = get_dataset_shard().iter_torch_batches(batch_size=2)
+    for epoch in range(start, 3):
+        for step, (x, y) in enumerate(loader):
+            seen.append((epoch, x.tolist(), torch.rand(1).item()))
+            if config["fails"] and (epoch, step) == (1, 1):
+                save_checkpoint(epoch=epoch)
+                raise ValueError("on purpose")
+        report(rows=len(seen))
+    return seen
+
+
+def folded(config):
+    return [sorted(x.item() for x, y in get_dataset_shard(name)) for name in ("train", "val")]
+
+
+def model(config):
+    made = accelerate(nn.Linear(2, 1))
+    report(loss=0.5)
+    return made, type(made).__name__, made(torch.ones(1, 2)).dtype
+
+
+def start_state(config):
+    checkpoint = load_checkpoint()
+    weights = nn.Linear(2, 1)
+    weights.load_state_dict(checkpoint["model"])
+    return weights(torch.ones(1, 2)).item(), checkpoint["tensor"].tolist(), checkpoint["epoch"]
+
+
+def large(config):
+    return torch.zeros(17_000_000)
+
+
+def refused(*arguments, **options):
+    try:
+        trainer.run(*arguments, **options)
+    except MlxError as error:
+        return [type(error).__name__, str(error)]
+
+
+def rows(count):
+    return TensorDataset(torch.arange(count), torch.zeros(count))
+
+
+def resuming():
+    whole = trainer.run(resumable, {"fails": False}, dataset=rows(17))
+    for _ in range(2):
+        refused(resumable, {"fails": True}, dataset=rows(17))
+    other = refused(resumable, {"fails": False}, dataset=rows(18), resume="run_002")
+    rest = trainer.run(resumable, {"fails": False}, dataset=rows(17), resume="run_002")
+    alone = Trainer(num_workers=1).run(resumable, {"fails": False}, resume="run_003")
+    return whole, rest, alone, other
+
+
+def models():
+    found, seen = [], []
+    for settings in ({}, {"precision": "bf16"}):
+        returned = Trainer(num_workers=2, **settings).run(model, {}, callbacks=[seen.append])
+        (one, kind, dtype), (other, *_) = returned
+        equal = all(one.state_dict()[name].equal(other.state_dict()[name]) for name in one.state_dict())
+        found.append([type(one).__name__, equal, kind, str(dtype), one.weight.device.type, one(torch.ones(1, 2)).shape])
+    return found, seen[0]
+
+
+def starting():
+    net = nn.Linear(2, 1)
+    values = trainer.run(start_state, {}, checkpoint={"model": net, "tensor": torch.tensor([1, 2]), "epoch": 3})
+    return values, net(torch.ones(1, 2)).item()
+
+
+if __name__ == "__main__":
+    trainer = Trainer(num_workers=2)
+    both = {"train": rows(11), "val": rows(5)}
+    found = {
+        "batches": trainer.run(batches, {}, dataset=both),
+        "samples": trainer.run(samples, {}, dataset=rows(11)),
+        "processes": Trainer(num_workers=2, loader="workers=1").run(structures, {}, dataset=Named(4)),
+        "structures": trainer.run(structures, {}, dataset=Named(4)),
+        "resuming": resuming(),
+        "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
+        "fold": trainer.run(folded, {}, dataset=rows(12), fold=(1, 3)),
+        "models": models(),
+        "starting": starting(),
+        "large": refused(large, {}),
+        "without": refused(samples, {}),
+        "unknown": refused(batches, {}, dataset={"train": rows(11), "test": rows(5)}),
+        "too_few": refused(resumable, {"fails": False}, dataset=rows(2)),
+    }
+    dirs = [trainer.logdir, trainer.latest_run_dir, trainer.latest_checkpoint_dir]
+    print(json.dumps(found | {"dirs": dirs}))
+"""
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("datasets")
+    (folder / "script.py").write_text(SCRIPT)
+    done = python(folder, "script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
+
+
+@pytest.mark.local
+class TestOnWorkers:
+    def test_batches_have_every_row_once_in_a_new_order_each_epoch(self, found: Found) -> None:
+        (one, steps, held), (other, other_steps, other_held) = found["batches"]
+        assert steps == other_steps == len(one[0]) == len(other[0]) == 2
+        for epoch in (0, 1):
+            rows = [row for batches in (one[epoch], other[epoch]) for batch in batches for row in batch]
+            assert sorted(rows) == list(range(11))
+        assert one[0] != one[1]
+        assert (held, other_held) == ([[0, 1], [4]], [[2], [3]])  # equal steps
+
+    def test_samples_are_the_same_number_on_each_worker(self, found: Found) -> None:
+        (one, count), (other, _) = found["samples"]
+        assert count == 5
+        for epoch in (0, 1):
+            rows = [[row for batch in batches[epoch] for row in batch] for batches in (one, other)]
+            assert [len(item) for item in rows] == [5, 5]
+            assert len({*rows[0], *rows[1]}) == 10
+        assert one[0] != one[1]
+
+    @pytest.mark.parametrize("name", ["structures", "processes"])
+    def test_batches_have_the_structure_of_samples(self, found: Found, name: str) -> None:
+        for rows, names, tensor, number, kind in found[name]:
+            assert names == [f"row {row}" for row in rows]
+            assert tensor == number == rows
+            assert kind == "int"
+
+    def test_a_resumed_function_reads_what_the_uninterrupted_one_would_have_read(self, found: Found) -> None:
+        whole, rest, alone, other = found["resuming"]
+        for one, resumed in zip(whole, rest, strict=True):
+            assert resumed[0][0] == 1  # in the middle of the second epoch
+            assert 0 < len(resumed) < len(one)
+            assert one[-len(resumed) :] == resumed  # rows and random numbers
+        (own,) = alone
+        before = [row for worker in whole for epoch, rows, _ in worker[:7] if epoch == 1 for row in rows]
+        after = [row for epoch, rows, _ in own if epoch == 1 for row in rows]
+        assert sorted(before + after) == list(range(17))
+        assert other == [
+            "UsageError",
+            "resumable/run_002 was started with another dataset; leave out dataset= to resume it with its own, or "
+            "resume= to start a new run",
+        ]
+
+    def test_folds_hold_out_every_row_once(self, found: Found) -> None:
+        held = []
+        for workers in found["folds"]:
+            train, val = ([row for worker in workers for row in worker[part]] for part in (0, 1))
+            assert sorted(train + val) == list(range(12))
+            assert len(val) == 4
+            held += val
+        assert sorted(held) == list(range(12))
+        assert found["fold"] == found["folds"][1]
+        runs = [open_run(found["folder"] / "runs" / "folded" / f"run_00{number}") for number in (1, 2, 3)]
+        assert [run.config["cfg"]["fold"] for run in runs] == [[0, 3], [1, 3], [2, 3]]
+
+    def test_models_come_back_without_wrappers(self, found: Found) -> None:
+        models, (result, _) = found["models"]
+        expected = ["Linear", True, "DistributedDataParallel", "torch.float32", "cpu", [1, 1]]
+        assert models == [expected, expected]
+        assert result["loss"] == 0.5
+        assert result["_training_iteration"] == 1
+        fields = {"_timestamp", "_time_this_iter_s", "_time_total_s", "_date", "_hostname", "_node_ip", "_pid"}
+        assert fields <= result.keys()
+        recorded = open_run(found["folder"] / "runs" / "model" / "run_001").metrics()
+        assert [name for name in recorded.columns if name.startswith("_")] == []
+
+    def test_a_function_starts_from_tensors_and_models(self, found: Found) -> None:
+        values, expected = found["starting"]
+        assert values == [[expected, [1, 2], 3]] * 2
+
+    def test_a_dataset_is_stored_once_and_named_by_its_content(self, found: Found) -> None:
+        """runs/.inputs/<SHA-256>"""
+        storage = found["folder"] / "runs"
+        cfgs = [open_run(storage / "resumable" / f"run_00{number}").config["cfg"] for number in (1, 2, 3)]
+        (file,) = {cfg["dataset_files"]["train"] for cfg in cfgs}
+        assert (storage / ".inputs" / file).is_file()
+        assert [item.name for item in (storage / ".inputs").iterdir() if item.name.startswith(".")] == []
+        conf = (storage / "resumable" / "run_001" / "conf.yaml").read_text()
+        assert file in conf
+        assert list(find(conf)) == []
+
+    def test_folders_of_a_trainer(self, found: Found) -> None:
+        runs = found["folder"] / "runs" / "resumable"
+        latest = str(runs / "run_004")
+        assert found["dirs"] == [str(runs), latest, f"{latest}/checkpoints"]
+
+    def test_what_workers_cannot_do_is_told_in_one_line(self, found: Found) -> None:
+        _, text = found["large"]
+        assert text == (
+            "script.large returned a Tensor on rank 0 of 68.0 MB, and 64.0 MB is the maximum; save it with "
+            "save_checkpoint, and read it from trainer.latest_checkpoint"
+        )
+        assert found["without"][1] == (
+            "get_dataset_shard() needs a dataset; pass one: trainer.run(train_func, dataset=...)"
+        )
+        assert found["unknown"][1] == "get_dataset_shard('val'): trainer.run was called with the datasets train, test"
+        assert found["too_few"] == [
+            "DatasetError",
+            "dataset has 2 rows, too few for one full batch per worker: 2 workers with batch_size 2. Lower batch_size "
+            "or num_workers",
+        ]
+
+
+def named() -> None:
+    """Do nothing."""
+
+
+class WithoutLength(Dataset[int]):
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+ROWS = TensorDataset(torch.arange(4))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dataset": WithoutLength()}, r"^dataset: WithoutLength has no length; give it __len__"),
+        ({"dataset": {"val": WithoutLength()}}, r"^dataset\['val'\]: WithoutLength has no length"),
+        ({"dataset": Stream()}, r"^dataset is of type Stream; it takes a torch Dataset with __getitem__"),
+        ({"dataset": {}}, r"^dataset is empty"),
+        ({"dataset": {"a b": ROWS}}, r"^dataset has the name 'a b'"),
+        ({"dataset": [1]}, r"^dataset has 1 rows, fewer than the 2 workers of Trainer\(num_workers=2\)"),
+        ({"dataset": [1, lambda: 0]}, r"^dataset, a list, cannot be sent to workers: .*lambda"),
+        ({"datasets": ROWS}, r"^trainer.run has no argument 'datasets'. Did you mean 'dataset'\?"),
+        ({"folds": 1}, r"^folds is 1; it takes a number of folds, 2 or more"),
+        ({"folds": 2}, r"^folds need a dataset"),
+        ({"dataset": ROWS, "folds": 2, "resume": "latest"}, "^each fold is a run of its own; resume one by"),
+        ({"dataset": ROWS, "fold": (3, 3)}, r"^fold is \(3, 3\); it takes the number of a fold and of all folds"),
+        ({"dataset": ROWS, "fold": (0, 5)}, r"^dataset has 4 rows, fewer than 5 folds"),
+        ({"dataset": {"train": ROWS, "val": ROWS}, "fold": (0, 2)}, r"^dataset has several names"),
+    ],
+)
+def test_wrong_datasets_are_refused(
+    options: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=text):
+        Trainer(num_workers=2).run(named, **options)
+
+
+@pytest.mark.pure
+class TestFiles:
+    def test_equal_datasets_have_one_file(self, tmp_path: Path) -> None:
+        datasets = [TensorDataset(torch.arange(8).float()), TensorDataset(torch.arange(8).float())]
+        one, other = (inputs.store_datasets(str(tmp_path), {"train": item}, None) for item in datasets)
+        assert one == other
+        assert len(list((tmp_path / ".inputs").iterdir())) == 1
+        assert inputs.load_dataset(str(tmp_path), one["train"])[3] == datasets[0][3]
+
+    def test_a_changed_file_is_not_unpickled(self, tmp_path: Path) -> None:
+        file = inputs.store_datasets(str(tmp_path), {"train": [1, 2]}, None)["train"]
+        path = tmp_path / ".inputs" / file
+        path.write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path / "executed") + b"'\ntR.")
+        with pytest.raises(StorageError, match=rf"{file} is damaged: remove it, then call trainer.run with the same"):
+            inputs.load_dataset(str(tmp_path), file)
+        assert not (tmp_path / "executed").exists()
+        path.unlink()
+        with pytest.raises(StorageError, match=rf"^cannot read .*{file}; call trainer.run with the same dataset="):
+            inputs.load_dataset(str(tmp_path), file)
+        with pytest.raises(StorageError, match=r"^'../other' is not the SHA-256 of a file"):
+            inputs.load_dataset(str(tmp_path), "../other")
+
+    def test_a_start_state_has_plain_values_and_tensors(self, tmp_path: Path) -> None:
+        model = nn.Linear(2, 1)
+        file = inputs.store_state(str(tmp_path), {"model": model, "epoch": 3})
+        state = inputs.load_state(str(tmp_path), file)
+        assert state["epoch"] == 3
+        assert state["model"]["weight"].equal(model.weight)
+
+
+@pytest.mark.pure
+def test_a_range_of_workers_is_elastic() -> None:
+    trainer = Trainer(num_workers=(2, 4), elastic=Elastic(max_failures=7))
+    assert trainer.settings["start_workers"] == 2
+    assert trainer.settings["elastic"] == Elastic(min_workers=2, max_workers=4, max_failures=7)
+    address = "http://127.0.0.1:1"
+    assert Trainer((4, math.inf), address=address).settings["elastic"] == Elastic(min_workers=4, max_workers=1000)
+    with pytest.raises(MlxError, match=r"num_workers is \(4, 2.5\)"):
+        Trainer(num_workers=(4, 2.5))
+
+
+STREAMS = """
+import json, ray
+import ray.data
+from mlx_runtime import MlxError, Trainer, get_dataset_shard
+
+
+def read(config):
+    shard = get_dataset_shard()
+    loader = shard.iter_torch_batches(batch_size=8)
+    return [[batch["id"].tolist() for batch in loader] for _ in range(2)], len(loader), len(list(shard)), len(shard)
+
+
+if __name__ == "__main__":
+    trainer, found = Trainer(num_workers=2), []
+    for options in ({"dataset": ray.data.from_items([1, 2])}, {"dataset": ray.data.range(4), "fold": (0, 2)}):
+        try:
+            trainer.run(read, {}, **options)
+        except MlxError as error:
+            found.append(str(error))
+    print(json.dumps([found, trainer.run(read, {}, dataset=ray.data.range(50))]))
+"""
+
+
+@pytest.mark.cluster
+def test_a_dataset_of_ray_data_is_read_by_workers_of_ray(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STREAMS)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (in_memory, folds), ((one, *sizes), (other, *_)) = json.loads(done.stdout.splitlines()[-1])
+    assert in_memory.startswith("dataset was made from objects in memory, which other clusters cannot read; write it")
+    assert folds.startswith("folds split numbered rows, which a Dataset of Ray Data has not")
+    for epoch in (0, 1):
+        assert sorted(itertools.chain(*one[epoch], *other[epoch])) == list(range(50))
+    assert one[0] != one[1]
+    assert sizes == [4, 25, 25]
