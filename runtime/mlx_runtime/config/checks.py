@@ -56,6 +56,8 @@ class Checker:
             if name not in tree:
                 cure = f"add it with: {commands()} bind" if self._project else "put a good copy of the file back"
                 yield Problem(name, f"{name}: missing; {cure}")
+            elif isinstance(tree[name], dict) and "_target_" not in tree[name]:
+                yield Problem(name, f"{name}: _target_ is missing; add _target_: {path_of(cls)}")
             elif name == "cfg" and isinstance(tree[name], dict) and self._is_callable(tree[name].get("_target_")):
                 own, rest = split_cfg(tree[name], base)
                 found = [*self._value(own, cls, name, path_of(cls)), *self._value(rest, base, name, path_of(base))]

@@ -57,6 +57,7 @@ class Driver:
     ) -> None:
         self.control = control or StopRequests()
         self.recorder: RunRecorder | None = None  # set when the run is claimed
+        self.stopped = False  # the run ends because of an interrupt
         self._plan, self._guard = plan, guard
         callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(events.Notice(text)))
         self._listeners = (*listeners, callbacks.handle)
@@ -106,15 +107,18 @@ class Driver:
                     record.alive(),
                 ):
                     guard.close()
-                    yield from self._train(recorder, stack)
+                    try:
+                        yield from self._train(recorder, stack)
+                    except (StorageError, KeyboardInterrupt) as error:
+                        if record.folder.uri:  # it may take a while
+                            why = "" if isinstance(error, KeyboardInterrupt) else f"{short_message(error)}; "
+                            self._emit(events.Notice(f"ending    {why}recording the end of the run"))
+                        raise
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and self.control.taken_over:
                     raise record.disown() from None
-                stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
-                status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
-                if record.folder.uri and isinstance(error, StorageError | KeyboardInterrupt):  # it may take a while
-                    why = "" if stopped else f"{short_message(error)}; "
-                    self._emit(events.Notice(f"ending    {why}recording the end of the run"))
+                self.stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
+                status = "FAILED" if not self.stopped else "PRUNED" if self.control.pruned else "STOPPED"
                 ended = self._record_end(recorder.end_early, status, error)
                 if isinstance(error, GeneratorExit):
                     self._emit(ended)
@@ -133,6 +137,8 @@ class Driver:
         try:
             return end(*arguments)
         except KeyboardInterrupt:  # too late to stop the run, but nothing else is waited for
+            if self.stopped and self.folder.uri:  # it has been stopped, and the storage may not answer
+                raise
             self._interrupted = True
             return end(*arguments)
 
@@ -247,7 +253,7 @@ class Driver:
     def _announce_outage(self) -> None:
         if bool(self.control.outage) != self._outage:
             self._outage = not self._outage
-            text = f"{self.control.outage}; training continues until the next checkpoint cannot be stored"
+            text = f"{self.control.outage}; the next checkpoint waits for it, for up to half a minute"
             self._emit(events.WarningNotice(text) if self._outage else events.Notice("storage   answers again"))
 
     def _receive(self) -> None:

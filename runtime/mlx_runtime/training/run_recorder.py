@@ -11,7 +11,7 @@ from typing import Any
 from mlx_runtime import companions, events
 from mlx_runtime.config.constructors import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
+from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import EVALUATIONS, claim_run, provenance, records, snapshots
 from mlx_runtime.runs.checkpoints import score
 from mlx_runtime.storage import documents, join_path, leases, storage_at, storage_root, to_json
@@ -141,7 +141,14 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
 
             previous = drivers.refuse_living(folder)
         attempt = folder.attempts() + 1 if config.sweep else 1  # an earlier driver may have died before the run began
-        if not folder.claim_attempt(attempt, leases.lease()):
+        try:
+            claimed = folder.claim_attempt(attempt, leases.lease())
+        except MlxError:
+            if config.claimed is None:  # it is ours alone
+                with contextlib.suppress(OSError):
+                    storage_at(folder.location).remove_folder()
+            raise
+        if not claimed:
             raise UsageError(f"another driver has just started {folder.title}")
         if config.origin:
             facts["from"] = config.origin.title

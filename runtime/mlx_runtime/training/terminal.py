@@ -127,6 +127,8 @@ class _Terminal:
                 raise RunStopped(self._message(), self._exit_code if isinstance(error, Terminated) else 130) from None
             except MlxError as error:
                 error.hint = error.hint or self._hint(error)
+                if self.driver.stopped:  # its end could not be recorded
+                    error.exit_code = self._exit_code if self.driver.control.reason else RunStopped.exit_code
                 raise
             assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":

@@ -514,6 +514,9 @@ class TestAnotherClass:
             bind(WithFresh, path)
         assert str(caught.value).startswith("models.net._target_ is test_binding.Lambdas, which cannot be described (")
         assert str(caught.value).endswith("; name another class there, or test_binding.Small, the code's default")
+        path.write_text(path.read_text().replace("test_binding.Lambdas", "3"))
+        with pytest.raises(BindError, match="models.net._target_ is 3, which cannot be described"):
+            bind(WithFresh, path)
 
 
 class Pair(nn.Module):

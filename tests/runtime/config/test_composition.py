@@ -454,6 +454,14 @@ class TestLooking:
         with pytest.raises(ConfigError, match=r"models\.net\._target_ is .*, which cannot be imported"):
             load_config(Experiment, [f"++models.net._target_={target!r}"], conf, look=True)
 
+    @pytest.mark.parametrize("group", ["cfg", "models", "optimizers"])
+    def test_a_group_without_its_class_is_told(self, conf: Path, group: str) -> None:
+        text, count = re.subn(rf"(?m)^({group}:.*\n)  _target_: (.*)\n", r"\1", conf.read_text())
+        assert count == 1
+        conf.write_text(text)
+        with pytest.raises(ConfigError, match=f"{group}: _target_ is missing; add _target_: "):
+            load_config(Experiment, [], conf, look=True)
+
     def test_problems_are_told(self, conf: Path) -> None:
         overrides = ["models.net.width=wide", "cfg.num_epochs=-1", "optimizers.adam.lr=fast"]
         found = []

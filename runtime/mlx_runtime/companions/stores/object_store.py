@@ -12,7 +12,7 @@ from mlx_runtime.errors import StorageError, suggest
 from mlx_runtime.extras import require
 from mlx_runtime.storage import Storage, Stored
 
-TIMEOUTS = {"connect_timeout": 5.0, "request_timeout": 5.0}
+TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 3.0}
 """Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""
 
 S3_OPTIONS = {"allow_bucket_creation", "allow_bucket_deletion", "endpoint_override", "region", "scheme"}

@@ -213,7 +213,7 @@ class Sweep:
             self._study.tell(trial.number, trial.status, best[1] if best else None)
 
     def _check_metric(self, job: TrialJob, event: EpochEnded | StepProgress) -> None:
-        """End the sweep if a run has begun its second epoch, was evaluated in the first, and none recorded the metric."""
+        """End the sweep if a run begins its second epoch, and has recorded other metrics of the stage in the first."""
         if self._first_epochs is None:
             return
         first = self._first_epochs.get(job.run)

@@ -74,6 +74,8 @@ class Description:
 
     def of_class(self, path: str, key: str) -> Node | None:
         """Return the node of the class or function at a path with all defaults; None if its package lacks it."""
+        if not isinstance(path, str):
+            raise BindError("it is not the dotted path of a class or function")
         try:
             target = object_at(path)
         except (ImportError, AttributeError) as error:

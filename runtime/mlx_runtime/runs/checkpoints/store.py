@@ -97,8 +97,11 @@ class CheckpointStore:
         """
         try:
             for pause_s in RETRY_PAUSES_S:
-                with contextlib.suppress(ConnectionError):
+                try:
                     return self._save(state, checkpoint, allowed)
+                except (ConnectionError, StorageError) as error:
+                    if ConnectionError not in (type(error), type(error.__cause__)):
+                        raise
                 time.sleep(pause_s)
             return self._save(state, checkpoint, allowed)
         except (OSError, RuntimeError) as error:

@@ -168,7 +168,7 @@ def found(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Found:
     return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
 
 
-@pytest.mark.local
+@pytest.mark.examples
 class TestOnWorkers:
     def test_batches_have_every_row_once_in_a_new_order_each_epoch(self, found: Found) -> None:
         (one, steps, held), (other, other_steps, other_held) = found["batches"]
