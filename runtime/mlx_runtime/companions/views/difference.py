@@ -57,7 +57,7 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
         config = redact_tree(parse_config(folder.document(folder.conf.name), environment=False))
     record = row.record
     git = record.get("git") or {}
-    facts = {
+    facts: dict[str, Any] = {
         "status": row.status,
         "epoch": row.epoch,
         "duration": format_duration(row.duration_s),
