@@ -196,7 +196,7 @@ def raised_in(error: BaseException, project: Path) -> bool:
 
 
 def user_traceback(error: BaseException, project: Path) -> str:
-    """Format the frames of a project's own code, innermost last, and the frame that raised.
+    """Format the frames of a project's own code, innermost last, and the frame that raised, unless it is the runtime's.
 
     Paths are relative to the project, as editors open them.
     """
@@ -206,7 +206,7 @@ def user_traceback(error: BaseException, project: Path) -> str:
     lines = []
     for frame in frames:
         own = _belongs_to(frame.filename, project)
-        if own or frame is frames[-1]:
+        if own or (frame is frames[-1] and not isinstance(error, MlxError)):
             file = os.path.relpath(frame.filename, project) if own else frame.filename
             lines.append(f"  {file}:{frame.lineno} in {frame.name}\n    {frame.line}")
     return "\n".join(lines)

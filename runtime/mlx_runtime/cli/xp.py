@@ -1,6 +1,7 @@
 """`mlx xp`."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def ls(
             say(f"{row.folder.title}: {first}", err=True)
         unreadable = [row for row in rows if row.problem is not None]
         for row in unreadable[:MAX_PROBLEMS]:
-            cure = "" if is_remote(name or "") else f"; repair it, or remove the run: mlx xp rm {row.folder.title}"
+            cure = "; repair it, or, unless it may still be training, remove the run: mlx xp rm"
+            cure = "" if is_remote(name or "") else f"{cure} {shlex.quote(row.folder.title)} -y --force"
             say(f"note: {row.problem}{cure}", err=True)
         if (more := len(unreadable) - MAX_PROBLEMS) > 0:
             say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)

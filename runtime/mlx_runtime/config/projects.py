@@ -79,9 +79,13 @@ def project_module(name: str, folder: Path) -> ModuleType:
         from mlx_runtime.extras import cure
 
         files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        why = short_message(error)
+        if isinstance(error, SyntaxError) and Path(error.filename or "").parent == folder / "src":  # in no frame
+            files.append((Path(str(error.filename)), error.lineno))
+            why = error.msg
         lines = [f"src/{file.name}:{line}" for file, line in files if file.parent == folder / "src"]
         at = lines[-1] if lines else f"{name.replace('.', '/')}.py"
-        message = f"{at}: {name} cannot be imported: {type(error).__name__}: {short_message(error)}"
+        message = f"{at}: {name} cannot be imported: {type(error).__name__}: {why}"
         raise MlxError("; ".join(filter(None, [message, cure(error)]))) from error
 
 

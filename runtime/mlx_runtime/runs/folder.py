@@ -204,7 +204,7 @@ def read_errors(run: RunFolder, name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or short_message(error)
-        raise StorageError(f"cannot read {run.location}/{name}: {why}") from error
+        raise StorageError(f"cannot read {join_path(run.location, name)}: {why}") from error
 
 
 def run_folder(root: str, experiment: str, run: str) -> RunFolder:

@@ -30,6 +30,7 @@ from mlx_runtime.config.constructors.declarations import SourceLoader
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.uploads import RUNTIME, Upload
+from mlx_runtime.storage import join_path
 from mlx_runtime.storage.documents import stays_below
 
 FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
@@ -87,7 +88,7 @@ def unpack(folder: RunFolder) -> Path:
     except FileNotFoundError as error:
         raise UsageError(f"{folder.title} has no stored code; open it in the folder of its experiment") from error
     except OSError as error:
-        raise StorageError(f"cannot read {folder.location}/{CODE}: {short_message(error)}") from error
+        raise StorageError(f"cannot read {join_path(folder.location, CODE)}: {short_message(error)}") from error
     digest = hashlib.sha256(content).hexdigest()[:16]
     if digest not in _unpacked:
         temporary = tempfile.TemporaryDirectory(prefix="mlx-code-")
@@ -99,7 +100,7 @@ def unpack(folder: RunFolder) -> Path:
                     raise ValueError(f"its files have more than {ALL_BYTES:,} bytes")
                 archive.extractall(temporary.name)
         except Exception as error:  # zipfile raises many types of exceptions
-            raise StorageError(f"{folder.location}/{CODE} is damaged: {short_message(error)}") from error
+            raise StorageError(f"{join_path(folder.location, CODE)} is damaged: {short_message(error)}") from error
         _unpacked[digest] = temporary  # removed when this process exits
     return Path(_unpacked[digest].name)
 

@@ -138,12 +138,17 @@ def from_yaml(content: bytes) -> Any:
     try:
         document = OmegaConf.create(content.decode())
     except Exception as error:  # YAML and OmegaConf raise many types of exceptions
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(yaml_message(error)) from error
     if not isinstance(document, DictConfig):
         raise ValueError("it is not a mapping")
     if odd := [name for name in document if not isinstance(name, str)]:
         raise ValueError(f"the key {odd[0]!r} is not text; write it in quotes")
     return document
+
+
+def yaml_message(error: Exception) -> str:
+    """Return the message of a YAML parser in one line, without its name for the text, because callers name the file."""
+    return " ".join(str(error).split()).replace(' in "<unicode string>", ', " in ")
 
 
 def select_text(content: bytes, key: str) -> str | None:
@@ -196,7 +201,7 @@ def _check_size(content: bytes) -> None:
             if count > NODES:
                 raise ValueError(f"it has more than {NODES:,} values")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(yaml_message(error)) from error
 
 
 def now() -> str:

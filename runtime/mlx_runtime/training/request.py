@@ -153,7 +153,7 @@ def load_config(
     source = run or choice.origin
     with _conf_of(source) as conf:
         read_from = path if choice.declared or conf is None else conf
-        title = f"{source.location}/{source.conf.name}" if source and read_from is not path else title
+        title = join_path(source.location, source.conf.name) if source and read_from is not path else title
         with _way_out(experiment, run is not None or checkpoint is not None):
             if implied:
                 composition = read(read_from, [*typed, *implied], settings, title, path)

@@ -261,7 +261,9 @@ def test_no_file_and_no_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*conf.yaml; write it with: mlx train bind"):
         load_config(Experiment, path=tmp_path / "conf.yaml")
     (tmp_path / "conf.yaml").write_text("cfg: [1,\n")
-    with pytest.raises(ConfigError, match="is not valid YAML"):
+    with pytest.raises(
+        ConfigError, match=r"conf\.yaml is not valid YAML: while parsing a flow node .* in line 2, column 1$"
+    ):
         load_config(Experiment, path=tmp_path / "conf.yaml")
 
 

@@ -556,3 +556,14 @@ def test_a_library_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MlxError, match=r'ModuleNotFoundError: .*; type: pip install "mlx-runtime\[text\]"$'):
         project_module("without_library", tmp_path)
+
+
+def test_a_syntax_error_is_located_in_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "src"
+    source.mkdir()
+    (source / "imports_broken.py").write_text("\n\nimport broken_models\n")
+    (source / "broken_models.py").write_text("a = 1\nb = (2\n")
+    monkeypatch.syspath_prepend(source)
+    message = r"^src/broken_models\.py:2: imports_broken cannot be imported: SyntaxError: '\(' was never closed$"
+    with pytest.raises(MlxError, match=message):
+        project_module("imports_broken", tmp_path)

@@ -15,7 +15,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
-from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run
+from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run, read_errors, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.runs.records import load_record
@@ -34,6 +34,15 @@ def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
         ".reserve",  # until the run ends
         "checkpoints",
     ]
+
+
+def test_a_file_of_a_run_in_an_object_store_precedes_the_options_of_its_uri() -> None:
+    run = run_folder("s3://bucket/runs?region=x", "digits", "run_001")
+    with (
+        pytest.raises(StorageError, match=r"^cannot read s3://bucket/runs/digits/run_001/run\.json\?region=x: broken$"),
+        read_errors(run, "run.json"),
+    ):
+        raise ValueError("broken")
 
 
 def test_a_number_after_999_still_sorts_last(tmp_path: Path) -> None:

@@ -250,8 +250,11 @@ class TestLs:
         assert first.cells()["status"] == "UNREADABLE"
         assert [row.folder.name for row in listing.list_rows(status="UNREADABLE")] == ["run_001"]
         listed = CliRunner().invoke(mlx_command, ["xp", "ls"])
-        assert listed.stderr == f"note: {first.problem}; repair it, or remove the run: mlx xp rm digits/run_001\n"
+        remove = "remove the run: mlx xp rm digits/run_001 -y --force"
+        assert listed.stderr == f"note: {first.problem}; repair it, or, unless it may still be training, {remove}\n"
         assert "UNREADABLE" in listed.stdout
+        done = CliRunner().invoke(mlx_command, remove.rpartition(": mlx ")[2].split())
+        assert (done.exit_code, broken.path.exists()) == (0, False), done.stderr
 
     def test_only_some_unreadable_records_are_explained(self, made: Made) -> None:
         for _ in range(7):
@@ -468,6 +471,13 @@ class TestDiff:
         }
         assert found["metrics"]["val/cross_entropy"]["a"] < found["metrics"]["val/cross_entropy"]["b"]
 
+    def test_runs_without_a_monitor_have_no_best_value(self, made: Made) -> None:
+        first, second = made(monitor="f1", best={"value": 0.5, "epoch": 0}), made(status="FAILED")
+        for folder in (first, second):
+            folder.conf.write_text("cfg: {}\n")
+        found = difference.difference(first, second)["run"]
+        assert {name: values for name, values in found.items() if name.startswith("best")} == {"best f1": {"a": 0.5}}
+
     def test_a_run_does_not_differ_from_itself(self, trained: Path, mlx: Mlx) -> None:
         done = mlx(trained, "xp", "diff", "1", "run_001")
         assert (done.returncode, done.stdout) == (0, "")
@@ -553,6 +563,18 @@ class TestBest:
         assert ranking.best("digits", mode="min")["value"] == 0.7
         found = ranking.best("digits", "loss", "min")  # the later of equal values; never NaN
         assert (found["run"], later in found["checkpoint"]) == ("run_002", True)
+
+    def test_records_that_cannot_be_read_are_named(self, storage: str, made: Made) -> None:
+        made().record.write_bytes(b"[]")
+        with pytest.raises(
+            StorageError, match=r"^cannot read .*digits/run_001/run\.json.*: it is a list, not a mapping$"
+        ):
+            ranking.best("digits")
+        made().record.write_bytes(b"")
+        with pytest.raises(StorageError, match=r"run_002/run\.json.*: Expecting value.* 1 other unreadable record"):
+            ranking.best("digits")
+        saved(made(monitor="f1", mode="max"), 0, f1=0.9)
+        assert ranking.best("digits")["run"] == "run_003"
 
     def test_folds_do_not_compare_with_other_runs(self, storage: str, made: Made) -> None:
         fold = made(monitor="f1", mode="max", fold={"fold": 0}, sweep={"name": "sweep_001", "trial": 1, "fold": 0})

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,30 @@ def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
 def test_an_unknown_option_of_a_uri_is_answered_with_a_known_one(option: str) -> None:
     with pytest.raises(StorageError, match=rf"S3 has no option {option}\. Did you mean 'endpoint_override'\?"):
         storage_at(f"s3://bucket/runs?{option}=127.0.0.1:9000")
+
+
+@pytest.mark.process
+def test_a_store_without_credentials_names_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    storage = storage_at("s3://bucket/a?endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1")
+    with pytest.raises(OSError, match="Unable to locate credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        storage.create_exclusively(b"", "mark")
+
+
+@pytest.mark.process
+def test_a_store_in_plain_http_is_answered_with_its_option() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"s3://bucket/a?endpoint_override=127.0.0.1:{server.server_port}&region="
+        with pytest.raises(ConnectionError, match="does not use TLS; .* add the option scheme=http to the URI"):
+            storage_at(f"{uri}us-east-1").names()
+        with pytest.raises(ConnectionError, match="does not use TLS"):  # of botocore, on a connection of its own
+            storage_at(f"{uri}us-west-1").create_exclusively(b"", "mark")
+        server.shutdown()
 
 
 def test_options_stay_at_the_end_of_a_uri() -> None:

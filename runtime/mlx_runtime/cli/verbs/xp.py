@@ -122,7 +122,7 @@ def _stored_logs(
 def _read_log(folder: RunFolder, rank: int | None) -> bytes | None:
     """Return the stored part of a log, or None if there is no such log."""
     name = log_name(rank)
-    with storage_errors(f"cannot read {folder.location}/{name}"):
+    with storage_errors(f"cannot read {join_path(folder.location, name)}"):
         try:
             return folder.read(name)
         except FileNotFoundError:

@@ -26,7 +26,7 @@ from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError,
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
 from mlx_runtime.runs import RunFolder, named_run, records
 from mlx_runtime.runs.queries import resolve_run
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage import join_path, storage_at
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.training.processes import RunJob, load_bound_config
 
@@ -142,7 +142,7 @@ class ClusterRun:
             try:
                 value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             except Exception as error:  # damaged or hostile: torch raises many types
-                name = f"{self.folder.location}/{returned_name(self.job, event.rank)}"
+                name = join_path(self.folder.location, returned_name(self.job, event.rank))
                 raise ValueError(f"{name} does not hold a value of plain data") from error
             event = replace(event, pickled=base64.b64encode(pickle.dumps(value)).decode())
         return event

@@ -95,10 +95,25 @@ def find_token() -> tuple[str | None, str | None]:
         return token, "RAY_AUTH_TOKEN"
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     file = Path(path) if path else Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeDecodeError):
         if token := file.read_text().strip():
             return token, "RAY_AUTH_TOKEN_PATH" if path else str(file)
     return None, None
+
+
+def token_file_problem() -> str:
+    """Return `; RAY_AUTH_TOKEN_PATH is …, which does not exist`, for the error that `find_token` found nothing."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if not path:
+        return ""
+    try:
+        Path(path).read_text()
+        why = "is empty"
+    except FileNotFoundError:
+        why = "does not exist"
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
+    return f"; RAY_AUTH_TOKEN_PATH is {path}, which {why}"
 
 
 def _clusters_file() -> Path:

@@ -278,8 +278,9 @@ def _unreachable_error(problem: str, hint: str) -> ClusterError:
 
 def _unauthorized_error(where: str, token_source: str | None) -> ClusterError:
     if token_source is None:
+        problem = f"the cluster at {where} requires a token{addresses.token_file_problem()}"
         hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the path of a file that contains it"
-        return _unreachable_error(f"the cluster at {where} requires a token", hint)
+        return _unreachable_error(problem, hint)
     if not token_source.startswith("RAY_AUTH_TOKEN"):
         token_source += ", which Ray writes for its clusters on this machine"
     problem = f"the cluster at {where} refuses the token from {token_source}"

@@ -13,6 +13,9 @@ OUTAGE_S = 2.0
 NO_ANSWER = "NETWORK_CONNECTION"
 """Part of pyarrow's messages about S3 servers that do not answer, after its retries."""
 
+NO_TLS = "wrong version number"
+"""Part of OpenSSL's message about a server that answers in plain HTTP."""
+
 T = TypeVar("T")
 
 
@@ -50,9 +53,12 @@ class Connection:
         try:
             return function(*arguments)
         except OSError as error:
-            if NO_ANSWER not in str(error):
+            reason = str(error)
+            if NO_TLS in reason:
+                reason = "the server does not use TLS; if it serves plain HTTP, add the option scheme=http to the URI"
+            elif NO_ANSWER not in reason:
                 raise
-            self._lost_at, self._reason = time.monotonic(), str(error)
+            self._lost_at, self._reason = time.monotonic(), reason
             raise ConnectionError(self._reason) from error
 
 

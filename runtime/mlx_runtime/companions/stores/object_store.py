@@ -142,6 +142,8 @@ class ObjectStore(Storage):
             if code == 501:
                 raise StorageError(f"{self.root} does not implement If-None-Match of S3's PutObject") from error
             raise OSError(str(error)) from error
+        except botocore.exceptions.NoCredentialsError as error:
+            raise OSError(f"{error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE") from error
         except botocore.exceptions.BotoCoreError as error:
             raise OSError(str(error)) from error
         return True

@@ -57,12 +57,12 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
         config = redact_tree(parse_config(folder.document(folder.conf.name), environment=False))
     record = row.record
     git = record.get("git") or {}
-    facts = {
+    facts: dict[str, Any] = {
         "status": row.status,
         "epoch": row.epoch,
-        f"best {row.monitor}": row.best,
         "duration": format_duration(row.duration_s),
     }
+    facts |= {f"best {row.monitor}": row.best} if row.best is not None else {}
     facts |= {name: record.get(name) for name in ("seed", "workers", "device", "host", "python")}
     facts |= {"commit": git.get("commit"), "uncommitted changes": bool(git.get("diff"))}
     facts |= {f"{name} version": version for name, version in (record.get("packages") or {}).items()}

@@ -8,7 +8,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position
 from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
-from mlx_runtime.runs.tables import format_number
+from mlx_runtime.runs.tables import format_number, plural
 from mlx_runtime.storage import join_path
 
 
@@ -25,9 +25,11 @@ def best(
     a final test, the latest checkpoint of the run is returned. Folds of a cross-validation are left out, because only
     their mean is comparable with other results. `warn` receives a line about them.
     """
-    rows = [row for row in (list_rows(name) if run is None else summarize([run])) if run or row.problem is None]
-    if run is not None and rows[0].problem is not None:
-        raise StorageError(rows[0].problem)
+    listed = list_rows(name) if run is None else summarize([run])
+    rows = [row for row in listed if row.problem is None]
+    if listed and not rows:
+        more = f"; {name} has {plural(len(listed) - 1, 'other unreadable record')}" if len(listed) > 1 else ""
+        raise StorageError(f"{listed[-1].problem}{more}")
     where = f"the runs of {name}" if run is None else run.title
     monitored = [row.monitor for row in rows if row.monitor]
     chosen = metric or (monitored[-1] if monitored else None)

@@ -15,7 +15,7 @@ from mlx_runtime import companions
 from mlx_runtime.config import build_cfg
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, broadcast, raised_by_sharded_tensors
-from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
+from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors, user_traceback
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
@@ -133,6 +133,8 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
     except MlxError as error:
         from mlx_runtime.training.loop.memory import out_of_memory
 
+        if type(error) is MlxError:  # user code called a method wrongly, so its line is the place to look
+            error.args = (f"{error}\n{user_traceback(error, project)}".rstrip(),)
         if not out_of_memory(error):
             raise
         raise type(error)(f"{error}\n{needed()}".rstrip()) from None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,7 @@ from mlx_runtime.config import override, parse_overrides
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.sections import Elastic
+from mlx_runtime.training.loop import loop_errors
 
 SCRIPT = """
 import json, os, sys, traceback
@@ -376,11 +378,13 @@ class TestExamples:
         for message, name in ((nested, "nested.<locals>.train"), (anonymous, "nested.<locals>.<lambda>")):
             assert message == f"workers cannot import script.{name}; define it at the top level of a module"
         assert pickled.startswith("src.training.unpicklable returned a function on rank ")
-        assert reported == "report(loss='low') is not a number; report numbers, or tensors of one element"
-        assert nameless == "report was called with a metric without a name"
+        text, *where = reported.splitlines()
+        assert text == "report(loss='low') is not a number; report numbers, or tensors of one element"
+        assert where == ["  src/training.py:138 in reports_text", '    report(loss="low")']
+        assert nameless.splitlines()[0] == "report was called with a metric without a name"
         assert saved.startswith("save_checkpoint(model=...) is of type object, which a checkpoint cannot hold")
         on_every_worker = "; call report and save_checkpoint on every worker, not only on rank 0"
-        assert uneven == [
+        assert [message.splitlines()[0] for message in uneven] == [
             f"some workers call report, others return from the function{on_every_worker}",
             f"some workers call report, others call save_checkpoint{on_every_worker}",
         ]
@@ -535,6 +539,14 @@ class TestBeforeARun:
             pytest.raises(MlxError, match=r"report\(\) works inside a function that Trainer.run has called"),
         ):
             report(loss=0.5)
+
+    def test_a_wrong_call_is_located_in_the_function(self) -> None:
+        with pytest.raises(MlxError) as caught, loop_errors(0, Path(__file__).parent):
+            report(loss=torch.ones(3))
+        first, where, line = str(caught.value).splitlines()
+        assert first.endswith("is not a number; report numbers, or tensors of one element")
+        assert re.fullmatch(r"  test_functions\.py:\d+ in test_a_wrong_call_is_located_in_the_function", where)
+        assert line == "    report(loss=torch.ones(3))"
 
     def test_it_prints_its_resources(self) -> None:
         first, header, cpus, gpus = str(Trainer(num_workers=3, cpus_per_worker=2, use_gpu=False)).splitlines()

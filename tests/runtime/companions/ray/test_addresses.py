@@ -294,3 +294,14 @@ def test_one_that_was_launched_on_from_here_gets_it(server: Asked) -> None:
     assert (Path.home() / ".config/mlx/clusters").read_text() == f"http://another:8265\n{server.url}\n"
     listing.list_rows(ask=job_statuses)
     assert server.sent == [None, "Bearer the-token"]
+
+
+def test_a_missing_file_of_the_token_is_named(server: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    file = tmp_path / "token"
+    for content, why in ((None, "does not exist"), (b"\n", "is empty"), (b"\xff", "cannot be read")):
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ClusterError, match=rf"requires a token; RAY_AUTH_TOKEN_PATH is {file}, which {why}"):
+            Dashboard.connect(Address(server.url, "here"))
