@@ -14,6 +14,7 @@ from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs.checkpoints import position
 from mlx_runtime.runs.tables import format_duration, plural
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import split_options
 from mlx_runtime.storage.secrets import secret_keys
 from mlx_runtime.tracking import Display
 from mlx_runtime.training.planning import RunPlan
@@ -136,7 +137,7 @@ class ConsoleLines:
         names = list(event.metrics) if config.checkpoint is not None else names
         rows = {name: f"{event.metrics[name]:.4f}" for name in sorted(names)}
         if event.best and config.kept:
-            path = event.best["path"].removeprefix(f"{run.place}/")
+            path = split_options(event.best["path"])[0].removeprefix(f"{split_options(run.place)[0]}/")
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
         elif config.cfg.monitor and config.kept and event.status == "SUCCEEDED":
             rows[f"best {config.cfg.monitor}"] = "none: no checkpoint has a value of it"

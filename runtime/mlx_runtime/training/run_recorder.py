@@ -195,5 +195,7 @@ def _store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
             Path(storage.of(EVALUATIONS)).mkdir(exist_ok=True)
         storage.write(to_json(facts).encode(), *parts)
     except OSError as error:
-        raise StorageError(f"cannot write {config.origin.location}/{EVALUATIONS}: {short_message(error)}") from error
+        raise StorageError(
+            f"cannot write {join_path(config.origin.location, EVALUATIONS)}: {short_message(error)}"
+        ) from error
     return join_path(config.origin.location, *parts)

@@ -13,6 +13,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from ruamel.yaml.tokens import CommentToken
 
 from mlx_runtime.errors import BindError
+from mlx_runtime.storage.documents import yaml_message
 from mlx_runtime.storage.local import IrregularError, regular
 
 
@@ -41,7 +42,7 @@ def commented_map(text: str, title: object) -> CommentedMap:
     try:
         tree = _yaml().load(text)
     except Exception as error:  # ruamel raises many types of exceptions, all with the same meaning
-        raise BindError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise BindError(f"{title} is not valid YAML: {yaml_message(error)}") from error
     if not isinstance(tree, CommentedMap):
         raise BindError(f"{title} is not a mapping of groups; remove it and bind again")
     return tree
