@@ -14,12 +14,14 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from mlx_runtime import companions
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
 from mlx_runtime.storage.local import IrregularError, open_folder, open_regular, remove_tree, write_atomic
+
+T = TypeVar("T")
 
 DOCUMENT_BYTES = 64 << 20
 """Maximum size of a document; the record of a sweep of 100,000 trials takes a third of it."""
@@ -113,6 +115,10 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def remove_folder(self, *parts: str) -> None:
         """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
+
+    def retry(self, action: Callable[[], T]) -> T:
+        """Return the result of an action, which an object store repeats after an outage."""
+        return action()
 
     def of(self, *parts: str) -> str:
         """Return the path in the storage's file system, given parts below the root."""

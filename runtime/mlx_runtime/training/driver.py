@@ -253,7 +253,7 @@ class Driver:
     def _announce_outage(self) -> None:
         if bool(self.control.outage) != self._outage:
             self._outage = not self._outage
-            text = f"{self.control.outage}; the next checkpoint waits for it, for up to half a minute"
+            text = f"{self.control.outage}; training continues, and the next checkpoint waits for it"
             self._emit(events.WarningNotice(text) if self._outage else events.Notice("storage   answers again"))
 
     def _receive(self) -> None:

@@ -152,7 +152,7 @@ class _Terminal:
 
         A closed terminal sends SIGHUP instead, and a run that ignores that signal continues.
         """
-        for stream in (sys.__stdout__, sys.__stderr__):
+        for stream in (sys.__stderr__, sys.__stdout__):  # the message about the second goes to the first
             if closed := _lost_reader(stream):
                 assert stream is not None
                 with Path(os.devnull).open("w") as nowhere:

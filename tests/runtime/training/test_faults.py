@@ -282,6 +282,17 @@ class TestTwoWorkers:
         self.check_stopped(folder)
 
     @pytest.mark.kills
+    def test_closed_streams_end_it_in_the_same_way(self, environment: dict[str, str], folder: Path) -> None:
+        """As `mlx train run 2>&1 | head` does."""
+        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.pause_s=0.2"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:  # type: ignore[call-overload]
+            wait_for(lambda: len(steps_of(folder)) > 4)
+            process.stdout.close()
+            assert process.wait(60) == 141
+        self.check_stopped(folder)
+
+    @pytest.mark.kills
     def test_a_closed_output_ends_it_in_the_same_way(self, start: Start, folder: Path) -> None:
         """As `mlx train run | head` does."""
         process = start(folder, "train", "run", "cfg.pause_s=0.2", PYTHONUNBUFFERED="1")  # a new interpreter
@@ -528,7 +539,7 @@ def test_an_object_store_may_stop_answering_for_a_while(start: Start, folder: Pa
             wait_for(lambda: len(steps_of(folder)) > 12)
             (log,) = tmp_path.glob("runs/*/faults/run_001/logs/driver.log")
             server.send_signal(signal.SIGSTOP)
-            wait_for(lambda: "the next checkpoint waits for it" in log.read_text())
+            wait_for(lambda: "training continues, and the next checkpoint waits for it" in log.read_text())
             server.send_signal(signal.SIGCONT)
             wait_for(lambda: "storage   answers again" in log.read_text())
             before = len(steps_of(folder))

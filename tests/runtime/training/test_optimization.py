@@ -199,6 +199,17 @@ class TestUpdates:
         assert same(module.models.net, plain.models.net, atol=0.01)
         assert not same(module.models.net, plain.models.net)
 
+    def test_an_optimizer_that_never_steps_is_named(self, begin: Begin) -> None:
+        events = Events()
+        module = begin(sink=events)
+        for batch in loader_of(module, batch_size=4):
+            module.backward((module.models.net(batch["x"]) + module.models.other(batch["x"])).square().mean())
+            module.optimizer_step("adam")
+        module.save_checkpoint(epoch=0)
+        notices = [event.text for event in events if isinstance(event, Notice)]
+        assert "optimizers.sgd has never stepped, although its parameters have gradients" in "\n".join(notices)
+        assert "optimizers.adam has never" not in "\n".join(notices)
+
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_loss_that_passes_through_the_model_of_another_optimizer(self, begin: Begin, accumulate: int) -> None:
         """The generator `net` and its discriminator `other`, which the reference freezes for the generator's loss."""

@@ -379,6 +379,17 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
     assert done.stderr.startswith("error: datasets.train.batch_size is 0; the minimum is 1")
 
 
+@pytest.mark.local
+def test_a_model_that_each_worker_trains_on_its_own_is_named(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(folder / "src" / "experiment.py", "self.models.second = prepare_model(self.models.second)\n", "\n")
+    done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.num_epochs=2")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "differ between workers" in line]
+    assert len(lines) == 1
+    assert "self.models.second = prepare_model(self.models.second)" in lines[0]
+
+
 def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", *HERE, "cfg.monitor=val/nope", "cfg.keep_checkpoints=1", "cfg.num_epochs=3")

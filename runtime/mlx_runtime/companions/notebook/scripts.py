@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_runtime.companions.notebook import sources
 from mlx_runtime.config.constructors import object_at
-from mlx_runtime.errors import ConfigError, MlxError, UsageError, printable, raised_in, short_message
+from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, printable, raised_in, short_message
 from mlx_runtime.settings import Settings
 
 _importing = False
@@ -46,16 +46,20 @@ def _print_own_frames(
 
     Other errors, and all with MLX_DEBUG=1, are left to the hook that was set before.
     """
-    if Settings.read().debug or not (isinstance(error, MlxError) or raised_in(error, Path.cwd())):
+    shown, runtime = traceback.TracebackException(kind, error, trace), Path(__file__).parents[2]
+    ours = [Path(frame.filename).is_relative_to(runtime) for frame in shown.stack]
+    interrupted = isinstance(error, KeyboardInterrupt) and any(ours)  # while this process waited for a run
+    if Settings.read().debug or not (isinstance(error, MlxError) or interrupted or raised_in(error, Path.cwd())):
         before(kind, error, trace)
         return
-    shown = traceback.TracebackException(kind, error, trace)
-    runtime = Path(__file__).parents[2]
-    own = [frame for frame in shown.stack if not Path(frame.filename).is_relative_to(runtime)]
+    count = ours.index(True) if interrupted else len(ours)
+    own = [frame for frame, is_ours in zip(shown.stack[:count], ours, strict=False) if not is_ours]
     shown.stack = traceback.StackSummary.from_list(own)
     if isinstance(error, MlxError):
         shown.__cause__ = shown.__context__ = None  # its message is complete
     print(printable("".join(shown.format())), end="", file=sys.stderr)
+    if interrupted:
+        raise SystemExit(RunStopped.exit_code)
 
 
 def name_script(name: str) -> str | None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 OUTAGE_S = 2.0
-"""Time for which calls fail at once after one that got no answer."""
+"""Minimum time for which calls fail at once after one that got no answer; otherwise as long as that one took."""
 
 NO_ANSWER = "NETWORK_CONNECTION"
 """Part of pyarrow's messages about S3 servers that do not answer, after its retries."""
@@ -26,7 +26,7 @@ class Connection:
     """
 
     def __init__(self) -> None:
-        self._lost_at, self._reason = -OUTAGE_S, ""
+        self._lost_until, self._reason = 0.0, ""
         self._last: Future[Any] | None = None  # of the main thread
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -48,7 +48,8 @@ class Connection:
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T:
         """Do the same in this thread."""
-        if time.monotonic() - self._lost_at < OUTAGE_S:
+        began = time.monotonic()
+        if began < self._lost_until:
             raise ConnectionError(self._reason)
         try:
             return function(*arguments)
@@ -58,7 +59,8 @@ class Connection:
                 reason = "the server does not use TLS; if it serves plain HTTP, add the option scheme=http to the URI"
             elif NO_ANSWER not in reason:
                 raise
-            self._lost_at, self._reason = time.monotonic(), reason
+            now = time.monotonic()
+            self._lost_until, self._reason = now + max(OUTAGE_S, now - began), reason
             raise ConnectionError(self._reason) from error
 
 

@@ -1,19 +1,24 @@
 """Object stores supported by pyarrow, and the conditional writes of S3, which it lacks."""
 
 import contextlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl
 
 import pyarrow.fs
 
-from mlx_runtime.companions.stores.connection import Connection, Upload
+from mlx_runtime.companions.stores.connection import Connection, T, Upload
 from mlx_runtime.errors import StorageError, suggest
 from mlx_runtime.extras import require
 from mlx_runtime.storage import Storage, Stored
 
 TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 3.0}
 """Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""
+
+RETRY_PAUSES_S = (10.0, 20.0)
+"""Pauses before an action is repeated after an outage."""
 
 S3_OPTIONS = {"allow_bucket_creation", "allow_bucket_deletion", "endpoint_override", "region", "scheme"}
 """Options of the URIs of S3 that users need."""
@@ -90,6 +95,16 @@ class ObjectStore(Storage):
     def remove_folder(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._call(self._fs.delete_dir, self.of(*parts))
+
+    def retry(self, action: Callable[[], T]) -> T:
+        for pause_s in RETRY_PAUSES_S:
+            try:
+                return action()
+            except (ConnectionError, StorageError) as error:
+                if ConnectionError not in (type(error), type(error.__cause__)):
+                    raise
+            time.sleep(pause_s)
+        return action()
 
     def read(self, *parts: str) -> bytes:
         return self._call(super().read, *parts)

@@ -66,7 +66,8 @@ def sweep(
         resume: Sweep to resume, like `sweep_001`, or `latest`. Its code and the other arguments must be the same.
             Failed trials are not repeated.
         listeners: Called with each event of the sweep (`mlx_runtime.companions.sweeps.events`).
-        settings: Arguments of `Trainer`, for a function: `num_workers=2`, `use_gpu=True`, …
+        settings: For a function, arguments of `Trainer` like `num_workers=2` and `use_gpu=True`, and `dataset`, as for
+            `Trainer.run`.
 
     Raises:
         UsageError, ConfigError: The sweep cannot start; nothing was written.

@@ -18,7 +18,7 @@ def function_overrides(function: Callable[..., Any], config: Any, settings: Mapp
     Args:
         function: training function.
         config: its config, with texts like `choice(0.1, 0.01)` in place of the values that vary.
-        settings: arguments of `Trainer`.
+        settings: arguments of `Trainer`, and `dataset`.
 
     Raises:
         UsageError, ConfigError: there is no such setting, the function cannot be called with the config, or nothing in
@@ -32,7 +32,8 @@ def function_overrides(function: Callable[..., Any], config: Any, settings: Mapp
             f"no value in the config of {function.__name__} varies; write some as text, like 'choice(0.1, 0.01)' or "
             "'interval(0.01, 0.1)'. A list is one value"
         )
-    _, values = run_settings(Trainer(**settings).settings, function, dict(config))
+    trainer = Trainer(**{name: value for name, value in settings.items() if name != "dataset"})
+    _, values = run_settings(trainer.settings, function, dict(config), dataset=settings.get("dataset"))
     fixed = [override(f"cfg.{name}", value) for name, value in values.items()]
     return (*fixed, *(f"{key}={text}" for key, text in varying.items()))
 

@@ -20,6 +20,9 @@ Schema = dict[str, Any]
 OPEN: Schema = {"type": "string", "pattern": r"\$\{.*\}|^\?\?\?$"}
 """Schema of texts that may replace any value: an interpolation, or `???`."""
 
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Addresses of objects, which dataclasses without a docstring show in the signature that is their description."""
+
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
@@ -78,7 +81,7 @@ def _node(node: Node, description: str, key: str, variants: Mapping[str, Mapping
             properties[name] = described | ({} if value == "???" else {"default": value})
     return {
         **_or_named({"type": "object"}, variants.get(key)),
-        "description": description or (inspect.getdoc(target) or "").partition("\n")[0],
+        "description": description or ADDRESS.sub("", (inspect.getdoc(target) or "").partition("\n")[0]),
         "if": {"properties": {"_target_": {"const": node["_target_"]}}},
         "then": {"properties": properties, "additionalProperties": takes_any_keyword(items) or not items},
     }

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -57,9 +56,6 @@ PARTS = {
 UNFINISHED = 2
 """Number of checkpoints of an unfinished epoch to keep."""
 
-RETRY_PAUSES_S = (10.0, 20.0)
-"""Pauses before a checkpoint is stored again after the storage has not answered."""
-
 START_S = 5.0
 """Time after which a thread that has not begun counts as never started."""
 
@@ -96,14 +92,7 @@ class CheckpointStore:
         `allowed` is called before it becomes visible, and raises if another driver owns the run.
         """
         try:
-            for pause_s in RETRY_PAUSES_S:
-                try:
-                    return self._save(state, checkpoint, allowed)
-                except (ConnectionError, StorageError) as error:
-                    if ConnectionError not in (type(error), type(error.__cause__)):
-                        raise
-                time.sleep(pause_s)
-            return self._save(state, checkpoint, allowed)
+            return self._storage.retry(partial(self._save, state, checkpoint, allowed))
         except (OSError, RuntimeError) as error:
             raise StorageError(f"{self._problem}: {short_message(error)}") from error
 
@@ -227,7 +216,7 @@ class CheckpointStore:
 
     def prune(self, keep: int, monitor: str | None, mode: str) -> None:
         """Keep the best checkpoints by a metric, then the newest of finished epochs, and the latest; remove others."""
-        saved = self.all()
+        saved = self._storage.retry(self.all)
         finished = [item for item in saved if item.finished]
         ranked = best_first(saved, monitor, mode)
         ranked += [item for item in reversed(finished) if item not in ranked]

@@ -17,7 +17,7 @@ from mlx_runtime.data import Batch, Loader, WorkerPass, trains
 from mlx_runtime.distributed import agree, gather, is_sharded, sync_buffers, whole
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.errors import MlxError
-from mlx_runtime.events import FunctionReport
+from mlx_runtime.events import FunctionReport, WarningNotice
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.tracking import ReportWriter, hooks_in_workers
 from mlx_runtime.training.loop.channel import Sink
@@ -56,6 +56,7 @@ class Session:
             notice=notice,
         )
         self._call = hooks_in_workers(context.cfg.callbacks, context.groups.experiment, notice)
+        self._compared = False  # weights of models without a wrapper
         self._calls_every = False  # user code has called `self.every`
         self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
@@ -358,9 +359,24 @@ class Session:
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
             self._end_epoch()
+            self._warn_of_untrained()
         self._store(epoch, finished=finished)
         if not in_last_step and self.stopping.vote():
             self._stop()
+
+    def _warn_of_untrained(self) -> None:
+        """Warn of optimizers that never step, and, once, of models that each worker trains separately."""
+        groups, topology = self.context.groups, self.context.topology
+        replicated = topology.data_parallel_size == topology.world_size > 1
+        if replicated or len(groups.optimizers) > 1:
+            from mlx_runtime.training.loop import untrained  # here, because not every run needs it
+
+            found = [*untrained.idle_optimizers(groups.optimizers, self.optimization.stepped)]
+            if replicated and not self._compared:
+                self._compared = True
+                found += untrained.diverged_models(groups.members("models"))
+            for text in found:
+                self.reporter.events.send_once(WarningNotice(text))
 
     def _store(self, epoch: int, *, finished: bool) -> None:
         self.reporter.begin()
