@@ -14,12 +14,16 @@ pytestmark = pytest.mark.local
 SCRIPT = """
 import json
 from pathlib import Path
-from mlx_runtime import MlxError, open_sweep, report, sweep
+from mlx_runtime import MlxError, get_dataset_shard, open_sweep, report, sweep
 
 
 def training_func(config):
     for _ in range(config["num_epochs"]):
         report(output=config["layer"]["input"], negative=-config["layer"]["input"])
+
+
+def summing(config):
+    report(total=config["factor"] * sum(get_dataset_shard()))
 
 
 def refused(config, function=training_func, **options):
@@ -56,6 +60,8 @@ found = {
         refused(space, **options | {"metric": None}, monitor="output", resume="latest"),
     ],
 }
+rows = sweep(summing, {"factor": "choice(1, 2)"}, metric="total", mode="min", num_workers=1, dataset=[1, 2, 3])
+found["with a dataset"] = [[trial.score, run.record["monitor"]] for trial, run in zip(rows.trials, rows.runs)]
 script = Path(__file__)
 script.write_text(script.read_text().replace('report(output=config["', 'report(output=2 * config["'))
 found["refused"].append(refused(space, **options, resume="latest"))
@@ -83,6 +89,10 @@ def config(value: int) -> dict[str, Any]:
     return {"num_epochs": 2, "layer": {"input": value}}
 
 
+def test_all_trials_read_the_same_dataset_and_keep_checkpoints_by_the_metric(found: dict[str, Any]) -> None:
+    assert found["with a dataset"] == [[6, "total"], [12, "total"]]
+
+
 def test_a_sweep_of_a_function_resumes_and_returns_the_best_config(found: dict[str, Any]) -> None:
     assert found["begun"] == config(1)
     assert found["best"] == [config(3), config(1), "SUCCEEDED"]
@@ -92,7 +102,7 @@ def test_a_sweep_of_a_function_resumes_and_returns_the_best_config(found: dict[s
 
 
 def test_its_runs_are_listed_below_it_and_the_command_resumes_it(found: dict[str, Any], folder: Path, mlx: Mlx) -> None:
-    rows = [line.split() for line in mlx(folder, "xp", "ls").stdout.splitlines()]
+    rows = [line.split() for line in mlx(folder, "xp", "ls", "training_func").stdout.splitlines()]
     assert [row[1] for row in rows[1:]] == ["sweep_001", "run_001", "run_002"]
     assert "cfg.config.layer.input" in mlx(folder, "xp", "ls", "training_func", "--sweep", "sweep_001").stdout
     edited = mlx(folder, "train", "sweep", "--resume", "training_func/sweep_001")
