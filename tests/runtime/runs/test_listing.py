@@ -565,12 +565,16 @@ class TestBest:
         assert (found["run"], later in found["checkpoint"]) == ("run_002", True)
 
     def test_records_that_cannot_be_read_are_named(self, storage: str, made: Made) -> None:
-        made().record.write_bytes(b"[]")
+        def damage(run: RunFolder, content: bytes) -> None:
+            run.record.write_bytes(content)
+            run.push(run.record)
+
+        damage(made(), b"[]")
         with pytest.raises(
             StorageError, match=r"^cannot read .*digits/run_001/run\.json.*: it is a list, not a mapping$"
         ):
             ranking.best("digits")
-        made().record.write_bytes(b"")
+        damage(made(), b"")
         with pytest.raises(StorageError, match=r"run_002/run\.json.*: Expecting value.* 1 other unreadable record"):
             ranking.best("digits")
         saved(made(monitor="f1", mode="max"), 0, f1=0.9)

@@ -69,13 +69,19 @@ class Upload(io.RawIOBase):
 
     def __init__(self, stream: Any, connection: Connection) -> None:
         self._stream, self._connection = stream, connection
+        self._position = 0
+
+    def tell(self) -> int:
+        return self._position
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         self._connection.attempt(self._stream.write, data)
-        return memoryview(data).nbytes
+        count = memoryview(data).nbytes
+        self._position += count
+        return count
 
     def close(self) -> None:
         if not self.closed:
