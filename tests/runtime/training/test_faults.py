@@ -285,9 +285,10 @@ class TestTwoWorkers:
     def test_closed_streams_end_it_in_the_same_way(self, environment: dict[str, str], folder: Path) -> None:
         """As `mlx train run 2>&1 | head` does."""
         command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.pause_s=0.2"]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:  # type: ignore[call-overload]
+        pipe, same = subprocess.PIPE, subprocess.STDOUT
+        with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=same) as process:
             wait_for(lambda: len(steps_of(folder)) > 4)
+            assert process.stdout is not None
             process.stdout.close()
             assert process.wait(60) == 141
         self.check_stopped(folder)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Connection:
     """Calls an object store, so that the main thread can be interrupted and does not wait for each call of an outage.
 
-    A call that was interrupted goes on in its thread. The next call waits for it, so that writes keep their order.
+    An interrupted call continues in its thread, and the next one waits for it, so that writes keep their order.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Functions of cells without `%%mlx`: what is sent to workers, what is refused, and a real kernel."""
 
 import linecache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,26 @@ def attempt(**config):
 trainer = Trainer()
 """
 
+
+@pytest.fixture
+def printed_by(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[str]], list[str]]:
+    """`printed_by(cells)` executes cells in a kernel of their own, and returns what they have printed."""
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def run(cells: list[str]) -> list[str]:
+        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
+        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        return [item.text for cell in notebook.cells for item in cell.outputs if item.get("name") == "stdout"]
+
+    return run
+
+
 KERNELS = (
     [FIRST, "resume = None\nattempt(fails=True)"],
     [FIRST, "resume = 'latest'\nrows = rows * 2", "attempt(fails=False)", "rows = rows / 2", "attempt(fails=False)"],
@@ -170,19 +191,9 @@ KERNELS = (
 
 @pytest.mark.examples
 def test_cells_train_and_another_kernel_resumes_them_unless_they_were_edited(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    printed_by: Callable[[list[str]], list[str]],
 ) -> None:
-    from nbclient import NotebookClient
-    from nbformat.v4 import new_code_cell, new_notebook
-
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    printed: list[str] = []
-    for cells in KERNELS:
-        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
-        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
-        printed += [item.text for cell in notebook.cells for item in cell.outputs if item.get("name") == "stdout"]
-    failed, edited, resumed = printed
+    failed, edited, resumed = (text for cells in KERNELS for text in printed_by(cells))
     assert "ValueError: on purpose (raised on rank 0)" in failed
     assert 'raise ValueError("on purpose")'.replace('"', "'") in failed
     assert edited == (
@@ -228,13 +239,8 @@ def attempt(**options):
 
 @pytest.mark.examples
 def test_the_dataset_of_a_cell_is_sent_with_its_class(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    printed_by: Callable[[list[str]], list[str]],
 ) -> None:
-    from nbclient import NotebookClient
-    from nbformat.v4 import new_code_cell, new_notebook
-
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     kernels = (
         [WITH_ROWS, "attempt(config={'fails': True}, dataset=Rows(8))"],
         [
@@ -243,12 +249,7 @@ def test_the_dataset_of_a_cell_is_sent_with_its_class(
             "attempt(config={'fails': False}, resume='latest')",
         ],
     )
-    printed: list[str] = []
-    for cells in kernels:
-        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
-        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
-        printed += [item.text for cell in notebook.cells for item in cell.outputs if item.get("name") == "stdout"]
-    failed, other, resumed = printed
+    failed, other, resumed = (text for cells in kernels for text in printed_by(cells))
     assert failed == "ValueError: on purpose (raised on rank 0)\n"
     assert other.startswith("train_func/run_001 was started with another dataset; leave out dataset= to resume it")
     assert resumed == "[2]\n"  # one of four batches was read before
