@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.constructors import (
@@ -97,7 +97,11 @@ class Checker:
             yield from self._node(value, hint, key, owner)
         elif isinstance(value, dict | list) and _takes_scalars(hint):
             yield Problem(key, f"{key} is a {type(value).__name__}; {owner} takes {type_name(hint)}")
-        elif isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        elif (
+            isinstance(value, dict)
+            and not _takes_nodes(hint)
+            and any(isinstance(v, dict | list) for v in value.values())
+        ):
             for name, item in value.items():
                 yield from self._value(item, Any, f"{key}.{name}", owner)
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -114,7 +118,8 @@ class Checker:
                 words = [word for word in choices(hint) if isinstance(word, str)] if isinstance(value, str) else []
                 near = difflib.get_close_matches(value, words, n=1, cutoff=0.54) if words else []
                 meant = f". Did you mean {near[0]}?" if near else ""
-                yield Problem(key, f"{key} is {value!r}; {owner} takes {type_name(hint)}{choice}{meant}")
+                given = "has no _target_" if isinstance(value, dict) and _takes_nodes(hint) else f"is {value!r}"
+                yield Problem(key, f"{key} {given}; {owner} takes {type_name(hint)}{choice}{meant}")
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
@@ -181,6 +186,11 @@ def _takes_objects(hint: Any) -> bool:
     """Return True for classes whose objects are nodes in conf.yaml, and unions of them: all but Python's own."""
     classes = [item for item in alternatives(hint) if isinstance(item, type) and item is not type(None)]
     return classes != [] and all(item.__module__ != "builtins" for item in classes)
+
+
+def _takes_nodes(hint: Any) -> bool:
+    """Return True if a mapping must be a node: no alternative is a generic type, like dict[str, int]."""
+    return _takes_objects(hint) and all(get_origin(item) is None for item in alternatives(hint))
 
 
 def _makes_another(target: Any, hint: Any) -> bool:

@@ -214,6 +214,12 @@ def test_what_a_file_lacks_since_it_was_bound_is_added_by_bind(conf: Path) -> No
         assert str(caught.value) == message
 
 
+def test_a_node_without_its_class_is_not_a_mapping(conf: Path) -> None:
+    conf.write_text(conf.read_text().replace(f"    _target_: {__name__}.Net\n", ""))
+    with pytest.raises(ConfigError, match=r"\n  models\.net has no _target_; .*\.Models takes Net\n"):
+        load_config(Experiment, [], conf)
+
+
 def test_all_problems_are_told_at_once(conf: Path) -> None:
     overrides = ["cfg.num_epochs=x", "models.net.width=y", "cfg.seed=???", "cfg.sed=3", "cfg.loader=${a.b}"]
     with pytest.raises(ConfigError) as caught:

@@ -580,6 +580,14 @@ class TestBest:
         saved(made(monitor="f1", mode="max"), 0, f1=0.9)
         assert ranking.best("digits")["run"] == "run_003"
 
+    def test_a_misspelled_monitor_hides_no_other_run(self, storage: str, made: Made) -> None:
+        saved(made(monitor="f1", mode="max", metrics={"f1": 0.9}), 0, f1=0.9)
+        made(monitor="f11", mode="max", metrics={"f1": 0.8})
+        notes: list[str] = []
+        found = ranking.best("digits", warn=notes.append)
+        assert (found["run"], found["value"]) == ("run_001", 0.9)
+        assert notes == ["the runs of digits monitor f1 and f11; this is by f1, see --metric"]
+
     def test_folds_do_not_compare_with_other_runs(self, storage: str, made: Made) -> None:
         fold = made(monitor="f1", mode="max", fold={"fold": 0}, sweep={"name": "sweep_001", "trial": 1, "fold": 0})
         saved(fold, 0, f1=1.0)

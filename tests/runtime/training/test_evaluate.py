@@ -69,7 +69,9 @@ def test_checkpoints_that_are_gone_are_not_to_come(trained: Path, mlx: Mlx, tmp_
     for command in (["train", "eval", "1"], ["xp", "consolidate", "digits"]):
         done = mlx(folder, *command)
         assert done.returncode == 2
-        assert done.stderr.startswith("error: the checkpoints of digits/run_001 are gone; put one back, like ")
+        assert done.stderr.startswith(
+            "error: no checkpoint of digits/run_001 is left that can be read; put one back, like "
+        )
         assert len(done.stderr.splitlines()) == 1
 
 

@@ -57,7 +57,9 @@ class Connection:
             reason = str(error)
             if NO_TLS in reason:
                 reason = "the server does not use TLS; if it serves plain HTTP, add the option scheme=http to the URI"
-            elif NO_ANSWER not in reason:
+            elif NO_ANSWER in reason:
+                reason = f"the server does not answer: {reason.rpartition('Details: ')[2]}"
+            else:
                 raise
             now = time.monotonic()
             self._lost_until, self._reason = now + max(OUTAGE_S, now - began), reason

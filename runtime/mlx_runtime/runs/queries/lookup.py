@@ -127,10 +127,12 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
 
 
 def no_checkpoint(folder: RunFolder) -> UsageError:
-    """Return the error for a run without checkpoints: it has not saved any yet, or they are missing."""
+    """Return the error for a run without checkpoints: it has not saved any yet, or they are missing or damaged."""
     with contextlib.suppress(StorageError):  # the record cannot be read
         if latest := records.load_record(folder).get("latest"):
-            return UsageError(f"the checkpoints of {folder.title} are gone; put one back, like {latest.get('path')}")
+            return UsageError(
+                f"no checkpoint of {folder.title} is left that can be read; put one back, like {latest.get('path')}"
+            )
     return UsageError(f"{folder.title} has no checkpoint yet")
 
 

@@ -32,7 +32,8 @@ def best(
         raise StorageError(f"{listed[-1].problem}{more}")
     where = f"the runs of {name}" if run is None else run.title
     monitored = [row.monitor for row in rows if row.monitor]
-    chosen = metric or (monitored[-1] if monitored else None)
+    recorded = [row.monitor for row in rows if row.monitor and row.value(row.monitor) is not None]
+    chosen = metric or next(reversed(recorded or monitored), None)
     if metric is None and len(set(monitored)) > 1:
         warn(f"the runs of {name} monitor {' and '.join(sorted(set(monitored)))}; this is by {chosen}, see --metric")
     if chosen is None:
