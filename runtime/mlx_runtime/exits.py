@@ -1,5 +1,6 @@
 """The end of a command: one clear message on stderr, and the right exit code."""
 
+import _thread
 import atexit
 import contextlib
 import errno
@@ -63,7 +64,10 @@ def _print_error(error: MlxError | OSError | KeyboardInterrupt) -> int:
 
 @contextlib.contextmanager
 def _single_interrupt() -> Iterator[None]:
-    """Let Ctrl-C interrupt the block once, and ignore repeats while it cleans up."""
+    """Let Ctrl-C interrupt the block once, and ignore repeats while it cleans up.
+
+    Python drops an exception that is raised in a finalizer, like `__del__`; such an interrupt is sent again.
+    """
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # already active, or someone else handles Ctrl-C
@@ -76,10 +80,20 @@ def _single_interrupt() -> Iterator[None]:
             interrupted_at = time.monotonic()
             raise KeyboardInterrupt
 
+    def resend(dropped: "sys.UnraisableHookArgs") -> None:
+        nonlocal interrupted_at
+        if dropped.exc_type is KeyboardInterrupt:
+            interrupted_at = -math.inf
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            report(dropped)
+
+    report, sys.unraisablehook = sys.unraisablehook, resend
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
+        sys.unraisablehook = report
         # Otherwise the process is exiting, which neither a repeated nor a late Ctrl-C may disturb.
         if interrupted_at == -math.inf and signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,5 @@
 """Checks of a config against the signatures of its constructors; all problems are found at once."""
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
@@ -11,7 +10,6 @@ from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.constructors import (
     MISSING,
     alternatives,
-    choices,
     convert,
     loaded_object_at,
     object_at,
@@ -25,10 +23,11 @@ from mlx_runtime.errors import suggest
 
 
 class Problem(NamedTuple):
-    """The full key of a value, and a line with the key, the problem and the cure."""
+    """The full key of a value, a line with the key, the problem and the cure, and a cure for values in the file."""
 
     key: str
     text: str
+    cure: str = ""
 
 
 class Checker:
@@ -43,7 +42,7 @@ class Checker:
         self, *, imports: bool = True, variants: Mapping[str, Iterable[str]] | None = None, project: bool = True
     ) -> None:
         self._project = project
-        self._object_at = object_at if imports else loaded_object_at
+        self.object_at = object_at if imports else loaded_object_at
         self._variants = variants or {}
         self.unseen: list[str] = []
 
@@ -71,22 +70,9 @@ class Checker:
                 free = {f"{name}.{optimizer}.params" for optimizer in tree[name]} if name == "optimizers" else ()
                 yield from (item for item in self._value(tree[name], cls, name, path_of(cls)) if item.key not in free)
 
-    def lacks(self, tree: Tree, key: str, base: type) -> bool:
-        """Return True if a key is an argument in the code that its node in the config lacks."""
-        *parents, name = key.split(".")
-        node: Any = tree
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, dict) else None
-        path = node.get("_target_") if isinstance(node, dict) else None
-        if not isinstance(path, str) or name in node or not self._is_callable(path):
-            return False
-        target: Any = self._object_at(path)
-        items = [*(parameters(target) or []), *((parameters(base) or []) if parents == ["cfg"] else [])]
-        return name in {item.name for item in items}
-
     def _is_callable(self, path: Any) -> bool:
         try:
-            return callable(self._object_at(path))
+            return callable(self.object_at(path))
         except (ImportError, AttributeError):
             return False
 
@@ -111,15 +97,10 @@ class Checker:
             try:
                 convert(value, hint)
             except TypeError:
-                names = ", ".join(self._variants.get(key, ())) if isinstance(value, str) else ""
-                choice = f", or one of the variants: {names}" if names else ""
-                if not names and isinstance(value, str) and value.isidentifier() and _takes_objects(hint):
-                    choice = f", and there is no src/variants/{key}/{value}.yaml"
-                words = [word for word in choices(hint) if isinstance(word, str)] if isinstance(value, str) else []
-                near = difflib.get_close_matches(value, words, n=1, cutoff=0.54) if words else []
-                meant = f". Did you mean {near[0]}?" if near else ""
-                given = "has no _target_" if isinstance(value, dict) and _takes_nodes(hint) else f"is {value!r}"
-                yield Problem(key, f"{key} {given}; {owner} takes {type_name(hint)}{choice}{meant}")
+                from mlx_runtime.config.constructors import mismatch
+
+                objects = _takes_objects(hint)
+                yield Problem(key, mismatch(value, hint, key, owner, self._variants.get(key, ()), objects=objects))
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
@@ -127,14 +108,13 @@ class Checker:
             yield Problem(target_key, f"{target_key} is {path!r:.100}, not the dotted path of a class or function")
             return
         try:
-            target = self._object_at(path)
+            target = self.object_at(path)
         except (ImportError, AttributeError) as error:
-            from mlx_runtime.config.constructors import namesake
-            from mlx_runtime.extras import cure
+            from mlx_runtime.config.constructors import import_problem
 
-            why = "; ".join(filter(None, [str(error).splitlines()[-1], cure(error)]))
-            there = f". Did you mean {found!r}?" if (found := namesake(path)) else ""
-            yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}{there}")
+            mine = self._project and path.partition(".")[0] == owner.partition(".")[0]
+            then = f"; if it was renamed in the code, run: {commands()} bind" if mine else ""
+            yield Problem(target_key, f"{target_key} is {path!r}, which {import_problem(path, error)}", then)
             return
         if target is None:
             self.unseen.append(path)

@@ -93,8 +93,10 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
     reported = {problem.key for problem in problems}
     own = project in (None, path)
     checker = Checker(imports=not look, variants=selection.variants.nodes, project=own)
-    for index, (key, _) in enumerate(problems):
-        if checker.lacks(tree, key, base):
+    for index, (key, *_) in enumerate(problems):
+        from mlx_runtime.config.constructors import lacks
+
+        if lacks(tree, key, base, checker.object_at):
             cure = f"run: {commands(path)} bind" if own else f"add it with +{key}=..."
             problems[index] = Problem(key, f"{key} is newer than {title}, which does not have it yet; {cure}")
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
@@ -117,7 +119,11 @@ def _blame(problem: Problem, selection: Selection) -> str:
     override = selection.override(problem.key)
     if override and override.startswith("~"):
         return f"{OVERRIDE}{override}: the experiment needs {problem.key}; leave this override out"
-    return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + _in(selection.source(problem.key))
+    return (
+        f"{OVERRIDE}{override}: {problem.text}"
+        if override
+        else problem.text + problem.cure + _in(selection.source(problem.key))
+    )
 
 
 def raise_if(problems: Sequence[str], title: object) -> None:
@@ -241,7 +247,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     for item in overrides:
         if item.startswith("="):
             raise ConfigError(f"the override {item!r} has no key; write key=value without spaces")
-        if not _is_unicode(item):
+        if item.encode(errors="replace").decode() != item:  # half a surrogate pair: bytes that are not UTF-8
             raise ConfigError(f"the override {item!a:.100} holds text that is not Unicode; type it again")
         if _nesting_depth(item) > DEPTH:
             raise ConfigError(f"the override {item!r:.100} is nested more than {DEPTH} levels deep")
@@ -250,18 +256,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     except OverrideParseException as error:
         key, mark, _ = str(error.override).partition("=")
         cure = f"close its brackets and quotes, or quote its whole value: '{key}=\"…\"'"
-        cure = cure if mark else "write key=value, or key=a,b in a sweep, without spaces"
+        if not mark or str(error.override).endswith(","):
+            cure = "write key=value, or key=a,b in a sweep, without spaces"
         why = f": {short_message(error.__cause__)}" if error.__cause__ else f"; {cure}"
         raise ConfigError(f"the override {error.override!r} is not understood{why}") from error
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for text with half a surrogate pair, from bytes on the command line that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _nesting_depth(text: str) -> int:

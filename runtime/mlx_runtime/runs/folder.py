@@ -35,7 +35,7 @@ from typing import Any
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
-from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
+from mlx_runtime.storage.documents import Kind, from_json, name_problem
 from mlx_runtime.storage.leases import claim_folder
 from mlx_runtime.storage.local import open_regular, regular
 
@@ -232,12 +232,8 @@ def claim_run(
         again: claim the folder with this name even if it exists, after an interrupted claim.
         announce: called with the name of each folder just before it is created.
     """
-    if not is_name(experiment):
-        raise ConfigError(
-            f"cfg.name is {experiment!r:.100}, which is not a valid folder name; leave out / \\ ? #, line breaks and "
-            "other characters that do not print, a leading dot or dash, and spaces around it, and use at most "
-            f"{NAME_BYTES} bytes"
-        )
+    if problem := name_problem("cfg.name", experiment):
+        raise ConfigError(problem)
     storage = storage_at(root)
     try:
         if storage.local:

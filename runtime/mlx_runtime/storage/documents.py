@@ -37,6 +37,17 @@ def is_name(value: Any) -> bool:
     return value[0] not in ".-" and not {*"/\\?#"} & {*value} and len(value.encode()) <= NAME_BYTES
 
 
+def name_problem(title: str, value: Any) -> str | None:
+    """Return why a value, which messages call `title`, is not a valid name, or None."""
+    if is_name(value):
+        return None
+    return (
+        f"{title} is {value!r:.100}, which is not a valid folder name; leave out / \\ ? #, line breaks and other "
+        "characters that do not print, a leading dot or dash, and spaces around it, and use at most "
+        f"{NAME_BYTES} bytes"
+    )
+
+
 def stays_below(value: Any) -> bool:
     """Return True for a relative path, separated by `/`, that stays below its root.
 

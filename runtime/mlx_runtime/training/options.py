@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from mlx_runtime.errors import suggest
 from mlx_runtime.sections import CrossValidation, Debug, Elastic, Hub, Preparation, Section, Sharding, at_least
-from mlx_runtime.storage.documents import LARGEST
+from mlx_runtime.storage.documents import LARGEST, name_problem
 from mlx_runtime.tracking import HOOKS, TensorBoard
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.strategies import STRATEGIES
@@ -19,7 +19,7 @@ class _CheckedSettings:
     @staticmethod
     def out_of_range(cfg: Any) -> list[str]:
         """Return one line per setting that is out of range. A user's own class of `cfg` may lack settings."""
-        problems = []
+        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
         for name, minimum in minimums().items():
             value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
             if value is not None and value < minimum:

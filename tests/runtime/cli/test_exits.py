@@ -73,6 +73,21 @@ def test_a_second_interrupt_disturbs_nothing_that_others_do_at_the_end() -> None
 
 
 @pytest.mark.process
+def test_an_interrupt_of_a_finalizer_is_not_lost() -> None:
+    script = (
+        "import os, signal, time; from mlx_runtime.exits import clean_exit\n"
+        "class Group:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
+        "with clean_exit():\n"
+        "    Group()\n"
+        "    time.sleep(30)\n"
+        "    print('not interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (RunStopped.exit_code, "", "error: interrupted\n")
+
+
+@pytest.mark.process
 def test_a_board_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     """Neither TensorBoard, which `sleep` stands for, nor its copies of what an object store has."""
     copies = tmp_path / "copies"

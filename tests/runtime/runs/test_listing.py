@@ -588,6 +588,17 @@ class TestBest:
         assert (found["run"], found["value"]) == ("run_001", 0.9)
         assert notes == ["the runs of digits monitor f1 and f11; this is by f1, see --metric"]
 
+    def test_a_run_without_readable_checkpoints_is_left_out(self, made: Made) -> None:
+        metrics = {"f1": 0.9}
+        run = made(monitor="f1", mode="max", metrics=metrics, latest={"path": "x/epoch_0001", "epoch": 0})
+        name = saved(run, 0, **metrics)
+        assert ranking.best("digits")["value"] == 0.9
+        (Path(run.checkpoints) / name / "checkpoint.json").write_text("{")
+        with pytest.raises(UsageError, match=r"no checkpoint of digits/run_001 is left .* like \S+/epoch_0001$"):
+            ranking.best("digits")
+        saved(made(monitor="f1", mode="max"), 0, f1=0.8)
+        assert ranking.best("digits")["run"] == "run_002"
+
     def test_folds_do_not_compare_with_other_runs(self, storage: str, made: Made) -> None:
         fold = made(monitor="f1", mode="max", fold={"fold": 0}, sweep={"name": "sweep_001", "trial": 1, "fold": 0})
         saved(fold, 0, f1=1.0)

@@ -92,10 +92,9 @@ def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterab
     try:
         found = object_at(path)
     except (ImportError, AttributeError) as error:
-        from mlx_runtime.config.constructors.suggestions import namesake
+        from mlx_runtime.config.constructors.suggestions import import_problem
 
-        there = f". Did you mean {near!r}?" if (near := namesake(path)) else ""
-        raise ConfigError(f"{title} cannot be imported: {str(error).splitlines()[-1]}{there}") from error
+        raise ConfigError(f"{title} {import_problem(path, error)}") from error
     if missing := [item for item in needs if not callable(getattr(found, item, None))]:
         raise ConfigError(f"{title} has no method {missing[0]}, which every {setting} has")
     return found

@@ -8,6 +8,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position
 from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
+from mlx_runtime.runs.queries.lookup import no_checkpoint
 from mlx_runtime.runs.tables import format_number, plural
 from mlx_runtime.storage import join_path
 
@@ -47,13 +48,14 @@ def best(
         epoch: int | None
         path: str | None
         facts = {"metric": chosen, "mode": chosen_mode, "experiment": row.folder.experiment, "run": row.folder.name}
-        if saved := best_first(list_checkpoints(row.folder.checkpoints, report=True), chosen, chosen_mode):
+        kept, latest = list_checkpoints(row.folder.checkpoints, report=True), row.record.get("latest") or {}
+        if saved := best_first(kept, chosen, chosen_mode):
             item, value, epoch = saved[0], saved[0].metrics[chosen], saved[0].epoch + 1
             path, step = join_path(row.folder.checkpoints, item.name), None if item.finished else item.global_step
         else:
             value, epoch = row.metrics.get(chosen, math.nan), row.epoch
-            path, step = (row.record.get("latest") or {}).get("path"), None
-        if value is None or math.isnan(value):
+            path, step = latest.get("path"), None
+        if value is None or math.isnan(value) or (path and not kept):
             return None
         return facts | {"value": value, "epoch": epoch, "step": step, "checkpoint": path}
 
@@ -64,6 +66,8 @@ def best(
         cure = f"the mean of each trial: mlx xp best {name} {sweep}" if sweep else "compare the means of their values"
         raise UsageError(f"all runs of {name} with {chosen} are folds of a cross-validation; {cure}")
     if not found:
+        if lost := [row.folder for row in rows if row.value(chosen) is not None]:
+            raise no_checkpoint(lost[-1])
         raise UsageError(f"{chosen} is not recorded in {where}.{suggest_metric(rows, chosen)}")
     if folds:
         see = f"; see: mlx xp best {name} {sweep}" if sweep else ""
