@@ -97,7 +97,7 @@ class Checker:
             try:
                 convert(value, hint)
             except TypeError:
-                from mlx_runtime.config.constructors import mismatch
+                from mlx_runtime.config.mismatches import mismatch
 
                 objects = _takes_objects(hint)
                 yield Problem(key, mismatch(value, hint, key, owner, self._variants.get(key, ()), objects=objects))

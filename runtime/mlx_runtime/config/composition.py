@@ -94,7 +94,7 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
     own = project in (None, path)
     checker = Checker(imports=not look, variants=selection.variants.nodes, project=own)
     for index, (key, *_) in enumerate(problems):
-        from mlx_runtime.config.constructors import lacks
+        from mlx_runtime.config.mismatches import lacks
 
         if lacks(tree, key, base, checker.object_at):
             cure = f"run: {commands(path)} bind" if own else f"add it with +{key}=..."

@@ -17,8 +17,6 @@ from mlx_runtime.config.constructors.signatures import try_convert as try_conver
 from mlx_runtime.config.constructors.signatures import type_name as type_name
 from mlx_runtime.config.constructors.suggestions import describe_move as describe_move
 from mlx_runtime.config.constructors.suggestions import import_problem as import_problem
-from mlx_runtime.config.constructors.suggestions import lacks as lacks
-from mlx_runtime.config.constructors.suggestions import mismatch as mismatch
 from mlx_runtime.config.constructors.targets import loaded_object_at as loaded_object_at
 from mlx_runtime.config.constructors.targets import named_class as named_class
 from mlx_runtime.config.constructors.targets import names_repositories as names_repositories
