@@ -95,9 +95,7 @@ def plan(
     """
     space = parse(asked.overrides)
     if not space.dimensions and not asked.folds:
-        raise UsageError(
-            "no parameter has several values; give one some, like optimizers.adam.lr=1e-3,1e-4, or add --folds 5"
-        )
+        raise UsageError("no parameter has several values; give one some, like cfg.seed=1,2,3, or add --folds 5")
     search = asked.search or ("optuna" if space.size is None else "grid")
     trials = trial_count(space, search, asked.trials or None, large=large)
     if asked.folds and (key := space.find_varying_key(*OF_FOLDS)):
