@@ -62,7 +62,7 @@ class FunctionRun(RunIterator[Results]):
         remote: ClusterRun | None = None,
     ) -> None:
         self._callbacks = callbacks
-        self._returned: dict[int, str] = {}
+        self._returned: dict[int, FunctionReturned] = {}
         self._world_size = 0
         self.checkpoint_path: str | None = None  # of the newest complete checkpoint
         super().__init__(job, (), show, remote)
@@ -78,8 +78,8 @@ class FunctionRun(RunIterator[Results]):
                 yield results
             case CheckpointSaved(path=path):
                 self.checkpoint_path = path
-            case FunctionReturned(rank, world_size, pickled):
-                self._returned[rank], self._world_size = pickled, world_size
+            case FunctionReturned(rank, world_size):
+                self._returned[rank], self._world_size = event, world_size
 
     def error(self, error: BaseException) -> BaseException:
         return in_own_words(super().error(error))
@@ -115,8 +115,10 @@ class FunctionRun(RunIterator[Results]):
             raise MlxError(f"{text}; save large values with save_checkpoint")
         values = []
         for rank in range(self._world_size):
+            if problem := self._returned[rank].problem:
+                raise MlxError(problem)
             try:
-                values.append(pickle.loads(base64.b64decode(self._returned[rank])))
+                values.append(pickle.loads(base64.b64decode(self._returned[rank].pickled)))
             except Exception as error:  # unpickling can raise anything
                 why = f"{type(error).__name__}: {short_message(error)}"
                 text = f"what rank {rank} returned cannot be unpickled here: {why}. Return a state_dict, not the model"
