@@ -128,7 +128,8 @@ class TrainConfig(_CheckedSettings):
         runtime_env: additions to the environment of jobs on a cluster, as in Ray:
             `{"pip": [...], "env_vars": {...}}`.
         secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
-        use_gpu: train on one GPU per worker; None means only if there are enough.
+        use_gpu: train on GPUs; None means only if there are enough.
+        gpus_per_worker: GPUs per worker, if it trains on GPUs. With several, the loop distributes the model over them.
         cross_validation: one fold of a cross-validation.
         debug: quick looks and debugging.
         elastic: workers that are lost, replaced or added while a run trains.
@@ -172,6 +173,7 @@ class TrainConfig(_CheckedSettings):
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
+    gpus_per_worker: int = at_least(1, 1)
     cross_validation: CrossValidation = CrossValidation()
     debug: Debug = Debug()
     elastic: Elastic = Elastic()
@@ -210,6 +212,7 @@ class DataConfig(_CheckedSettings):
     # Requirements of a cluster beyond those above; tasks are not a group that has to be complete.
     engine: ClassVar[str] = "ray"
     elastic: ClassVar[Elastic] = Elastic()
+    gpus_per_worker: ClassVar[int] = 1
 
 
 def minimums() -> dict[str, float]:

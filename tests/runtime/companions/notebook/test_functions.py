@@ -467,7 +467,8 @@ class TestBeforeARun:
             ),
             ({"num_workers": 4, "elastic": Elastic(max_workers=2)}, ConfigError, "^num_workers is 4, not between"),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
-            ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
+            ({"gpus_per_worker": 0}, ConfigError, "^gpus_per_worker is 0; the minimum is 1"),
+            ({"gpus_per_worker": 2, "backend": "jax"}, UsageError, "a worker of the backend jax has one GPU; use more"),
             (
                 {"backend": "horovod"},
                 UsageError,
@@ -554,6 +555,8 @@ class TestBeforeARun:
         assert header.split() == ["per", "worker", "3", "workers", "this", "machine"]
         assert cpus.split() == ["CPUs", "2", "6", f"{os.cpu_count()}"]
         assert gpus.split()[:3] == ["GPUs", "0", "0"]
+        *_, gpus = str(Trainer(num_workers=3, gpus_per_worker=2, use_gpu=True)).splitlines()
+        assert gpus.split()[:3] == ["GPUs", "2", "6"]
 
     @pytest.mark.parametrize(
         ("function", "config", "takes"),
