@@ -123,7 +123,7 @@ class TrainConfig(_CheckedSettings):
         mode: `max` or `min`, whether larger or smaller values of `monitor` are better.
         checkpoint_every_steps: training steps between two checkpoints within an epoch; with None, only the loop saves
             checkpoints.
-        keep_checkpoints: number of checkpoints kept per run: the best by `monitor`, and always the latest.
+        keep_checkpoints: number kept per run: the best by `monitor`, and always the latest; with 0, none after success.
         cpus_per_worker: CPU cores and torch threads per worker.
         runtime_env: additions to the environment of jobs on a cluster, as in Ray:
             `{"pip": [...], "env_vars": {...}}`.
@@ -168,7 +168,7 @@ class TrainConfig(_CheckedSettings):
     monitor: str | None = None
     mode: Literal["max", "min"] = "min"
     checkpoint_every_steps: int | None = at_least(1, None)
-    keep_checkpoints: int = at_least(1, 3)
+    keep_checkpoints: int = at_least(0, 3)
     cpus_per_worker: int = at_least(1, 1)
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
