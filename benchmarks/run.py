@@ -10,6 +10,7 @@ import rounds
 from parts import (
     bucketing,
     checkpoints,
+    functions,
     imports,
     logging,
     memory,
@@ -23,6 +24,7 @@ from parts import (
 
 PARTS = {
     "starting": starting,
+    "functions": functions,
     "imports": imports,
     "training": training,
     "reading": reading,

@@ -74,12 +74,15 @@ class RayCluster:
             self._end(process)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def add(self, cpus: int = 1, environment: Mapping[str, str] | None = None, **resources: float) -> None:
-        """Start a raylet."""
+    def add(
+        self, cpus: int = 1, environment: Mapping[str, str] | None = None, *, gpus: int = 0, **resources: float
+    ) -> None:
+        """Start a raylet. Its GPUs are only numbers, which Ray assigns to workers."""
         given = json.dumps(resources)
         self.raylets.append(
             self._start(
-                *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--resources={given}"),
+                *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
+                f"--resources={given}",
                 f"--temp-dir={self.folder}/{len(self.raylets)}",  # otherwise each of them would forward all logs
                 environment=environment or {},
             )

@@ -134,9 +134,9 @@ loss and a metric of TorchMetrics, one epoch, with metrics and a checkpoint at t
 writes TensorBoard events and the record of the run. Runs from Python are measured from the call of `run()`, after the
 import of the experiment. Medians of {rounds} alternating rounds, with the least and the greatest ratio.
 
-{table(["two workers", *head[1:]], _rows(two, TWO_WORKERS))}
+{table(["two workers", *head[1:]], rows(two, TWO_WORKERS))}
 
-{table(["one process", *head[1:]], _rows(one, ONE_PROCESS))}
+{table(["one process", *head[1:]], rows(one, ONE_PROCESS))}
 
 {table(["from Python, one process", *head[1:3]], _from_python(one["plain"], python))}
 
@@ -151,7 +151,7 @@ the record of the run before it trains.
 """
 
 
-def _rows(found: dict[str, list[Start]], titles: dict[str, str]) -> list[list[str]]:
+def rows(found: dict[str, list[Start]], titles: dict[str, str]) -> list[list[str]]:
     columns = [
         _compared({name: [getattr(start, field) for start in starts] for name, starts in found.items()}, field)
         for field in ("first_step_s", "wall_s", "cpu_s")

@@ -192,6 +192,7 @@ class FunctionReturned(WorkerEvent):
     rank: int
     world_size: int
     pickled: str  # its value, in base64
+    problem: str = ""  # reason why the value was not sent
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ class ConsoleLines:
         if engine.notice:
             self._print(f"          {engine.notice}")
         if cfg.use_gpu is None and cluster.gpus and not cluster.use_gpu:
-            gpus = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)}"
-            hint = f"cfg.start_workers={int(cluster.gpus)} trains on GPUs; cfg.use_gpu=false selects CPUs"
+            gpus, fit = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)}", int(cluster.gpus) // cfg.gpus_per_worker
+            hint = f"cfg.start_workers={fit} trains on GPUs; cfg.use_gpu=false selects CPUs"
             self._print(f"warning   training on CPUs, with {gpus} for {number} workers. {hint}", always=True)
         cores = os.cpu_count() or 1
         if cluster.shares_cores and number * cfg.cpus_per_worker > cores:

@@ -123,12 +123,13 @@ class TrainConfig(_CheckedSettings):
         mode: `max` or `min`, whether larger or smaller values of `monitor` are better.
         checkpoint_every_steps: training steps between two checkpoints within an epoch; with None, only the loop saves
             checkpoints.
-        keep_checkpoints: number of checkpoints kept per run: the best by `monitor`, and always the latest.
+        keep_checkpoints: number kept per run: the best by `monitor`, and always the latest; with 0, none after success.
         cpus_per_worker: CPU cores and torch threads per worker.
         runtime_env: additions to the environment of jobs on a cluster, as in Ray:
             `{"pip": [...], "env_vars": {...}}`.
         secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
-        use_gpu: train on one GPU per worker; None means only if there are enough.
+        use_gpu: train on GPUs; None means only if there are enough.
+        gpus_per_worker: GPUs per worker, if it trains on GPUs. With several, the loop distributes the model over them.
         cross_validation: one fold of a cross-validation.
         debug: quick looks and debugging.
         elastic: workers that are lost, replaced or added while a run trains.
@@ -167,11 +168,12 @@ class TrainConfig(_CheckedSettings):
     monitor: str | None = None
     mode: Literal["max", "min"] = "min"
     checkpoint_every_steps: int | None = at_least(1, None)
-    keep_checkpoints: int = at_least(1, 3)
+    keep_checkpoints: int = at_least(0, 3)
     cpus_per_worker: int = at_least(1, 1)
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
+    gpus_per_worker: int = at_least(1, 1)
     cross_validation: CrossValidation = CrossValidation()
     debug: Debug = Debug()
     elastic: Elastic = Elastic()
@@ -210,6 +212,7 @@ class DataConfig(_CheckedSettings):
     # Requirements of a cluster beyond those above; tasks are not a group that has to be complete.
     engine: ClassVar[str] = "ray"
     elastic: ClassVar[Elastic] = Elastic()
+    gpus_per_worker: ClassVar[int] = 1
 
 
 def minimums() -> dict[str, float]:

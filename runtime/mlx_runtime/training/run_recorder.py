@@ -10,7 +10,7 @@ from mlx_runtime.config.constructors import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message
 from mlx_runtime.runs import claim_run, provenance, records, snapshots
-from mlx_runtime.runs.checkpoints import score
+from mlx_runtime.runs.checkpoints import CheckpointStore, score
 from mlx_runtime.storage import documents, leases, storage_at, storage_root
 from mlx_runtime.storage.secrets import redact
 from mlx_runtime.training.planning import RunPlan
@@ -64,8 +64,7 @@ class RunRecorder:
         if not self._begun:
             self._begun = True
             self.record.begin(self._plan.config.yaml())
-            cls = self._plan.experiment
-            if cls.__module__ != AN_EXPERIMENT.module:
+            if (cls := self._plan.experiment).__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
             self._note_repositories()
             if self._plan.config.kept and not snapshots.is_unpacked(self._plan.project):  # it has its code
@@ -74,7 +73,11 @@ class RunRecorder:
     def succeed(self) -> events.RunEnded:
         """Record that the run has succeeded."""
         self.begin()
-        self.record.finish("SUCCEEDED", metrics=dict(self.metrics))
+        keeps = self._plan.config.cfg.keep_checkpoints or self._plan.config.checkpoint is not None
+        self.record.finish("SUCCEEDED", metrics=dict(self.metrics), **({} if keeps else {"latest": None, "best": None}))
+        if not keeps:
+            self.best = None
+            CheckpointStore(self.record.folder.checkpoints).prune(0, None, "max", latest=False)
         evaluation = None
         if self._plan.config.checkpoint is not None:
             from mlx_runtime.training.evaluations import store_evaluation  # here, because few runs need it
@@ -116,8 +119,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
         UsageError: another driver is training the run.
         StorageError: the run folder cannot be written.
     """
-    config = plan.config
-    facts = _facts(plan)
+    config, facts = plan.config, _facts(plan)
     if config.run is not None:
         from mlx_runtime.runs import drivers  # here, because new runs do not need it
 

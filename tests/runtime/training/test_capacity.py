@@ -1,5 +1,7 @@
 """The check that the workers of a run fit on a machine or a cluster."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_runtime.sections import Elastic
@@ -59,3 +61,13 @@ def test_gpus_that_are_required_and_missing() -> None:
     lacking = shortage(TrainConfig(start_workers=2, use_gpu=True), 4, 1, cluster=False)
     assert lacking is not None
     assert lacking.text == "cfg.use_gpu=true needs a GPU for each of 2 workers; this machine has 1"
+
+
+def test_workers_with_several_gpus_need_all_of_them() -> None:
+    cfg = TrainConfig(start_workers=2, gpus_per_worker=2)
+    assert [uses_gpus(cfg, gpus) for gpus in (0, 3, 4)] == [False, False, True]
+    required = replace(cfg, use_gpu=True)
+    assert shortage(required, 4, 4, cluster=True) is None
+    lacking = shortage(required, 4, 3, cluster=True)
+    assert lacking is not None
+    assert lacking.text == "cfg.use_gpu=true needs 2 GPUs for each of 2 workers; the cluster has 3"

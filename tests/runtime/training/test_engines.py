@@ -33,7 +33,8 @@ from mlx_runtime.distributed import topology
 from mlx_runtime.runs import run_folder
 from mlx_runtime.sections import Elastic
 from mlx_runtime.training.engines import worker
-from mlx_runtime.training.engines.base import backend_of
+from mlx_runtime.training.engines.base import Cluster, backend_of
+from mlx_runtime.training.engines.local import LocalGroup
 from mlx_runtime.training.engines.output import CHUNK_BYTES, Output
 from mlx_runtime.training.engines.placement import engine_for
 from mlx_runtime.training.engines.scratch import Scratch
@@ -257,25 +258,56 @@ class TestTheSameNumbers:
 class TestGroupsOnGPUs:
     """What torch is called with where there are GPUs."""
 
-    def test_local_workers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("gpus", "device"), [(0.5, 2), (1, 2), (2, 0)])
+    def test_local_workers(self, gpus: float, device: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A worker with several GPUs sees only these."""
         options: dict[str, Any] = {}
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: options.update(current=device))
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
         for name in ("enter_ray_train", "train_to", "Remote", "keep_groups_private"):
             monkeypatch.setattr(worker, name, lambda *_: None)
-        job: Any = SimpleNamespace(run=SimpleNamespace(experiment="x"), receiver=())
+        monkeypatch.setattr(worker, "device_here", lambda: torch.device("cuda", options["current"]))
+        cluster = Cluster("here", 8, 8, use_gpu=True, gpus_per_worker=gpus)
+        job: Any = SimpleNamespace(run=SimpleNamespace(experiment="x"), receiver=(), cluster=cluster)
         shared = worker.WorkerJob(job, 4, backend_of(use_gpu=True), 60.0, tmp_path, tmp_path / "store")
         assert worker.run_worker(shared, 2) == 0
         assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
         assert type(options.pop("store")) is torch.distributed.FileStore
         assert options == {
-            "current": 2,
+            "current": device,
             "rank": 2,
             "world_size": 4,
             "timeout": timedelta(seconds=60),
-            "device_id": torch.device("cuda", 2),
+            "device_id": torch.device("cuda", device),
         }
+
+    @pytest.mark.parametrize(
+        ("gpus", "visible", "expected"),
+        [
+            (1, None, [None, None]),
+            (2, None, ["0,1", "2,3"]),
+            (2, "GPU-a,GPU-b,5,6,7", ["GPU-a,GPU-b", "5,6"]),
+            (0.5, "3", ["3", "3"]),
+        ],
+    )
+    def test_each_local_worker_with_several_sees_its_own(
+        self,
+        gpus: float,
+        visible: str | None,
+        expected: list[str | None],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        cluster = Cluster("here", 8, 8, use_gpu=True, gpus_per_worker=gpus)
+        engine: Any = SimpleNamespace(cfg=TrainConfig(), use_gpu=True, timeout_s=60.0, server=Server())
+        job: Any = SimpleNamespace(folder=run_folder(str(tmp_path), "x", "run_001"), cluster=cluster)
+        (tmp_path / "x" / "run_001").mkdir(parents=True)
+        LocalGroup(engine, job, lambda _: None).close()
+        assert [item.get("CUDA_VISIBLE_DEVICES") for item in engine.server.environments] == expected
 
     def test_actors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Ray shows each actor only its own GPU."""
@@ -295,6 +327,22 @@ class TestGroupsOnGPUs:
         assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
         assert options.pop("store").port == rendezvous.port
         assert options == {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
+
+
+class Server:
+    """A fork server that starts nothing."""
+
+    def __init__(self) -> None:
+        self.environments: list[dict[str, str]] = []
+
+    def start(self, rank: int, call: Any, environment: dict[str, str], streams: Any) -> None:
+        self.environments.append(environment)
+
+    def kill(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def exits(self, timeout_s: float) -> dict[int, int]:
+        return dict.fromkeys(self.ranks, -9)
 
 
 CPU_AND_CUDA = {"cpu": "gloo", "cuda": "nccl"}

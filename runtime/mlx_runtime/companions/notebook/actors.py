@@ -52,12 +52,12 @@ class Actors:
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
             use_gpu = self._stack.enter_context(on_ray(cfg)).use_gpu
-            resources = {"CPU": cfg.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+            resources = {"CPU": cfg.cpus_per_worker, **({"GPU": cfg.gpus_per_worker} if use_gpu else {})}
             group = placement_group([resources] * size)
             self._stack.callback(remove_placement_group, group)  # with its actors
             if not group.wait(ROOM_S):
                 raise ClusterError(f"Ray has not found room for {size} workers with {resources} each within {ROOM_S} s")
-            options: dict[str, Any] = {"num_cpus": cfg.cpus_per_worker, "num_gpus": int(use_gpu)}
+            options: dict[str, Any] = {"num_cpus": cfg.cpus_per_worker, "num_gpus": cfg.gpus_per_worker * use_gpu}
             self._workers = []
             for rank in range(size):
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
@@ -126,7 +126,7 @@ class ActorWorker:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as in torchrun
         os.environ.update(zip(names, map(str, rendezvous), strict=True))
         torch.set_num_threads(threads)
-        device = torch.device("cpu" if backend == "gloo" else "cuda")  # Ray shows each actor its own GPU
+        device = torch.device("cpu" if backend == "gloo" else "cuda")  # Ray shows each actor its own GPUs
         topology = Topology(rendezvous.rank, rendezvous.world_size, device, rendezvous.local_rank)
         self._entered.enter_context(topology.entered())
         self._rank = rendezvous.rank

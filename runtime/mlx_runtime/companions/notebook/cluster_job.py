@@ -3,7 +3,7 @@
 They are in the folder of the run, named after the job:
 
     events-JOB.jsonl       events, one JSON object per line; the last one, of the kind `END`, is the outcome
-    returned-JOB-0.pt      value that a training function has returned on rank 0, in the format of checkpoints
+    returned-JOB-0.pt      value that a training function has returned on rank 0, see `returned`
 """
 
 import base64
@@ -16,24 +16,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mlx_runtime.companions.notebook.functions import load_function
+from mlx_runtime.companions.notebook.returned import write_value
 from mlx_runtime.config.projects import project_module
-from mlx_runtime.errors import full_message
+from mlx_runtime.errors import MlxError, full_message
 from mlx_runtime.events import (
     Event,
     FunctionReturned,
     RunEnded,
     RunStarted,
     StepProgress,
-    WarningNotice,
     WorkerEvent,
     encode,
 )
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import copy_to_cpu, plain_entries
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import is_uri
 from mlx_runtime.storage.secrets import redact
@@ -102,17 +99,13 @@ class EventFile:
     def _store(self, event: FunctionReturned) -> None:
         """Store a value, and then the event, without the value."""
         assert self._folder is not None, "the run has started"
-        value = pickle.loads(base64.b64decode(event.pickled))
-        kept, refused = plain_entries({"value": value})
-        if refused:
-            text = f"the function returned a {type(value).__name__} on rank {event.rank}, which was not sent back; "
-            return self._write(
-                encode(WarningNotice(f"{text}return numbers, text, tensors, or lists and dicts of these"))
-            )
-        file = self._folder.path / returned_name(self._job, event.rank)
-        torch.save(copy_to_cpu(kept["value"]), file)
-        self._folder.push(file)
-        self._write(encode(FunctionReturned(event.rank, event.world_size, "")))
+        file, problem = self._folder.path / returned_name(self._job, event.rank), ""
+        try:
+            write_value(pickle.loads(base64.b64decode(event.pickled)), file)
+            self._folder.push(file)
+        except MlxError as error:
+            problem = f"what rank {event.rank} returned was not sent back: {error}"
+        self._write(encode(FunctionReturned(event.rank, event.world_size, "", problem)))
 
     def _write(self, line: bytes) -> None:
         if self._stream is not None:

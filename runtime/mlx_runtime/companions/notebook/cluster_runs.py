@@ -6,7 +6,6 @@ on this process, and any process that sees the storage can follow it.
 
 import base64
 import contextlib
-import io
 import multiprocessing
 import pickle
 import threading
@@ -16,11 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import cluster_job
 from mlx_runtime.companions.notebook.cluster_job import END, events_name, returned_name
+from mlx_runtime.companions.notebook.returned import UnknownClassError, read_value
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
@@ -137,13 +135,14 @@ class ClusterRun:
             best = record.get("best")
             return RunEnded(str(found.get("status")), record.get("metrics") or {}, best, error)
         event = decode(line)
-        if isinstance(event, FunctionReturned):
-            content = self.folder.read(returned_name(self.job, event.rank))
+        if isinstance(event, FunctionReturned) and not event.problem:
+            name = returned_name(self.job, event.rank)
             try:
-                value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+                value = read_value(self.folder.read(name))
+            except UnknownClassError as error:
+                return replace(event, problem=f"what rank {event.rank} returned cannot be read here: {error}")
             except Exception as error:  # damaged or hostile: torch raises many types
-                name = join_path(self.folder.location, returned_name(self.job, event.rank))
-                raise ValueError(f"{name} does not hold a value of plain data") from error
+                raise ValueError(f"{join_path(self.folder.location, name)} does not hold a value") from error
             event = replace(event, pickled=base64.b64encode(pickle.dumps(value)).decode())
         return event
 

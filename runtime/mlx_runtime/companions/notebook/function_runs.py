@@ -43,7 +43,6 @@ RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
 """Keyword arguments of `Trainer.run_iterator`."""
 
 FORMER = {
-    "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
     "max_retries": "Use elastic=Elastic(max_failures=3), with Elastic of mlx_runtime.sections",
 }
 """Arguments of Ray SGD's `Trainer`, and their replacements."""
@@ -62,7 +61,7 @@ class FunctionRun(RunIterator[Results]):
         remote: ClusterRun | None = None,
     ) -> None:
         self._callbacks = callbacks
-        self._returned: dict[int, str] = {}
+        self._returned: dict[int, FunctionReturned] = {}
         self._world_size = 0
         self.checkpoint_path: str | None = None  # of the newest complete checkpoint
         super().__init__(job, (), show, remote)
@@ -78,8 +77,8 @@ class FunctionRun(RunIterator[Results]):
                 yield results
             case CheckpointSaved(path=path):
                 self.checkpoint_path = path
-            case FunctionReturned(rank, world_size, pickled):
-                self._returned[rank], self._world_size = pickled, world_size
+            case FunctionReturned(rank, world_size):
+                self._returned[rank], self._world_size = event, world_size
 
     def error(self, error: BaseException) -> BaseException:
         return in_own_words(super().error(error))
@@ -115,8 +114,10 @@ class FunctionRun(RunIterator[Results]):
             raise MlxError(f"{text}; save large values with save_checkpoint")
         values = []
         for rank in range(self._world_size):
+            if problem := self._returned[rank].problem:
+                raise MlxError(problem)
             try:
-                values.append(pickle.loads(base64.b64decode(self._returned[rank])))
+                values.append(pickle.loads(base64.b64decode(self._returned[rank].pickled)))
             except Exception as error:  # unpickling can raise anything
                 why = f"{type(error).__name__}: {short_message(error)}"
                 text = f"what rank {rank} returned cannot be unpickled here: {why}. Return a state_dict, not the model"
@@ -145,7 +146,8 @@ class Trainer:
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
             directory and trains as a job there; the storage must be visible here, too.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
-            `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name of the function.
+            `gpus_per_worker=2`, `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name
+            of the function.
 
     Raises:
         UsageError, ConfigError: there is no such setting or backend, or a value is invalid.
@@ -184,6 +186,10 @@ class Trainer:
             if problems := self._cfg.out_of_range(self._cfg):
                 raise ConfigError("\n  ".join(problems))
             self._engine, _ = engine_for(self._cfg)
+        if backend == "jax" and self._cfg.gpus_per_worker > 1:
+            raise UsageError(
+                "a worker of the backend jax has one GPU; use more workers, and leave out gpus_per_worker="
+            )
         self._latest: FunctionRun | None = None
         self._actors: Actors | None = None
 
@@ -434,7 +440,7 @@ class Trainer:
         if self._engine == "ray" and ray is not None and ray.is_initialized() and not embedded:
             total = ray.cluster_resources()
             cpus, gpus, where = total.get("CPU", 0), total.get("GPU", 0), "the cluster"
-        used = {"CPUs": (cfg.cpus_per_worker, cpus), "GPUs": (int(uses_gpus(cfg, gpus)), gpus)}
+        used = {"CPUs": (cfg.cpus_per_worker, cpus), "GPUs": (cfg.gpus_per_worker * uses_gpus(cfg, gpus), gpus)}
         workers = f"{cfg.start_workers} worker{'s' * (cfg.start_workers != 1)}"
         rows = [
             {"": name, "per worker": f"{each}", workers: f"{each * cfg.start_workers}", where: f"{there:g}"}

@@ -49,7 +49,8 @@ def tune_trainable(
 
     trainable.__name__ = path.rpartition(".")[2]
     workers = cfg.start_workers
-    resources = {"CPU": workers * cfg.cpus_per_worker, "GPU": workers * uses_gpus(cfg, torch.cuda.device_count())}
+    gpus = cfg.gpus_per_worker * uses_gpus(cfg, torch.cuda.device_count())
+    resources = {"CPU": workers * cfg.cpus_per_worker, "GPU": workers * gpus}
     made: Callable[[dict[str, Any]], None] = tune.with_resources(trainable, resources)
     return made
 

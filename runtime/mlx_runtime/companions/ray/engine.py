@@ -42,7 +42,7 @@ class OnRay:
         self._sizes = cfg.elastic.min_workers or cfg.start_workers, cfg.elastic.max_workers or cfg.start_workers
         self._elastic = self._sizes[0] != self._sizes[1]
         self._resources = {"CPU": float(cfg.cpus_per_worker)}  # of each worker
-        self._resources |= {"GPU": cluster.gpu_share} if cluster.use_gpu else {}
+        self._resources |= {"GPU": cluster.gpus_per_worker} if cluster.use_gpu else {}
         self._scratch: Scratch | None = None  # until a run starts
         self._error: BaseException | None = None
 
@@ -98,16 +98,17 @@ class OnRay:
         import ray.train.torch
 
         from mlx_runtime.companions.ray.failures import Failures
-        from mlx_runtime.companions.ray.private import TrimmedTrainer
+        from mlx_runtime.companions.ray.private import OwnGPUs, TrimmedTrainer
         from mlx_runtime.companions.ray.worker import train
         from mlx_runtime.training.strategies import strategy_class
 
         assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
+        torch_config = OwnGPUs if self._cluster.gpus_per_worker > 1 else ray.train.torch.TorchConfig
         return TrimmedTrainer(
             train,
             train_loop_config={"job": pickle.dumps(job)},  # as bytes, so that the controller need not import it
-            torch_config=ray.train.torch.TorchConfig(backend_of(use_gpu=use_gpu), timeout_s=int(self._timeout_s)),
+            torch_config=torch_config(backend_of(use_gpu=use_gpu), timeout_s=int(self._timeout_s)),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._sizes if self._elastic else cfg.start_workers,
                 use_gpu=use_gpu,

@@ -152,7 +152,8 @@ def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
     """Return the number of `workers` in a run, and the minimum number of `gpus` to train on them, or None."""
     if isinstance(cfg, DataConfig):
         return {"workers": 0, "gpus": None}
-    gpus = None if cfg.use_gpu is False else max(1, cfg.elastic.min_workers or cfg.start_workers)
+    workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
+    gpus = None if cfg.use_gpu is False else workers * cfg.gpus_per_worker
     return {"workers": cfg.elastic.max_workers or cfg.start_workers, "gpus": gpus}
 
 

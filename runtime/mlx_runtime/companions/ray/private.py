@@ -72,6 +72,14 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
             return controller.get_result()
 
 
+class OwnGPUs(ray.train.torch.TorchConfig):  # type: ignore[misc]
+    """Shows each worker only its own GPUs, instead of those of all workers on its node."""
+
+    @property
+    def backend_cls(self) -> Any:
+        return type("OwnGPUsBackend", (super().backend_cls,), {"share_cuda_visible_devices": False})
+
+
 class WholeReplicas(ElasticScalingPolicy):  # type: ignore[misc]
     """A policy that resizes elastic groups by whole replicas of the models."""
 

@@ -42,6 +42,7 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
             host=host,
             why=why,
             use_gpu=uses_gpus(cfg, gpus),
+            gpus_per_worker=cfg.gpus_per_worker,
             shares_cores=embedded,
             captures_output=False,
             reads_streams=True,

@@ -31,7 +31,7 @@ COMMON = (
     *("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode"),
     *("cfg.cross_validation.folds", "cfg.cross_validation.fold"),
     *("cfg.engine", "cfg.start_workers", "cfg.elastic.min_workers", "cfg.elastic.max_workers"),
-    *("cfg.cpus_per_worker", "cfg.use_gpu"),
+    *("cfg.cpus_per_worker", "cfg.gpus_per_worker", "cfg.use_gpu"),
 )
 """Settings that must be the same in all runs of a sweep."""
 

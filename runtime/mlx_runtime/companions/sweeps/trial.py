@@ -106,7 +106,8 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     load_function(config.cfg)  # its errors come before the run begins, and its module is stored with the run
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
-        cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpu_share=min(1.0, job.gpus))
+        own = job.gpus / max(1, config.cfg.start_workers)
+        cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpus_per_worker=own)
         with contextlib.ExitStack() as stack:
             plan = stack.enter_context(prepare_run(experiment, config, cluster))  # forks, so before any threads
             stack.enter_context(sigterm_stops(control))

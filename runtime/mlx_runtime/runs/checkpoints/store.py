@@ -214,8 +214,8 @@ class CheckpointStore:
             for name in damaged:
                 self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
 
-    def prune(self, keep: int, monitor: str | None, mode: str) -> None:
-        """Keep the best checkpoints by a metric, then the newest of finished epochs, and the latest; remove others."""
+    def prune(self, keep: int, monitor: str | None, mode: str, *, latest: bool = True) -> None:
+        """Keep the best checkpoints by a metric, then the newest of finished epochs, and `latest`; remove others."""
         saved = self._storage.retry(self.all)
         finished = [item for item in saved if item.finished]
         ranked = best_first(saved, monitor, mode)
@@ -223,7 +223,7 @@ class CheckpointStore:
         last = finished[-1].order if finished else (-1, True, 0)
         unfinished = [item for item in saved if item.order > last][-UNFINISHED:]
         for item in saved:
-            if item not in (*ranked[:keep], *finished[-1:], *unfinished):
+            if item not in (*ranked[:keep], *(finished[-1:] + unfinished if latest else ())):
                 with contextlib.suppress(OSError):
                     unpublish(self._storage, item.name, ABOUT)
 

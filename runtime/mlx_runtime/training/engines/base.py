@@ -30,8 +30,8 @@ class Cluster:
     engine: str = ""  # name or import path; set by the runtime
     host: str = "127.0.0.1"  # address of the driver as seen by workers
     why: str = ""  # reason for the choice of the engine, for the start lines
-    use_gpu: bool = False  # True if each worker trains on a GPU
-    gpu_share: float = 1.0  # share of that GPU for this run
+    use_gpu: bool = False  # True if each worker trains on GPUs
+    gpus_per_worker: float = 1.0  # or the share of one
     in_driver: bool = False  # training runs in the process of the driver
     shares_cores: bool = True  # workers share the cores of this machine, rather than reserve CPUs
     captures_output: bool = True  # the engine reports the output of workers; otherwise, they write logs themselves

@@ -168,6 +168,9 @@ class LocalGroup:
         }
         if not self._engine.use_gpu:
             changed["CUDA_VISIBLE_DEVICES"] = ""
+        elif (own := int(self._job.cluster.gpus_per_worker)) > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own * len(self._ranks))))
+            changed["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[own * rank : own * (rank + 1)])
         return {**os.environ, **{name: str(value) for name, value in changed.items()}}
 
     def _handle_failure(self, attempt: "_Attempt", errors: dict[int, BaseException]) -> None:

@@ -98,19 +98,21 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
     if not (cluster or isinstance(cfg, DataConfig)) and workers > WORKERS_PER_CORE * cpus:
         text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
         return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
-    if cfg.use_gpu and workers > gpus:
+    if cfg.use_gpu and workers * cfg.gpus_per_worker > gpus:
+        each = f"{cfg.gpus_per_worker} GPUs" if cfg.gpus_per_worker > 1 else "a GPU"
         users = f"each of {workers} workers" if cfg.start_workers else "this process"
         hint = "eave cfg.use_gpu at null to use what there is"
         return Shortage(
-            f"cfg.use_gpu=true needs a GPU for {users}; {holder} has {gpus:g}",
+            f"cfg.use_gpu=true needs {each} for {users}; {holder} has {gpus:g}",
             f"Lower cfg.{name}, or l{hint}" if cfg.start_workers > 1 else f"L{hint}",
         )
     return None
 
 
 def uses_gpus(cfg: TrainConfig | DataConfig, gpus: float) -> bool:
-    """Return True if each worker gets a GPU: if `cfg.use_gpu` says so or, by default, if there are enough."""
-    return gpus >= max(1, cfg.elastic.min_workers or cfg.start_workers) if cfg.use_gpu is None else cfg.use_gpu
+    """Return True if each worker gets GPUs: if `cfg.use_gpu` says so or, by default, if there are enough."""
+    workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
+    return gpus >= workers * cfg.gpus_per_worker if cfg.use_gpu is None else cfg.use_gpu
 
 
 def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> None:
@@ -130,4 +132,5 @@ def this_machine(cfg: TrainConfig | DataConfig, why: str = "") -> Cluster:
 
     gpus = torch.cuda.device_count()
     check_room(cfg, cores, gpus, cluster=False)
-    return Cluster(f"on {cores} cores", cores, gpus, why=why, use_gpu=uses_gpus(cfg, gpus))
+    title, own = f"on {cores} cores", cfg.gpus_per_worker
+    return Cluster(title, cores, gpus, why=why, use_gpu=uses_gpus(cfg, gpus), gpus_per_worker=own)

@@ -22,7 +22,7 @@ class WorkerJob:
 
     job: Job
     world_size: int
-    backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank
+    backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank, or sees its own
     timeout_s: float  # of collectives
     results: Path  # folder for the results of workers; only this user can open it
     store: Path  # file for the rendezvous of the workers, in the same folder
@@ -38,7 +38,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
     error: BaseException | None = None
     try:
         if "nccl" in shared.backend:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank if shared.job.cluster.gpus_per_worker <= 1 else 0)
         topology = Topology(rank, shared.world_size, device_here(), rank)
         enter_ray_train(shared.job, topology)
         keep_groups_private()
@@ -48,7 +48,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
             rank=rank,
             world_size=topology.world_size,
             timeout=datetime.timedelta(seconds=shared.timeout_s),
-            device_id=torch.device("cuda", rank) if "nccl" in shared.backend else None,
+            device_id=topology.device if "nccl" in shared.backend else None,
         )
         train_to(Remote(*shared.job.receiver, rank), shared.job, topology)
     except MlxError as caught:

@@ -467,7 +467,8 @@ class TestBeforeARun:
             ),
             ({"num_workers": 4, "elastic": Elastic(max_workers=2)}, ConfigError, "^num_workers is 4, not between"),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
-            ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
+            ({"gpus_per_worker": 0}, ConfigError, "^gpus_per_worker is 0; the minimum is 1"),
+            ({"gpus_per_worker": 2, "backend": "jax"}, UsageError, "a worker of the backend jax has one GPU; use more"),
             (
                 {"backend": "horovod"},
                 UsageError,
@@ -554,6 +555,8 @@ class TestBeforeARun:
         assert header.split() == ["per", "worker", "3", "workers", "this", "machine"]
         assert cpus.split() == ["CPUs", "2", "6", f"{os.cpu_count()}"]
         assert gpus.split()[:3] == ["GPUs", "0", "0"]
+        *_, gpus = str(Trainer(num_workers=3, gpus_per_worker=2, use_gpu=True)).splitlines()
+        assert gpus.split()[:3] == ["GPUs", "2", "6"]
 
     @pytest.mark.parametrize(
         ("function", "config", "takes"),
@@ -603,3 +606,54 @@ def test_an_override_sets_exactly_the_value(value: Any) -> None:
 def test_a_value_that_an_override_cannot_set_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"cfg.config|is not understood"):
         override("cfg.config", value)
+
+
+KEEPING_NONE = """
+import json, os, signal, sys
+from pathlib import Path
+from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint
+
+
+def train(config):
+    start = (load_checkpoint() or {"epoch": -1})["epoch"] + 1
+    for epoch in range(start, 4):
+        report(loss=epoch)
+        save_checkpoint(epoch=epoch)
+        if epoch == 2 and start == 0 and config["kills"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if epoch == 2 and config["fails"]:
+            raise ValueError("on purpose")
+    return start
+
+
+if __name__ == "__main__":
+    trainer = Trainer(num_workers=1, keep_checkpoints=0, monitor="loss")
+
+    def left():
+        folder, run = Path(trainer.latest_checkpoint_dir), trainer.latest_run
+        names = sorted(item.name for item in folder.iterdir()) if folder.exists() else []
+        return [run.record["status"], names, trainer.latest_checkpoint, run.record["best"]]
+
+    found = {"returned": trainer.run(train, {"kills": True, "fails": False}, show=False), "succeeded": left()}
+    try:
+        trainer.run(train, {"kills": False, "fails": True}, show=False)
+    except MlxError:
+        found["failed"] = left()
+    found["resumed"] = trainer.run(train, {"kills": False, "fails": False}, resume="latest", show=False), left()
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.kills
+def test_a_run_that_has_succeeded_may_keep_no_checkpoint(python: Mlx, tmp_path: Path) -> None:
+    """Until then, a replaced worker and a resumed run continue from the latest one."""
+    (tmp_path / "script.py").write_text(KEEPING_NONE)
+    done = python(tmp_path, "script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    (start,) = found["returned"]
+    assert start in (2, 3)  # the worker was killed while it stored the checkpoint of epoch 2
+    none = ["SUCCEEDED", [], None, None]
+    assert found["succeeded"] == none
+    assert found["failed"][:3] == ["FAILED", ["epoch_0003"], {"epoch": 2}]
+    assert found["resumed"] == [[3], none]

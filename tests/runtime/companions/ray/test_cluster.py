@@ -341,7 +341,7 @@ import json, sys, time
 
 import torch
 
-from mlx_runtime import MlxError, Trainer, get_dataset_shard, reattach, report, world_rank
+from mlx_runtime import MlxError, Trainer, accelerate, get_dataset_shard, load_checkpoint, reattach, report, world_rank
 from mlx_runtime.companions.notebook import cluster_runs
 
 
@@ -363,6 +363,17 @@ def train(config):
         time.sleep(config["pause_s"])
     rows = [row.item() for row in get_dataset_shard()] if config.get("reads") else []
     return {"rank": world_rank(), "weights": torch.ones(2), "rows": rows}
+
+
+class Net(torch.nn.Linear):
+    pass
+
+
+def train_net(config):
+    model = accelerate(Net(2, 1))
+    with torch.no_grad():
+        model.module.weight.copy_(load_checkpoint()["net"]["weight"] + 1)
+    return model
 
 
 def refused(call):
@@ -392,6 +403,12 @@ elif action == "follow":
         if count == 3:
             break
     found["status"] = running.status
+elif action == "model":
+    start = Net(2, 1)
+    models = Trainer(2, address=url, name="models").run(train_net, checkpoint={"net": start})
+    with torch.no_grad():
+        start.weight += 1
+    found["same"] = [type(model) is Net and torch.equal(model.weight, start.weight) for model in models]
 elif action == "refused":
     found["run"] = refused(lambda: trainer.run(train, {"epochs": 1, "pause_s": 0}))
 elif action == "lose":
@@ -450,6 +467,10 @@ class TestFunctionsFromAnotherMachine:
         assert found["values"] == [[0, [1.0, 1.0]], [1, [1.0, 1.0]]]
         assert found["rows"] == list(range(8))
         assert (found["record"], found["again"]) == ("SUCCEEDED", [losses, 2])
+
+    def test_models_arrive_at_the_function_and_come_back(self, calls: Any) -> None:
+        out, err = calls("model").communicate(timeout=500)
+        assert json.loads(out.splitlines()[-1])["same"] == [True, True], out + err
 
     def test_a_detached_run_outlives_its_script_and_a_lost_connection(
         self, calls: Any, ray_cluster: RayCluster

@@ -51,6 +51,16 @@ def test_runs_that_fit(settings: dict[str, Any], total: Any, asked: tuple[Any, A
             (None, 2),
             "--gpus-per-trial is 2 for 1 workers; each has one GPU, a single worker also a share",
         ),
+        (
+            {"start_workers": 1, "gpus_per_worker": 2},
+            (None, 3),
+            "--gpus-per-trial is 3 for 1 workers; each has 2 GPUs, a single worker also a share",
+        ),
+        (
+            {"start_workers": 1, "gpus_per_worker": 2},
+            (2, None),
+            "cannot run 2 trials at a time: each needs 1 of 4 CPUs and 2 of 2 GPUs, so at most 1 fit",
+        ),
         ({"start_workers": 1, "use_gpu": True}, (None, 0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
     ],
 )

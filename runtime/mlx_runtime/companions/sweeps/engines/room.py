@@ -30,13 +30,14 @@ def room(
         UsageError: fewer fit than asked for, or workers and GPUs do not match.
     """
     workers = max(1, cfg.start_workers)
-    own = gpus_per_trial if gpus_per_trial is not None else float(workers) if uses_gpus(cfg, gpus) else 0.0
+    all_gpus = workers * cfg.gpus_per_worker
+    own = gpus_per_trial if gpus_per_trial is not None else float(all_gpus) if uses_gpus(cfg, gpus) else 0.0
     if gpus_per_trial is not None and cfg.use_gpu is not None and cfg.use_gpu != bool(own):
         raise UsageError(f"--gpus-per-trial {own:g} contradicts cfg.use_gpu={str(cfg.use_gpu).lower()}")
-    if own < 0 or (workers > 1 and 0 < own < workers) or (own > 1 and own % 1) or (cluster and own > workers):
-        raise UsageError(
-            f"--gpus-per-trial is {own:g} for {workers} workers; each has one GPU, a single worker also a share"
-        )
+    if own < 0 or (workers > 1 and 0 < own < workers) or (own > 1 and own % 1) or (cluster and own > all_gpus):
+        has = "one GPU" if cfg.gpus_per_worker == 1 else f"{cfg.gpus_per_worker} GPUs"
+        text = f"--gpus-per-trial is {own:g} for {workers} workers; each has {has}, a single worker also a share"
+        raise UsageError(text)
     fits, needs = [], []
     if cluster or not own:
         each = workers * cfg.cpus_per_worker

@@ -1,0 +1,87 @@
+"""Workers with several GPUs each, on a node of Ray whose GPUs are only numbers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clusters import RayCluster
+from conftest import Mlx
+
+from mlx_runtime import Trainer
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = """
+import json, os, time
+from pathlib import Path
+from types import SimpleNamespace
+import ray, ray.train
+from mlx_runtime import Trainer
+from mlx_runtime.companions.notebook import actors
+from mlx_runtime.companions.ray import engine, worker
+from mlx_runtime.training import TrainConfig
+
+for module in (actors, engine):
+    module.backend_of = lambda use_gpu: "gloo"  # there is no NCCL without GPUs
+
+
+def look():
+    own = ray.get_gpu_ids()
+    return [own, os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_assigned_resources()["GPU"]]
+
+
+def look_and_write(config):
+    Path(FOLDER, f"{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(look()))
+
+
+class Looker:
+    def look(self):
+        return look()
+
+
+if __name__ == "__main__":
+    worker.train = look_and_write  # in place of a run, which would use its GPU
+    cfg, job = TrainConfig(start_workers=2, gpus_per_worker=GPUS), SimpleNamespace(verbose=False, receiver=(None, b""))
+    with engine.OnRay.connect(cfg, "") as cluster:
+        group = engine.OnRay(cfg, cluster, timeout_s=60)
+        group.start(job, None, None)
+        while group.poll():
+            time.sleep(0.1)
+        group.close()
+    found = {"runs": [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]}
+    trainer = Trainer(num_workers=2, engine="ray", gpus_per_worker=GPUS)
+    trainer.start(Looker)
+    found["actors"] = trainer.execute(Looker.look)
+    trainer.shutdown()
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def node(environment: dict[str, str]) -> Iterator[RayCluster]:
+    with RayCluster(environment) as made:
+        made.add(cpus=2, gpus=4)
+        made.wait(1)
+        yield made
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_ray_gives_each_worker_its_own(gpus: int, node: RayCluster, python: Mlx, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("GPUS", str(gpus)).replace("FOLDER", repr(str(tmp_path))))
+    done = python(tmp_path, "script.py", MLX_IN_JOB="1", RAY_ADDRESS=f"127.0.0.1:{node.port}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, workers in found.items():
+        assert [resources for _, _, resources in workers] == [gpus, gpus]
+        assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
+        if gpus > 1 or name == "actors":
+            assert [visible.split(",") for _, visible, _ in workers] == [list(map(str, owns)) for owns, _, _ in workers]
+
+
+def look() -> None: ...
+
+
+def test_a_trial_of_ray_tune_needs_all_of_them() -> None:
+    trainable = Trainer(num_workers=2, gpus_per_worker=2, use_gpu=True).to_tune_trainable(look)
+    assert vars(trainable)["_resources"].required_resources == {"CPU": 2, "GPU": 4}
