@@ -95,6 +95,10 @@ def run_settings(
     if datasets:
         values["dataset_files"] = inputs.store_datasets(root, datasets, module)
     if module is not None:
+        if references := module.references():
+            names = [f"{sources.ENVIRONMENT}{name}" for name in references]
+            values["secrets"] = list(dict.fromkeys([*settings.get("secrets", ()), *names]))  # of the nodes of a cluster
+            values |= {f"variables.{name}": text for name, text in references.items()}
         values["source"] = module.text()
     if resume is not None and values.keys() & {"dataset_files", "fold", "source"}:
         _refuse_changed(resume, values, root)

@@ -43,6 +43,7 @@ class FunctionConfig(TrainConfig):
 
     Attributes:
         function: import path of the function, like `src.training.train_func`.
+        variables: variables of that module that hold secrets, read from the environment, by name.
         source: source of its module, if it was defined in a cell or an interactive session.
         backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
@@ -54,6 +55,7 @@ class FunctionConfig(TrainConfig):
     """
 
     function: str = ""
+    variables: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
@@ -71,7 +73,7 @@ def load_function(cfg: TrainConfig) -> Callable[..., Any] | None:
         ConfigError: it is not there.
     """
     function: Callable[..., Any] | None = (
-        scripts.load(cfg.function, cfg.source) if isinstance(cfg, FunctionConfig) else None
+        scripts.load(cfg.function, cfg.source, cfg.variables) if isinstance(cfg, FunctionConfig) else None
     )
     return function
 
@@ -92,7 +94,7 @@ class FunctionExperiment(BaseModule):
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
         path = self.cfg.function
-        function = scripts.load(path, self.cfg.source)
+        function = scripts.load(path, self.cfg.source, self.cfg.variables)
         if self.cfg.checkpoint_file and self.saved.restored is None:
             self.saved.restored = inputs.load_state(self._session.context.folder.root, self.cfg.checkpoint_file)
         _running = self
