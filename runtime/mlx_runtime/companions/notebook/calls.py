@@ -77,7 +77,8 @@ def run_settings(
     if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
         values.setdefault("storage_path", storage)
     root = storage_root(Settings.read().storage or values.get("storage_path", "runs"))
-    datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"])
+    streams = fold is None and settings.get("engine", "auto") != "local"
+    datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"], streams=streams)
     if fold is not None:
         values["fold"] = _checked_fold(fold, datasets)
     if isinstance(checkpoint, str | Path):
@@ -89,17 +90,15 @@ def run_settings(
     elif checkpoint is not None:
         values["checkpoint_file"] = inputs.store_state(root, checkpoint)
     if any(map(inputs.is_stream, datasets.values())):
-        if settings.get("engine", "auto") == "local":
-            raise UsageError("a Dataset of Ray Data is read by workers of Ray; use Trainer(engine='ray')")
         values["engine"] = "ray"
     if datasets:
         values["dataset_files"] = inputs.store_datasets(root, datasets, module)
     if module is not None:
+        values["source"] = module.text()
         if references := module.references():
             names = [f"{sources.ENVIRONMENT}{name}" for name in references]
             values["secrets"] = list(dict.fromkeys([*settings.get("secrets", ()), *names]))  # of the nodes of a cluster
             values |= {f"variables.{name}": text for name, text in references.items()}
-        values["source"] = module.text()
     if resume is not None and values.keys() & {"dataset_files", "fold", "source"}:
         _refuse_changed(resume, values, root)
     for name in [name for name, value in values.items() if isinstance(value, Section)]:
@@ -149,8 +148,6 @@ def _checked_fold(fold: Any, datasets: Mapping[str, Any]) -> tuple[int, int]:
     if list(datasets) != ["train"]:
         cure = "they split one dataset into 'train' and 'val', so pass a single one: dataset=rows"
         raise UsageError(f"folds need a dataset; {cure}" if not datasets else f"dataset has several names; {cure}")
-    if inputs.is_stream(datasets["train"]):
-        raise UsageError("folds split numbered rows, which a Dataset of Ray Data has not; pass a torch Dataset")
     if len(datasets["train"]) < fold[1]:
         raise UsageError(f"dataset has {len(datasets['train'])} rows, fewer than {fold[1]} folds")
     return fold[0], fold[1]

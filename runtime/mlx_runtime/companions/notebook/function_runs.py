@@ -245,8 +245,8 @@ class Trainer:
             function: the same as for `run`.
             config: the same as for `run`.
             dataset: rows that `get_dataset_shard` returns in the function: a torch Dataset with `__getitem__` and
-                `__len__`, a Dataset of Ray Data that reads files, or a dict of these. Workers get a pickled copy, from
-                a file in the storage.
+                `__len__`, a Dataset of Ray Data, or a dict of these. Workers get a pickled copy, from a file in the
+                storage.
             fold: `(2, 5)` splits the dataset into five shuffled folds of rows, and trains on all except number 2, which
                 is the dataset `val` in the function.
             checkpoint: returned by `load_checkpoint` in the new run: a dict of numbers, text, tensors and objects with
@@ -320,11 +320,11 @@ class Trainer:
         Raises:
             UsageError: the function takes other arguments, or this Trainer has another engine than `local`.
         """
-        with own_words():
-            path, values = run_settings(self.settings, function, None, dataset=dataset)
-        if values.get("engine", "local") not in ("auto", "local"):
+        if self._cfg.engine not in ("auto", "local"):
             text = "trials of Ray Tune have their workers on one node; leave out engine, or use sweep()"
-            raise UsageError(f"engine is {values['engine']!r}, but {text}")
+            raise UsageError(f"engine is {self._cfg.engine!r}, but {text}")
+        with own_words():
+            path, values = run_settings({**self.settings, "engine": "local"}, function, None, dataset=dataset)
         from mlx_runtime.companions.notebook.tuning import tune_trainable
 
         return tune_trainable(path, values, self._cfg, partial(_start_trial, path))

@@ -18,14 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from mlx_runtime.companions.notebook import inputs, scripts
-from mlx_runtime.companions.notebook.arrays import as_tensors
+from mlx_runtime.companions.notebook.arrays import as_tensors, checkpoint_values
 from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.companions.notebook.shards import FunctionShard, Shards
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, agree, current, device_here, prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
-from mlx_runtime.runs.checkpoints import plain_entries
 from mlx_runtime.storage import size_text
 from mlx_runtime.training import TrainConfig
 from mlx_runtime.training.loop import BaseModule, prepare_models
@@ -43,8 +42,8 @@ class FunctionConfig(TrainConfig):
 
     Attributes:
         function: import path of the function, like `src.training.train_func`.
-        variables: variables of that module that hold secrets, read from the environment, by name.
         source: source of its module, if it was defined in a cell or an interactive session.
+        variables: variables of that module that hold secrets, read from the environment, by name.
         backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
         checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
@@ -55,8 +54,8 @@ class FunctionConfig(TrainConfig):
     """
 
     function: str = ""
-    variables: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    variables: dict[str, Any] = field(default_factory=dict)
     backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
     checkpoint: dict[str, Any] | None = None
@@ -146,15 +145,7 @@ class FunctionExperiment(BaseModule):
         return facts
 
     def save(self, state: Mapping[str, Any]) -> None:
-        given = {name: unwrap(item) for name, item in state.items()}
-        given = {name: item.state_dict() if hasattr(item, "state_dict") else item for name, item in given.items()}
-        values, unsafe = plain_entries(as_tensors(given))
-        if unsafe:
-            kind = type(given[unsafe[0]]).__name__
-            raise MlxError(
-                f"save_checkpoint({unsafe[0]}=...) is of type {kind}, which a checkpoint cannot hold; it takes "
-                "numbers, text, tensors, arrays, lists and dicts of these, and objects with a state_dict"
-            )
+        values = checkpoint_values(state, "save_checkpoint({}=...)", MlxError)
         with _calling:
             self._begin("save_checkpoint")
             self.saved.values, self.saved.restored = values, None
