@@ -2,7 +2,8 @@
 
 <storage>/.inputs/<SHA-256 of its content>    a pickled dataset, or a checkpoint
 
-conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled.
+conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled. `mlx xp rm` removes files that no
+run names.
 """
 
 import re
@@ -17,14 +18,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.companions.notebook import scripts, sources
-from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.companions.notebook.arrays import checkpoint_values
 from mlx_runtime.companions.notebook.ray_rows import read_rows
-from mlx_runtime.runs.checkpoints import plain_entries
+from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.runs.outputs import INPUTS, keep_input
 from mlx_runtime.storage import HashingReader, HashingWriter, join_path, storage_at, storage_errors
-
-FOLDER = ".inputs"
-"""Folder in the storage."""
 
 STREAM = "ray:"
 """Beginning of the names of files with a Ray Dataset."""
@@ -38,7 +36,7 @@ def store(root: str, write: Callable[[Any], object]) -> str:
     Raises:
         StorageError: the storage cannot be written.
     """
-    place = join_path(root, FOLDER)
+    place = join_path(root, INPUTS)
     storage = storage_at(place)
     with storage_errors(f"cannot write {place}"):
         if storage.local:
@@ -47,7 +45,7 @@ def store(root: str, write: Callable[[Any], object]) -> str:
             file = Path(folder, "content")
             with HashingWriter(file.open("wb")) as written:
                 write(written)
-            if storage.size_bytes(written.sha256) == written.size_bytes:
+            if keep_input(storage, written.sha256, written.size_bytes):
                 return written.sha256
             if storage.local:
                 file.replace(storage.of(written.sha256))
@@ -64,7 +62,7 @@ def load(root: str, sha256: str, read: Callable[[BinaryIO], Any]) -> Any:
     """
     if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise StorageError(f"{sha256!r:.80} is not the SHA-256 of a file of a run")
-    place = join_path(root, FOLDER)
+    place = join_path(root, INPUTS)
     cure = "call trainer.run with the same dataset= or checkpoint= again to store it"
     with storage_errors(f"cannot read {join_path(place, sha256)}; {cure}"):
         stream = storage_at(place).open(sha256)
