@@ -203,11 +203,24 @@ def own_words() -> Iterator[None]:
         raise in_own_words(error) from error.__cause__
 
 
-_ARGUMENTS = [
+def _assignment(found: "re.Match[str]") -> str:
+    """Return `cfg.engine=ray` as Python."""
+    name, value = found.groups()
+    plain = {"null": "None", "true": "True", "false": "False"}.get(value, value)
+    return f"cfg.{name}={plain if plain in PLAIN else repr(plain)}"
+
+
+PLAIN = ("None", "True", "False", "nan", "inf")
+"""Values in Python that are words."""
+
+_ARGUMENTS: "list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]" = [
     (re.compile(rf"(?<![\w.]){pattern}"), argument)
     for pattern, argument in (
+        (r"cfg\.([\w.]*\w)=([A-Za-z_](?:[\w./=,-]*\w)?)", _assignment),
+        (r"null(?=$|[\s,;.])", "None"),
         (r"(--resume and )?cfg\.resume\b", "resume"),
         (r"cfg\.start_workers\b", "num_workers"),
+        (r"cfg\.restore_checkpoint_path\b", "checkpoint"),
         (r"cfg\.(?=\w)", ""),
         (r"datasets\.\w+\.batch_size\b", "batch_size"),
         (r"datasets\.train\b", "dataset"),
@@ -216,7 +229,7 @@ _ARGUMENTS = [
 ]
 """Settings in the texts of errors, and the arguments that set them."""
 
-_OF_SAMPLES = [
+_OF_SAMPLES: "list[tuple[re.Pattern[str], str]]" = [
     (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.train\b"), r"\1of dataset"),
     (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.(\w+)"), r"\1of dataset['\2']"),
 ]

@@ -27,7 +27,7 @@ from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionR
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.queries import Run, open_run, resolve_run
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.sections import Elastic
+from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.storage import join_path
 from mlx_runtime.training import Request, TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG, engine_for, uses_gpus
@@ -170,10 +170,11 @@ class Trainer:
                     FORMER.get(name) or describe_move(f"cfg.{name}") or suggest(name, [*known, "num_workers"]).lstrip()
                 )
                 raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
-            try:
-                convert(value, known[name])
-            except TypeError:
-                raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
+            _check_type(name, value, known[name], "Trainer")
+            if isinstance(value, Section):
+                for item in parameters(type(value)) or []:
+                    part = getattr(value, item.name)
+                    _check_type(f"{name}.{item.name}", part, item.annotation, type(value).__name__)
         settings |= {} if backend == "torch" else {"backend": backend}
         own_cores = (os.cpu_count() or 1) // max(1, settings.get("cpus_per_worker", 1))
         room = MOST_WORKERS if address is not None or JOB_FLAG in os.environ else own_cores
@@ -478,6 +479,13 @@ def run_job(path: str, values: Mapping[str, Any], resume: str | None = None) -> 
     request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
     adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
     return RunJob(*adapter, request, tuple(sys.orig_argv), path)
+
+
+def _check_type(name: str, value: Any, annotation: Any, taker: str) -> None:
+    try:
+        convert(value, annotation)
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}; {taker} takes {type_name(annotation)}") from None
 
 
 def _start_trial(path: str, values: Mapping[str, Any]) -> FunctionRun:

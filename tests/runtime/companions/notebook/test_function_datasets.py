@@ -513,7 +513,7 @@ class TestDatasetsOfRayData:
                 "dataset has 1 rows, fewer than the 2 workers of Trainer(num_workers=2)",
                 "dataset['val'] has no rows",
                 f"dataset: column 'day' holds datetime64, {neither}{cure}",
-                f"dataset: column 'gap' holds NoneType, str, {neither}{cure}",
+                f"dataset: column 'gap' holds float, str, {neither}{cure}",
                 f"dataset: column 'item' holds ndarray, {neither}{cure}",
                 "dataset has more than 1.0 kB, the maximum for rows in memory; write it to files with "
                 "write_parquet(path), and pass ray.data.read_parquet(path)",

@@ -463,7 +463,7 @@ class TestBeforeARun:
             (
                 {"num_workers": (4, 8), "engine": "local"},
                 ConfigError,
-                r"^engine=local cannot train this: elastic.max_workers=8 lets .*; use engine=auto$",
+                r"^engine='local' cannot train this: elastic.max_workers=8 lets .*; use engine='auto'$",
             ),
             ({"num_workers": 4, "elastic": Elastic(max_workers=2)}, ConfigError, "^num_workers is 4, not between"),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
