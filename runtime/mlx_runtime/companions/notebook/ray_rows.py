@@ -1,6 +1,7 @@
 """The rows of a Dataset of Ray Data that workers cannot read by themselves, as a torch Dataset."""
 
 import contextlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,8 @@ def read_rows(dataset: Any, title: str) -> RayRows:
 
 
 def _size_bytes(array: "np.ndarray[Any, Any]") -> int:
-    texts = array if array.dtype == object else ()
-    return array.nbytes + sum(len(text) for text in texts if isinstance(text, str | bytes))
+    values = array if array.dtype == object else ()
+    return array.nbytes + sum(getattr(value, "nbytes", 0) or sys.getsizeof(value) for value in values)
 
 
 def _column(arrays: "list[np.ndarray[Any, Any]]", title: str) -> Column:
