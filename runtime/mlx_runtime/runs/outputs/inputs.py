@@ -91,7 +91,10 @@ def _remove(inputs: Storage, name: str) -> bool:
     """Remove an input, unless `keep_input` has made it new since it was listed."""
     hidden = name
     if inputs.local and not name.startswith("."):
-        inputs.move(name, hidden := f".{name}")  # `keep_input` finds it before this, or not at all
+        try:
+            inputs.move(name, hidden := f".{name}")  # `keep_input` finds it before this, or not at all
+        except FileNotFoundError:  # another process has removed it
+            return False
     if not _is_old(inputs, hidden):
         if hidden != name:
             inputs.move(hidden, name)
