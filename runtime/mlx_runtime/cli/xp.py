@@ -12,7 +12,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions import is_remote
-from mlx_runtime.errors import UsageError, printable
+from mlx_runtime.errors import StorageError, UsageError, printable
 from mlx_runtime.runs import SWEEP, queries
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage import to_json
@@ -129,6 +129,19 @@ def rm(name: str, run: str | None, yes: bool, force: bool, failed: bool) -> None
         confirm(f"remove {plan.title}?")
     outputs.remove_run(plan, job_statuses)
     say(f"removed {plan.title}")
+    _remove_unused_inputs(plan.path.root)
+
+
+def _remove_unused_inputs(root: str) -> None:
+    from mlx_runtime.runs import outputs
+
+    try:
+        count = outputs.remove_unused_inputs(root)
+    except StorageError as error:
+        say(f"warning: {error}; inputs of removed runs are left", err=True)
+    else:
+        if count:
+            say(f"removed {count} input{'s' * (count != 1)} that no run uses any more")
 
 
 def _remove_failed(name: str, run: str | None, yes: bool) -> None:
@@ -149,6 +162,8 @@ def _remove_failed(name: str, run: str | None, yes: bool) -> None:
     for plan in plans:
         outputs.remove_run(plan, job_statuses)
         say(f"removed {plan.title}")
+    if plans:
+        _remove_unused_inputs(plans[0].path.root)
 
 
 @group.command()

@@ -77,7 +77,8 @@ def run_settings(
     if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
         values.setdefault("storage_path", storage)
     root = storage_root(Settings.read().storage or values.get("storage_path", "runs"))
-    datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"])
+    streams = fold is None and settings.get("engine", "auto") != "local"
+    datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"], streams=streams)
     if fold is not None:
         values["fold"] = _checked_fold(fold, datasets)
     if isinstance(checkpoint, str | Path):
@@ -89,13 +90,15 @@ def run_settings(
     elif checkpoint is not None:
         values["checkpoint_file"] = inputs.store_state(root, checkpoint)
     if any(map(inputs.is_stream, datasets.values())):
-        if settings.get("engine", "auto") == "local":
-            raise UsageError("a Dataset of Ray Data is read by workers of Ray; use Trainer(engine='ray')")
         values["engine"] = "ray"
     if datasets:
         values["dataset_files"] = inputs.store_datasets(root, datasets, module)
     if module is not None:
         values["source"] = module.text()
+        if references := module.references():
+            names = [f"{sources.ENVIRONMENT}{name}" for name in references]
+            values["secrets"] = list(dict.fromkeys([*settings.get("secrets", ()), *names]))  # of the nodes of a cluster
+            values |= {f"variables.{name}": text for name, text in references.items()}
     if resume is not None and values.keys() & {"dataset_files", "fold", "source"}:
         _refuse_changed(resume, values, root)
     for name in [name for name, value in values.items() if isinstance(value, Section)]:
@@ -145,8 +148,6 @@ def _checked_fold(fold: Any, datasets: Mapping[str, Any]) -> tuple[int, int]:
     if list(datasets) != ["train"]:
         cure = "they split one dataset into 'train' and 'val', so pass a single one: dataset=rows"
         raise UsageError(f"folds need a dataset; {cure}" if not datasets else f"dataset has several names; {cure}")
-    if inputs.is_stream(datasets["train"]):
-        raise UsageError("folds split numbered rows, which a Dataset of Ray Data has not; pass a torch Dataset")
     if len(datasets["train"]) < fold[1]:
         raise UsageError(f"dataset has {len(datasets['train'])} rows, fewer than {fold[1]} folds")
     return fold[0], fold[1]
@@ -202,11 +203,24 @@ def own_words() -> Iterator[None]:
         raise in_own_words(error) from error.__cause__
 
 
-_ARGUMENTS = [
+def _assignment(found: "re.Match[str]") -> str:
+    """Return `cfg.engine=ray` as Python."""
+    name, value = found.groups()
+    plain = {"null": "None", "true": "True", "false": "False"}.get(value, value)
+    return f"cfg.{name}={plain if plain in PLAIN else repr(plain)}"
+
+
+PLAIN = ("None", "True", "False", "nan", "inf")
+"""Values in Python that are words."""
+
+_ARGUMENTS: "list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]" = [
     (re.compile(rf"(?<![\w.]){pattern}"), argument)
     for pattern, argument in (
+        (r"cfg\.([\w.]*\w)=([A-Za-z_](?:[\w./=,-]*\w)?)", _assignment),
+        (r"null(?=$|[\s,;.])", "None"),
         (r"(--resume and )?cfg\.resume\b", "resume"),
         (r"cfg\.start_workers\b", "num_workers"),
+        (r"cfg\.restore_checkpoint_path\b", "checkpoint"),
         (r"cfg\.(?=\w)", ""),
         (r"datasets\.\w+\.batch_size\b", "batch_size"),
         (r"datasets\.train\b", "dataset"),
@@ -215,7 +229,7 @@ _ARGUMENTS = [
 ]
 """Settings in the texts of errors, and the arguments that set them."""
 
-_OF_SAMPLES = [
+_OF_SAMPLES: "list[tuple[re.Pattern[str], str]]" = [
     (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.train\b"), r"\1of dataset"),
     (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.(\w+)"), r"\1of dataset['\2']"),
 ]

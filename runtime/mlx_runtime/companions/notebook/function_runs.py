@@ -27,7 +27,7 @@ from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionR
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.queries import Run, open_run, resolve_run
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.sections import Elastic
+from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.storage import join_path
 from mlx_runtime.training import Request, TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG, engine_for, uses_gpus
@@ -172,10 +172,11 @@ class Trainer:
                     FORMER.get(name) or describe_move(f"cfg.{name}") or suggest(name, [*known, "num_workers"]).lstrip()
                 )
                 raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
-            try:
-                convert(value, known[name])
-            except TypeError:
-                raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
+            _check_type(name, value, known[name], "Trainer")
+            if isinstance(value, Section):
+                for item in parameters(type(value)) or []:
+                    part = getattr(value, item.name)
+                    _check_type(f"{name}.{item.name}", part, item.annotation, type(value).__name__)
         settings |= {} if backend == "torch" else {"backend": backend}
         own_cores = (os.cpu_count() or 1) // max(1, settings.get("cpus_per_worker", 1))
         room = MOST_WORKERS if address is not None or JOB_FLAG in os.environ else own_cores
@@ -251,8 +252,8 @@ class Trainer:
             function: the same as for `run`.
             config: the same as for `run`.
             dataset: rows that `get_dataset_shard` returns in the function: a torch Dataset with `__getitem__` and
-                `__len__`, a Dataset of Ray Data that reads files, or a dict of these. Workers get a pickled copy, from
-                a file in the storage.
+                `__len__`, a Dataset of Ray Data, or a dict of these. Workers get a pickled copy, from a file in the
+                storage.
             fold: `(2, 5)` splits the dataset into five shuffled folds of rows, and trains on all except number 2, which
                 is the dataset `val` in the function.
             checkpoint: returned by `load_checkpoint` in the new run: a dict of numbers, text, tensors and objects with
@@ -326,11 +327,11 @@ class Trainer:
         Raises:
             UsageError: the function takes other arguments, or this Trainer has another engine than `local`.
         """
-        with own_words():
-            path, values = run_settings(self.settings, function, None, dataset=dataset)
-        if values.get("engine", "local") not in ("auto", "local"):
+        if self._cfg.engine not in ("auto", "local"):
             text = "trials of Ray Tune have their workers on one node; leave out engine, or use sweep()"
-            raise UsageError(f"engine is {values['engine']!r}, but {text}")
+            raise UsageError(f"engine is {self._cfg.engine!r}, but {text}")
+        with own_words():
+            path, values = run_settings({**self.settings, "engine": "local"}, function, None, dataset=dataset)
         from mlx_runtime.companions.notebook.tuning import tune_trainable
 
         return tune_trainable(path, values, self._cfg, partial(_start_trial, path))
@@ -484,6 +485,13 @@ def run_job(path: str, values: Mapping[str, Any], resume: str | None = None) -> 
     request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
     adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
     return RunJob(*adapter, request, tuple(sys.orig_argv), path)
+
+
+def _check_type(name: str, value: Any, annotation: Any, taker: str) -> None:
+    try:
+        convert(value, annotation)
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}; {taker} takes {type_name(annotation)}") from None
 
 
 def _start_trial(path: str, values: Mapping[str, Any]) -> FunctionRun:

@@ -18,14 +18,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from mlx_runtime.companions.notebook import inputs, scripts
-from mlx_runtime.companions.notebook.arrays import as_tensors
+from mlx_runtime.companions.notebook.arrays import as_tensors, checkpoint_values
 from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.companions.notebook.shards import FunctionShard, Shards
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, agree, current, device_here, prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
-from mlx_runtime.runs.checkpoints import plain_entries
 from mlx_runtime.storage import size_text
 from mlx_runtime.training import TrainConfig
 from mlx_runtime.training.loop import BaseModule, prepare_models
@@ -44,6 +43,7 @@ class FunctionConfig(TrainConfig):
     Attributes:
         function: import path of the function, like `src.training.train_func`.
         source: source of its module, if it was defined in a cell or an interactive session.
+        variables: variables of that module that hold secrets, read from the environment, by name.
         backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
         checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
@@ -55,6 +55,7 @@ class FunctionConfig(TrainConfig):
 
     function: str = ""
     source: str = ""
+    variables: dict[str, Any] = field(default_factory=dict)
     backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
     checkpoint: dict[str, Any] | None = None
@@ -71,7 +72,7 @@ def load_function(cfg: TrainConfig) -> Callable[..., Any] | None:
         ConfigError: it is not there.
     """
     function: Callable[..., Any] | None = (
-        scripts.load(cfg.function, cfg.source) if isinstance(cfg, FunctionConfig) else None
+        scripts.load(cfg.function, cfg.source, cfg.variables) if isinstance(cfg, FunctionConfig) else None
     )
     return function
 
@@ -92,7 +93,7 @@ class FunctionExperiment(BaseModule):
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
         path = self.cfg.function
-        function = scripts.load(path, self.cfg.source)
+        function = scripts.load(path, self.cfg.source, self.cfg.variables)
         if self.cfg.checkpoint_file and self.saved.restored is None:
             self.saved.restored = inputs.load_state(self._session.context.folder.root, self.cfg.checkpoint_file)
         _running = self
@@ -144,15 +145,7 @@ class FunctionExperiment(BaseModule):
         return facts
 
     def save(self, state: Mapping[str, Any]) -> None:
-        given = {name: unwrap(item) for name, item in state.items()}
-        given = {name: item.state_dict() if hasattr(item, "state_dict") else item for name, item in given.items()}
-        values, unsafe = plain_entries(as_tensors(given))
-        if unsafe:
-            kind = type(given[unsafe[0]]).__name__
-            raise MlxError(
-                f"save_checkpoint({unsafe[0]}=...) is of type {kind}, which a checkpoint cannot hold; it takes "
-                "numbers, text, tensors, arrays, lists and dicts of these, and objects with a state_dict"
-            )
+        values = checkpoint_values(state, "save_checkpoint({}=...)", MlxError)
         with _calling:
             self._begin("save_checkpoint")
             self.saved.values, self.saved.restored = values, None

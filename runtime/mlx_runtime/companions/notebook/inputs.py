@@ -2,7 +2,8 @@
 
 <storage>/.inputs/<SHA-256 of its content>    a pickled dataset, or a checkpoint
 
-conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled.
+conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled. `mlx xp rm` removes files that no
+run names.
 """
 
 import re
@@ -17,12 +18,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.companions.notebook import scripts, sources
+from mlx_runtime.companions.notebook.arrays import checkpoint_values
+from mlx_runtime.companions.notebook.ray_rows import read_rows
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
-from mlx_runtime.runs.checkpoints import plain_entries
+from mlx_runtime.runs.outputs import INPUTS, keep_input
 from mlx_runtime.storage import HashingReader, HashingWriter, join_path, storage_at, storage_errors
-
-FOLDER = ".inputs"
-"""Folder in the storage."""
 
 STREAM = "ray:"
 """Beginning of the names of files with a Ray Dataset."""
@@ -36,7 +36,7 @@ def store(root: str, write: Callable[[Any], object]) -> str:
     Raises:
         StorageError: the storage cannot be written.
     """
-    place = join_path(root, FOLDER)
+    place = join_path(root, INPUTS)
     storage = storage_at(place)
     with storage_errors(f"cannot write {place}"):
         if storage.local:
@@ -45,7 +45,7 @@ def store(root: str, write: Callable[[Any], object]) -> str:
             file = Path(folder, "content")
             with HashingWriter(file.open("wb")) as written:
                 write(written)
-            if storage.size_bytes(written.sha256) == written.size_bytes:
+            if keep_input(storage, written.sha256, written.size_bytes):
                 return written.sha256
             if storage.local:
                 file.replace(storage.of(written.sha256))
@@ -62,7 +62,7 @@ def load(root: str, sha256: str, read: Callable[[BinaryIO], Any]) -> Any:
     """
     if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise StorageError(f"{sha256!r:.80} is not the SHA-256 of a file of a run")
-    place = join_path(root, FOLDER)
+    place = join_path(root, INPUTS)
     cure = "call trainer.run with the same dataset= or checkpoint= again to store it"
     with storage_errors(f"cannot read {join_path(place, sha256)}; {cure}"):
         stream = storage_at(place).open(sha256)
@@ -75,11 +75,17 @@ def load(root: str, sha256: str, read: Callable[[BinaryIO], Any]) -> Any:
         return read(stream)
 
 
-def named(dataset: Any, workers: int) -> dict[str, Any]:
+def named(dataset: Any, workers: int, *, streams: bool = True) -> dict[str, Any]:
     """Return the datasets of a call `trainer.run(dataset=...)` by name; a single one is named `train`.
 
+    Args:
+        dataset: the argument.
+        workers: number of workers.
+        streams: whether workers may read Datasets of Ray Data themselves. Otherwise, and if other clusters cannot make
+            them again, their rows are read here.
+
     Raises:
-        UsageError: one of them is not a dataset, or has no length or too few rows.
+        UsageError: one of them is not a dataset, has no length or too few rows, or cannot be read.
     """
     if isinstance(dataset, Mapping) and not dataset:
         raise UsageError(f"dataset is empty; {TAKES}")
@@ -87,8 +93,11 @@ def named(dataset: Any, workers: int) -> dict[str, Any]:
     for name, item in datasets.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise UsageError(f"dataset has the name {name!r}; names are words, like 'train' and 'val'")
+        title = f"dataset[{name!r}]" if isinstance(dataset, Mapping) else "dataset"
+        if is_stream(item) and not (streams and item.has_serializable_lineage()):
+            datasets[name] = item = read_rows(item, title)
         if not is_stream(item):
-            _check_rows(f"dataset[{name!r}]" if isinstance(dataset, Mapping) else "dataset", item, workers)
+            _check_rows(title, item, workers)
     return datasets
 
 
@@ -124,7 +133,7 @@ def store_datasets(root: str, datasets: Mapping[str, Any], module: sources.Funct
     files = {}
     for name, dataset in datasets.items():
         title = "dataset" if [*datasets] == ["train"] else f"dataset[{name!r}]"
-        content = Lineage(dataset, title) if is_stream(dataset) else dataset
+        content = Lineage(dataset) if is_stream(dataset) else dataset
 
         def write(file: Any, title: str = title, content: Any = content) -> None:
             try:
@@ -146,18 +155,12 @@ def load_dataset(root: str, file: str) -> Any:
 
 
 def store_state(root: str, state: Mapping[str, Any]) -> str:
-    """Store a checkpoint: numbers, text, tensors and objects with a `state_dict`.
+    """Store a checkpoint: what `save_checkpoint` takes.
 
     Raises:
         UsageError: it has a value of another type.
     """
-    values = {name: item.state_dict() if hasattr(item, "state_dict") else item for name, item in state.items()}
-    values, unsafe = plain_entries(values)
-    if unsafe:
-        raise UsageError(
-            f"checkpoint has {unsafe[0]!r} of type {type(state[unsafe[0]]).__name__}; it holds numbers, text, tensors, "
-            "lists and dicts of these, and objects with a state_dict"
-        )
+    values = checkpoint_values(state, "checkpoint[{!r}]", UsageError)
     return store(root, lambda file: torch.save(values, file))
 
 
@@ -187,16 +190,9 @@ class _Unpickler(sources.Unpickler):
 
 
 class Lineage:
-    """A Dataset of Ray Data as the steps that make it, without its rows.
+    """A Dataset of Ray Data as the steps that make it, without its rows."""
 
-    Raises:
-        UsageError: it contains objects in the memory of this cluster.
-    """
-
-    def __init__(self, dataset: Any, title: str) -> None:
-        if not dataset.has_serializable_lineage():
-            cure = "write it to files, and read those with ray.data, or pass a torch Dataset or a list of rows"
-            raise UsageError(f"{title} was made from objects in memory, which other clusters cannot read; {cure}")
+    def __init__(self, dataset: Any) -> None:
         self._steps: bytes = dataset.serialize_lineage()
 
     def to_ray(self) -> Any:

@@ -6,10 +6,10 @@ Errors that end it are printed without the frames of the runtime.
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from mlx_runtime.companions.notebook import sources
@@ -97,19 +97,20 @@ def name_script(name: str) -> str | None:
     return module
 
 
-def load(path: str, source: str = "") -> Any:
+def load(path: str, source: str = "", secrets: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Import a training function. The import of its module ends where it starts a run.
 
     Args:
         path: import path of the function.
         source: source of its module, if it has no file.
+        secrets: variables of that module that hold secrets, by name.
 
     Raises:
         ConfigError: it is not there.
     """
     try:
         if source:
-            sources.execute(source)
+            sources.execute(source, secrets)
         return _load(path)
     except (ImportError, AttributeError, NameError) as error:
         raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None

@@ -1,7 +1,8 @@
 """Functions of cells and interactive sessions, as the source of a module that workers execute.
 
 The module has the definitions that a function uses, directly or not, and the values of the variables that it reads. It
-is the same text in another session, so that a resumed run can refuse another function.
+is the same text in another session, so that a resumed run can refuse another function. Variables that hold secrets are
+passed in the environment instead, and the text only has their names.
 """
 
 import __future__
@@ -12,23 +13,36 @@ import inspect
 import io
 import linecache
 import math
+import os
 import pickle
+import pickletools
 import symtable
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from mlx_runtime.companions.notebook.cells import defined_names, first_line
 from mlx_runtime.errors import UsageError, short_message
+from mlx_runtime.storage.secrets import find
 
 MODULE = "mlx_cells"
 """Name of the module of a run, on workers and in the session that starts it."""
 
 MOST_BYTES = 1 << 18
 """Maximum size of a variable, because it is recorded in conf.yaml."""
+
+MOST_SECRET_BYTES = 100_000
+"""Maximum size of a variable that holds a secret: Linux limits each environment variable to 128 KiB."""
+
+ENVIRONMENT = "MLX_VALUE_"
+"""Beginning of the names of environment variables with variables that hold secrets."""
+
+_secrets: dict[str, str] = {}
+"""Variables of the executed module that hold secrets."""
 
 
 def module_of(function: Callable[..., Any]) -> "FunctionModule":
@@ -45,8 +59,15 @@ def module_of(function: Callable[..., Any]) -> "FunctionModule":
     return module
 
 
-def execute(source: str) -> None:
-    """Execute the source of a module in this process, in place of an earlier one."""
+def execute(source: str, secrets: Mapping[str, str] = types.MappingProxyType({})) -> None:
+    """Execute the source of a module in this process, in place of an earlier one.
+
+    Args:
+        source: the module.
+        secrets: its variables that hold secrets, by name.
+    """
+    _secrets.clear()
+    _secrets.update(secrets)
     filename = f"<{MODULE}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for tracebacks
     sys.modules[MODULE] = module = types.ModuleType(MODULE)
@@ -67,6 +88,11 @@ def changed_names(before: str, after: str) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
+def secret(name: str) -> str:
+    """Return a variable of the executed module that holds a secret: its text, or the expression of another value."""
+    return _secrets[name]
+
+
 def restore(pickled: str, names: Mapping[str, Any]) -> Any:
     """Return a variable from its pickle, in base64; `names` are those of its module."""
     return Unpickler(io.BytesIO(base64.b64decode(pickled)), names).load()
@@ -78,12 +104,16 @@ class FunctionModule:
     Args:
         session: names of this session.
         function: name of the function.
+
+    Attributes:
+        secrets: the variables that hold secrets, by name.
     """
 
     def __init__(self, session: Mapping[str, Any], function: str) -> None:
         self._session, self._function = session, function
         self._statements: dict[str, str] = {}  # by the name that they define
         self._imports: dict[str, None] = {}
+        self.secrets: dict[str, str] = {}
         code = inspect.unwrap(session[function]).__code__
         self._strings = bool(code.co_flags & __future__.annotations.compiler_flag)  # annotations are text
         self.add(function)
@@ -94,6 +124,11 @@ class FunctionModule:
         imports = "\n".join([*future, *self._imports])
         text = "\n\n\n".join(filter(None, [imports, *self._statements.values()])) + "\n"
         return text.replace("${", "\\x24{")  # in strings; conf.yaml would look the value up
+
+    def references(self) -> dict[str, str]:
+        """Set the environment variables for the secrets, and return their references in a config, by name."""
+        os.environ.update({f"{ENVIRONMENT}{name}": text for name, text in self.secrets.items()})
+        return {name: f"${{oc.env:{ENVIRONMENT}{name}}}" for name in self.secrets}
 
     def add(self, name: str) -> None:
         """Add the statement that defines a name, and those of the names that it uses."""
@@ -111,7 +146,18 @@ class FunctionModule:
             self._imports[f"from {path[0]} import {path[1]} as {name}"] = None
         else:
             text = _literal(value) or self._pickle(name, value)
+            if _holds_secret(name, text):
+                text = self._hide(name, value, text)
             self._take(name, f"{name} = {text}")
+
+    def _hide(self, name: str, value: Any, text: str) -> str:
+        """Move a variable to the secrets, and return the expression that reads it there."""
+        is_text = isinstance(value, str) and value.isprintable()
+        self.secrets[name] = value if is_text else text
+        if len(self.secrets[name].encode()) > MOST_SECRET_BYTES:
+            raise self._refusal(name, value, f"it holds a secret, and {MOST_SECRET_BYTES:,} bytes is the maximum then")
+        self._imports[f"from {__name__} import secret as _secret"] = None
+        return f"_secret({name!r})" if is_text else f"eval(_secret({name!r}))"
 
     def _define(self, name: str, value: Any) -> None:
         node = _statement(name, value, self._session)
@@ -200,6 +246,16 @@ class Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: str) -> Any:
         return self._names[pid]
+
+
+def _holds_secret(name: str, text: str) -> bool:
+    """Return True if a secret is recognized in a variable, given the expression of its value."""
+    if text.startswith("_restore("):
+        pickled = base64.b64decode(text.split('"')[1])
+        texts = [name, *(item for _, item, _ in pickletools.genops(pickled) if isinstance(item, str))]
+        text = "\n".join(f"{one} = {other!r}" for one, other in pairwise(texts))
+        return bool(find(text, code=True))
+    return bool(find(f"{name} = {text}", code=True))
 
 
 def _of_session(value: Any) -> bool:

@@ -3,6 +3,9 @@ from mlx_runtime.runs.outputs.filling import Filling as Filling
 from mlx_runtime.runs.outputs.filling import Output as Output
 from mlx_runtime.runs.outputs.filling import being_filled as being_filled
 from mlx_runtime.runs.outputs.filling import refuse_present as refuse_present
+from mlx_runtime.runs.outputs.inputs import INPUTS as INPUTS
+from mlx_runtime.runs.outputs.inputs import keep_input as keep_input
+from mlx_runtime.runs.outputs.inputs import remove_unused_inputs as remove_unused_inputs
 from mlx_runtime.runs.outputs.removal import plan_run as plan_run
 from mlx_runtime.runs.outputs.removal import refuse_in_use as refuse_in_use
 from mlx_runtime.runs.outputs.removal import remove as remove

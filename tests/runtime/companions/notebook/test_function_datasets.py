@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Mlx
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mlx_runtime import Trainer, open_run
@@ -341,12 +344,18 @@ class TestFiles:
         with pytest.raises(StorageError, match=r"^'../other' is not the SHA-256 of a file"):
             inputs.load_dataset(str(tmp_path), "../other")
 
-    def test_a_start_state_has_plain_values_and_tensors(self, tmp_path: Path) -> None:
+    def test_a_start_state_holds_what_a_function_saves(self, tmp_path: Path) -> None:
         model = nn.Linear(2, 1)
-        file = inputs.store_state(str(tmp_path), {"model": model, "epoch": 3})
-        state = inputs.load_state(str(tmp_path), file)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            made = {"model": model, "wrapped": DistributedDataParallel(model), "epoch": 3, "array": np.arange(3)}
+            state = inputs.load_state(str(tmp_path), inputs.store_state(str(tmp_path), made))
+        finally:
+            dist.destroy_process_group()
         assert state["epoch"] == 3
         assert state["model"]["weight"].equal(model.weight)
+        assert [*state["wrapped"]] == ["weight", "bias"]
+        assert state["array"].equal(torch.arange(3))
 
 
 @pytest.mark.pure
@@ -362,37 +371,151 @@ def test_a_range_of_workers_is_elastic() -> None:
 
 STREAMS = """
 import json, ray
+import pandas as pd
 import ray.data
-from mlx_runtime import MlxError, Trainer, get_dataset_shard
+from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, save_checkpoint, world_rank
+from mlx_runtime.companions.notebook import ray_rows
 
 
 def read(config):
     shard = get_dataset_shard()
     loader = shard.iter_torch_batches(batch_size=8)
-    return [[batch["id"].tolist() for batch in loader] for _ in range(2)], len(loader), len(list(shard)), len(shard)
+    epochs = [[batch["id"].tolist() for batch in loader] for _ in range(2)]
+    return epochs, len(loader), len(list(shard)), len(shard), [row["id"].item() for row in get_dataset_shard("val")]
+
+
+def rows(config):
+    loader = get_dataset_shard().iter_torch_batches(batch_size=2)
+    seen, start = [], (load_checkpoint() or {"epoch": 0})["epoch"]
+    for epoch in range(start, 2):
+        for step, batch in enumerate(loader):
+            seen.append([epoch, batch["id"].tolist(), batch["name"], str(batch["pair"].dtype), batch["pair"].tolist()])
+            if config["fails"] and (epoch, step) == (1, 0):
+                save_checkpoint(epoch=epoch)
+                raise ValueError("on purpose")
+    return seen, len(loader)
+
+
+def folded(config):
+    return [sorted(row["id"].item() for row in get_dataset_shard(name)) for name in ("train", "val")]
+
+
+def refused(**options):
+    try:
+        trainer.run(read, {}, **options)
+    except MlxError as error:
+        return [type(error).__name__, str(error)]
+
+
+def fail(row):
+    raise ValueError("on purpose")
+
+
+def items(engine):
+    made = [{"id": row, "name": f"row {row}", "pair": [row, row + 0.5]} for row in range(11)]
+    dataset = ray.data.from_items(made, override_num_blocks=3).map(lambda row: row)
+    trainer = Trainer(num_workers=2, engine=engine, name=engine)
+    whole = trainer.run(rows, {"fails": False}, dataset=dataset)
+    try:
+        trainer.run(rows, {"fails": True}, dataset=dataset)
+    except MlxError:
+        pass
+    return whole, trainer.run(rows, {"fails": False}, dataset=dataset, resume="run_002")
 
 
 if __name__ == "__main__":
-    trainer, found = Trainer(num_workers=2), []
-    for options in ({"dataset": ray.data.from_items([1, 2])}, {"dataset": ray.data.range(4), "fold": (0, 2)}):
-        try:
-            trainer.run(read, {}, **options)
-        except MlxError as error:
-            found.append(str(error))
-    print(json.dumps([found, trainer.run(read, {}, dataset=ray.data.range(50))]))
+    trainer = Trainer(num_workers=2)
+    val = ray.data.from_items([{"id": row} for row in range(4)])
+    table = pd.DataFrame({"id": range(8), "day": pd.Timestamp("2026-01-01"), "gap": [None, *"abcdefg"]})
+    found = {
+        "stream": trainer.run(read, {}, dataset={"train": ray.data.range(50), "val": val}),
+        "engines": [items("local"), items("ray")],
+        "local": Trainer(num_workers=2, engine="local").run(
+            read, {}, dataset={"train": ray.data.range(50), "val": ray.data.range(4)}
+        ),
+        "folds": trainer.run(folded, {}, dataset=ray.data.range(12), folds=3),
+        "refused": [
+            refused(dataset=ray.data.from_items([1])),
+            refused(dataset={"val": ray.data.from_items([1]).filter(lambda row: False)}),
+            refused(dataset=ray.data.from_items([1]).map(fail)),
+            refused(dataset=ray.data.from_pandas(table[["id", "day"]])),
+            refused(dataset=ray.data.from_pandas(table[["id", "gap"]])),
+            refused(dataset=ray.data.from_items([[1], [2, 3]])),
+        ],
+    }
+    ray_rows.MOST_BYTES = 1000
+    found["large"] = refused(dataset=ray.data.from_items(list(range(200))))
+    print(json.dumps(found))
 """
 
 
-@pytest.mark.cluster
-def test_a_dataset_of_ray_data_is_read_by_workers_of_ray(environment: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(STREAMS)
+@pytest.fixture(scope="module")
+def of_ray(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("ray_datasets")
+    (folder / "script.py").write_text(STREAMS)
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (in_memory, folds), ((one, *sizes), (other, *_)) = json.loads(done.stdout.splitlines()[-1])
-    assert in_memory.startswith("dataset was made from objects in memory, which other clusters cannot read; write it")
-    assert folds.startswith("folds split numbered rows, which a Dataset of Ray Data has not")
-    for epoch in (0, 1):
-        assert sorted(itertools.chain(*one[epoch], *other[epoch])) == list(range(50))
-    assert one[0] != one[1]
-    assert sizes == [4, 25, 25]
+    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
+
+
+@pytest.mark.cluster
+class TestDatasetsOfRayData:
+    @pytest.mark.parametrize(("name", "engine"), [("stream", "ray"), ("local", "local")])
+    def test_those_of_files_are_read_by_workers_of_ray_or_stored(self, of_ray: Found, name: str, engine: str) -> None:
+        (one, *sizes, val), (other, *_, other_val) = of_ray[name]
+        for epoch in (0, 1):
+            assert sorted(itertools.chain(*one[epoch], *other[epoch])) == list(range(50))
+        assert one[0] != one[1]
+        assert sizes == [4, 25, 25]
+        assert sorted(val + other_val) == list(range(4))
+        run = {"stream": "run_001", "local": "run_002"}[name]
+        cfg = open_run(of_ray["folder"] / "runs" / "read" / run).config["cfg"]
+        assert cfg["engine"] == engine
+        streams = {key for key, file in cfg["dataset_files"].items() if file.startswith("ray:")}
+        assert streams == ({"train"} if name == "stream" else set())
+
+    def test_those_in_memory_are_stored_once_for_both_engines(self, of_ray: Found) -> None:
+        files = set()
+        for engine, (whole, rest) in zip(("local", "ray"), of_ray["engines"], strict=True):
+            assert [steps for _, steps in whole] == [3, 3]
+            for epoch in (0, 1):
+                seen = [batch for worker, _ in whole for number, *batch in worker if number == epoch]
+                ids = [row for batch, *_ in seen for row in batch]
+                assert sorted(ids) == list(range(11))
+                assert ids != sorted(ids)
+                for batch, names, dtype, pairs in seen:
+                    assert (names, dtype) == ([f"row {row}" for row in batch], "torch.float64")
+                    assert pairs == [[row, row + 0.5] for row in batch]
+            for (one, _), (resumed, _) in zip(whole, rest, strict=True):
+                assert one[4:] == resumed  # the second epoch, from its second step
+            cfg = open_run(of_ray["folder"] / "runs" / engine / "run_002").config["cfg"]
+            files.add(cfg["dataset_files"]["train"])
+            assert cfg["engine"] == engine
+        assert of_ray["engines"][0] == of_ray["engines"][1]
+        (file,) = files
+        assert (of_ray["folder"] / "runs" / ".inputs" / file).is_file()
+
+    def test_folds_split_stored_rows(self, of_ray: Found) -> None:
+        held = [row for workers in of_ray["folds"] for _, val in workers for row in val]
+        assert sorted(held) == list(range(12))
+        assert {len(train) for workers in of_ray["folds"] for train, _ in workers} == {4}
+
+    def test_rows_that_cannot_be_stored_are_refused_in_one_line(self, of_ray: Found) -> None:
+        cure = "; convert it with map_batches, or drop it with drop_columns"
+        neither = "neither numbers of one shape nor text"
+        few, empty, failing, dates, gaps, ragged = of_ray["refused"]
+        assert failing[1].startswith("dataset cannot be read: ValueError: on purpose")
+        assert "\n" not in failing[1]
+        assert [few, empty, dates, gaps, ragged, of_ray["large"]] == [
+            ["UsageError", text]
+            for text in (
+                "dataset has 1 rows, fewer than the 2 workers of Trainer(num_workers=2)",
+                "dataset['val'] has no rows",
+                f"dataset: column 'day' holds datetime64, {neither}{cure}",
+                f"dataset: column 'gap' holds float, str, {neither}{cure}",
+                f"dataset: column 'item' holds ndarray, {neither}{cure}",
+                "dataset has more than 1.0 kB, the maximum for rows in memory; write it to files with "
+                "write_parquet(path), and pass ray.data.read_parquet(path)",
+            )
+        ]

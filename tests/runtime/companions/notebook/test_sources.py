@@ -1,5 +1,6 @@
 """Functions of cells without `%%mlx`: what is sent to workers, what is refused, and a real kernel."""
 
+import base64
 import linecache
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from mlx_runtime.companions.notebook.functions import FunctionExperiment
 from mlx_runtime.companions.notebook.scripts import load
 from mlx_runtime.companions.notebook.sources import FunctionModule, changed_names, execute
-from mlx_runtime.errors import UsageError
+from mlx_runtime.config import override
+from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.storage.secrets import find
+from mlx_runtime.training import Request
+from mlx_runtime.training.processes import load_bound_config
 
 CELLS = """
 from __future__ import annotations
@@ -128,6 +134,59 @@ class TestSource:
     def test_tracebacks_have_the_lines_of_the_source(self) -> None:
         execute("def f():\n    return 1 / 0\n")
         assert linecache.getline("<mlx_cells>", 2) == "    return 1 / 0\n"
+
+    @pytest.mark.parametrize(
+        ("cell", "text"),
+        [
+            ("TOKEN = 'hf_abcdefghijklmnopqrst0123456'", "TOKEN = _secret('TOKEN')"),
+            ("db_password = 'two\\nlines'", "db_password = eval(_secret('db_password'))"),
+            ("x = ['https://user:pass-9f8e@example.com']", "x = eval(_secret('x'))"),
+            ("x = {'Authorization': 'Bearer abcdefgh12345678XYZ'}", "x = eval(_secret('x'))"),
+            (
+                "from types import SimpleNamespace\nx = SimpleNamespace(api_key='plain-9f8e7d')",
+                "x = eval(_secret('x'))",
+            ),
+        ],
+    )
+    def test_variables_with_secrets_are_not_in_the_source(self, cell: str, text: str) -> None:
+        name = text.partition(" ")[0]
+        names = session(f"{cell}\nsize = 3\ndef f(): return {name}, size")
+        module = FunctionModule(names, "f")
+        source = module.text()
+        assert text in source
+        assert "size = 3" in source
+        assert list(module.secrets) == [name]
+        assert list(find(source, code=True)) == []
+        assert load("mlx_cells.f", source, module.secrets)() == names["f"]()
+
+    def test_other_variables_are_in_the_source(self) -> None:
+        cell = """
+import torch
+pad_token, max_tokens, key = "[PAD]", 512, "weight"
+rows = torch.arange(6.0)
+path = "/data/imagenet-1k/train"
+def f(): return pad_token, max_tokens, key, rows.sum().item(), path
+"""
+        module = FunctionModule(session(cell), "f")
+        module.text()
+        assert module.secrets == {}
+
+    def test_a_secret_that_is_missing_on_resume_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = FunctionModule(session("TOKEN = 'hf_abcdefghijklmnopqrst0123456'\ndef f(): return TOKEN"), "f")
+        monkeypatch.setenv("MLX_VALUE_TOKEN", "")  # restored after the test
+        ((name, reference),) = module.references().items()
+        request = Request((override(f"cfg.variables.{name}", reference),))
+        assert load_bound_config(FunctionExperiment, request, "f").cfg.variables == module.secrets
+        monkeypatch.delenv("MLX_VALUE_TOKEN")
+        with pytest.raises(ConfigError) as caught:
+            load_bound_config(FunctionExperiment, request, "f")
+        assert "cfg.variables.TOKEN: the environment has no MLX_VALUE_TOKEN; set it" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_secret_that_does_not_fit_into_the_environment_is_refused(self) -> None:
+        cell = "password = 'secret-9f8e' * 10_000\ndef f(): return password"
+        with pytest.raises(UsageError, match=r"^f uses password, a str, which .* holds a secret, and 100,000 bytes is"):
+            FunctionModule(session(cell), "f")
 
 
 FIRST = """
@@ -253,3 +312,49 @@ def test_the_dataset_of_a_cell_is_sent_with_its_class(
     assert failed == "ValueError: on purpose (raised on rank 0)\n"
     assert other.startswith("train_func/run_001 was started with another dataset; leave out dataset= to resume it")
     assert resumed == "[2]\n"  # one of four batches was read before
+
+
+WITH_SECRETS = """
+from types import SimpleNamespace
+from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint
+
+TOKEN = "hf_abcdefghijklmnopqrst0123456"
+client = SimpleNamespace(api_key="plain-9f8e7d", url="https://example.com")
+
+
+def train_func(config):
+    for epoch in range((load_checkpoint() or {"epoch": -1})["epoch"] + 1, 2):
+        if epoch == 1 and config["fails"]:
+            raise ValueError("on purpose")
+        report(loss=epoch)
+        save_checkpoint(epoch=epoch)
+    return TOKEN[-3:], client.api_key[-3:], client.url
+
+
+def attempt(resume=None, **config):
+    try:
+        print(Trainer(num_workers=2).run(train_func, config, show=False, resume=resume))
+    except MlxError as error:
+        print(str(error).splitlines()[0])
+
+
+"""
+
+
+@pytest.mark.examples
+def test_secrets_of_a_cell_reach_workers_and_are_in_no_file(
+    printed_by: Callable[[list[str]], list[str]], tmp_path: Path
+) -> None:
+    """runs/train_func/run_001/ has run.json, conf.yaml, checkpoints, metrics and logs."""
+    kernels = ([WITH_SECRETS, "attempt(fails=True)"], [WITH_SECRETS, "attempt(resume='latest', fails=False)"])
+    failed, resumed = (text for cells in kernels for text in printed_by(cells))
+    assert failed == "ValueError: on purpose (raised on rank 0)\n"
+    assert resumed == "[('456', 'e7d', 'https://example.com'), ('456', 'e7d', 'https://example.com')]\n"
+    files = [item for item in tmp_path.rglob("*") if item.is_file()]
+    assert {"run.json", "conf.yaml", "metrics.jsonl"} <= {item.name for item in files}
+    pickled = base64.b64encode(b"plain-9f8e7d").rstrip(b"=")[4:-4]
+    for file in files:
+        content = file.read_bytes()
+        assert not any(text in content for text in (b"hf_abcdefg", b"plain-9f8e7d", pickled)), file
+    conf = (tmp_path / "runs" / "train_func" / "run_001" / "conf.yaml").read_text()
+    assert "TOKEN: ${oc.env:MLX_VALUE_TOKEN}" in conf

@@ -361,8 +361,11 @@ def train(config):
     for epoch in range(config["epochs"]):
         report(loss=epoch + world_rank())
         time.sleep(config["pause_s"])
-    rows = [row.item() for row in get_dataset_shard()] if config.get("reads") else []
-    return {"rank": world_rank(), "weights": torch.ones(2), "rows": rows}
+    rows, own = [], []
+    if config.get("reads"):
+        rows = [row.item() for row in get_dataset_shard()]
+        own = [row["id"].item() for row in get_dataset_shard("val")]
+    return {"rank": world_rank(), "weights": torch.ones(2), "rows": rows, "own": own}
 
 
 class Net(torch.nn.Linear):
@@ -386,12 +389,17 @@ def refused(call):
 
 found = {}
 if action == "train":
+    import ray.data
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False)  # its objects are on this machine only
+    datasets = {"train": Rows(), "val": ray.data.from_items([{"id": row} for row in range(6)])}
     running = Trainer(2, address=url, name="remote").run_iterator(
-        train, {"epochs": 3, "pause_s": 0.2, "reads": True}, dataset=Rows()
+        train, {"epochs": 3, "pause_s": 0.2, "reads": True}, dataset=datasets
     )
     found["losses"] = [[item["loss"] for item in results] for results in running]
     found["values"] = [[item["rank"], item["weights"].tolist()] for item in running.get_returns()]
-    found["rows"] = sorted(row for item in running.get_returns() for row in item["rows"])
+    for name in ("rows", "own"):
+        found[name] = sorted(row for item in running.get_returns() for row in item[name])
     found["record"] = running.result().run.record["status"]
     again = reattach("remote/run_001", address=url)
     found["again"] = [[item["loss"] for item in results] for results in again], len(again.get_returns())
@@ -466,6 +474,7 @@ class TestFunctionsFromAnotherMachine:
         assert found["losses"] == losses
         assert found["values"] == [[0, [1.0, 1.0]], [1, [1.0, 1.0]]]
         assert found["rows"] == list(range(8))
+        assert found["own"] == list(range(6))
         assert (found["record"], found["again"]) == ("SUCCEEDED", [losses, 2])
 
     def test_models_arrive_at_the_function_and_come_back(self, calls: Any) -> None:
