@@ -26,7 +26,7 @@ from mlx_runtime.config.constructors import base_of, groups, parameters, try_con
 from mlx_runtime.config.interpolation import resolve_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
-from mlx_runtime.errors import ConfigError, short_message, suggest
+from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import DEPTH
@@ -173,12 +173,9 @@ def read(
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
-                from mlx_runtime.config.constructors import describe_move
+                from mlx_runtime.config.mismatches import unknown_key
 
-                above = next((top for top in _parents(key) if top in values), "")
-                free = isinstance(node := values.get(above), dict) and "_target_" not in node and "." in above
-                cure = f" To add it, write +{item.input_line}" if free else suggest(key, keys)
-                problems.append(Problem(key, describe_move(key) or f"there is no key {key!r} in {title}.{cure}"))
+                problems.append(Problem(key, unknown_key(key, item.input_line, values, title)))
         ConfigStore.instance().store(SELECTED, selection.tree)
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=SELECTED, overrides=known)
@@ -187,13 +184,9 @@ def read(
             try:
                 OmegaConf.select(config, key)
             except OmegaConfBaseException as error:  # an invalid interpolation
-                unset = re.search(r"Environment variable '(\w+)' not found", text := short_message(error))
-                cure = (
-                    f"the environment has no {unset[1]}; set it, or add a default: ${{oc.env:{unset[1]},0}}"
-                    if unset
-                    else ""
-                )
-                problems.append(Problem(key, f"{key}: {cure or text}"))
+                from mlx_runtime.config.mismatches import describe_unresolved
+
+                problems.append(Problem(key, describe_unresolved(key, error)))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
         unresolved = resolve_config(config, environment=False)
@@ -205,12 +198,6 @@ def read(
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
         why = why.replace("is not in struct", "is new there; to add keys, write ++ before the override")
         raise ConfigError(f"{source}: {short_message(error)}{why}") from error
-
-
-def _parents(key: str) -> list[str]:
-    """Return the keys above a key, the innermost first."""
-    parts = key.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:

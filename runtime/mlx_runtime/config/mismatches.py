@@ -1,10 +1,12 @@
-"""Messages about values that do not match the code, composed when one is found."""
+"""Messages about keys and values that do not match the code, composed when one is found."""
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mlx_runtime.config.constructors import choices, parameters, type_name
+from mlx_runtime.config.constructors import choices, describe_move, parameters, type_name
+from mlx_runtime.errors import short_message, suggest
 
 
 def mismatch(value: Any, hint: Any, key: str, owner: str, variants: Iterable[str], *, objects: bool) -> str:
@@ -39,3 +41,27 @@ def lacks(tree: Mapping[str, Any], key: str, base: type, object_at: Callable[[st
         return False
     known = [*(parameters(target) or []), *((parameters(base) or []) if parents == ["cfg"] else [])]
     return callable(target) and name in {item.name for item in known}
+
+
+def unknown_key(key: str, override: Any, values: Mapping[str, Any], title: object) -> str:
+    """Return the line about an override of a key that conf.yaml, with these values by key, does not have."""
+    if moved := describe_move(key):
+        return moved
+    above = next((parent for parent in _parents(key) if parent in values), "")
+    free = isinstance(node := values.get(above), dict) and "_target_" not in node and "." in above
+    cure = f" To add it, write +{override}" if free else suggest(key, values)
+    return f"there is no key {key!r} in {title}.{cure}"
+
+
+def _parents(key: str) -> list[str]:
+    """Return the keys above a key, the innermost first."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+
+
+def describe_unresolved(key: str, error: Exception) -> str:
+    """Return the line about a value with an invalid interpolation."""
+    text = short_message(error)
+    if unset := re.search(r"Environment variable '(\w+)' not found", text):
+        text = f"the environment has no {unset[1]}; set it, or add a default: ${{oc.env:{unset[1]},0}}"
+    return f"{key}: {text}"
