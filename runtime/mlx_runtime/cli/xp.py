@@ -188,6 +188,9 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
     except KeyboardInterrupt:
         click.echo("\nthe run continues; only its log was closed", err=True)
         code = 130
+    else:
+        if code == 1 and (text := xp.lost_driver(name, run)):
+            say(text, err=True)
     sys.exit(code)
 
 

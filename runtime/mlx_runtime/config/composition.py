@@ -197,7 +197,9 @@ def read(
         source = "the overrides" if overrides and isinstance(error, HydraException) else title
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
         why = why.replace("is not in struct", "is new there; to add keys, write ++ before the override")
-        raise ConfigError(f"{source}: {short_message(error)}{why}") from error
+        from mlx_runtime.config.mismatches import replaced_node
+
+        raise ConfigError(replaced_node(overrides, str(error)) or f"{source}: {short_message(error)}{why}") from error
 
 
 def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlx_runtime.config.constructors import choices, describe_move, parameters, type_name
@@ -65,3 +65,13 @@ def describe_unresolved(key: str, error: Exception) -> str:
     if unset := re.search(r"Environment variable '(\w+)' not found", text):
         text = f"the environment has no {unset[1]}; set it, or add a default: ${{oc.env:{unset[1]},0}}"
     return f"{key}: {text}"
+
+
+def replaced_node(overrides: Sequence[str], error: str) -> str | None:
+    """Return the line about an override that replaces a node, if it makes another one fail, which the error names."""
+    keys = {item: item.partition("=")[0].lstrip("+~") for item in overrides}
+    for item, key in keys.items():
+        for other, below in keys.items():
+            if below.startswith(f"{key}.") and f"'{below}'" in error:
+                return f"the override {item!r} replaces all of {key}, which {other!r} changes; leave one of them out"
+    return None

@@ -220,6 +220,13 @@ def test_a_node_without_its_class_is_not_a_mapping(conf: Path) -> None:
         load_config(Experiment, [], conf)
 
 
+def test_an_override_that_replaces_a_node_is_named(conf: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, ["cfg=3", "cfg.debug.limit_batches=1"], conf)
+    line = "the override 'cfg=3' replaces all of cfg, which 'cfg.debug.limit_batches=1' changes; leave one of them out"
+    assert str(caught.value) == line
+
+
 def test_all_problems_are_told_at_once(conf: Path) -> None:
     overrides = ["cfg.num_epochs=x", "models.net.width=y", "cfg.seed=???", "cfg.sed=3", "cfg.loader=${a.b}"]
     with pytest.raises(ConfigError) as caught:

@@ -443,7 +443,10 @@ class TestLogs:
         if status == "STALE":
             record = json.loads(folder.record.read_text())
             folder.record.write_text(json.dumps(record | {"heartbeat": ago(3600)}))
-        assert CliRunner().invoke(mlx_command, ["xp", "logs", "digits"]).exit_code == code
+        done = CliRunner().invoke(mlx_command, ["xp", "logs", "digits"])
+        lost = "the driver of digits/run_001 was killed, or its machine was lost"
+        told = f"{lost}. Resume: mlx train run --resume=digits/run_001\n" if status == "STALE" else ""
+        assert (done.exit_code, done.stdout, done.stderr) == (code, "one\n", told)
 
     def test_no_follow_returns_at_once(self, run: RunFolder) -> None:
         done = CliRunner().invoke(mlx_command, ["xp", "logs", "digits", "--no-follow"])

@@ -93,6 +93,19 @@ def logs(
     return followed if follow else code
 
 
+def lost_driver(name: str, run: str) -> str | None:
+    """Return a line about a run whose driver could not record its end, with the command that resumes it, or None."""
+    folder = resolve_run(name, run)
+    record = records.load_record(folder)
+    if (
+        record["status"] not in ("RUNNING", "WAITING")
+        or records.status_of(record, _job_status(record)) in records.LIVING
+    ):
+        return None
+    command = f"mlx train {'launch' if record.get('job') else 'run'} --resume={folder.title}"
+    return f"the driver of {folder.title} was killed, or its machine was lost. Resume: {command}"
+
+
 def _stored_logs(
     folder: RunFolder, write: Callable[[str], object], *, follow: bool, rank: int | None, tail: int | None
 ) -> int:

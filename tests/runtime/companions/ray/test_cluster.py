@@ -820,6 +820,7 @@ class TestALongRun:
         until(lambda: "STALE" in user.types("xp", "ls", "digits", "--status", "STALE").stdout)
         log = user.types("xp", "logs", "digits", "run_002")
         assert log.returncode == 1  # the run did not end as it should
+        assert log.stderr.endswith("Resume: mlx train launch --resume=digits/run_002\n")
         assert re.search(r"^--- .*: attempt 2$", log.stdout, re.MULTILINE)
         done = user.types("train", "launch", "--ray-address", ray_cluster.url)
         assert done.returncode == 1
