@@ -150,7 +150,7 @@ class WorkersLost(WorkerEvent):
 
 @dataclass(frozen=True)
 class WorkerStalled(WorkerEvent):
-    """A worker has taken no step for `cfg.hang_timeout_s`."""
+    """A worker has taken no step for `cfg.elastic.hang_timeout_s`."""
 
     seconds: float  # since its last step
 

@@ -1,6 +1,5 @@
 """The end of a command: one clear message on stderr, and the right exit code."""
 
-import _thread
 import atexit
 import contextlib
 import errno
@@ -84,7 +83,7 @@ def _single_interrupt() -> Iterator[None]:
         nonlocal interrupted_at
         if dropped.exc_type is KeyboardInterrupt:
             interrupted_at = -math.inf
-            threading.Timer(0.01, _thread.interrupt_main).start()
+            threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
         else:
             report(dropped)
 

@@ -69,12 +69,15 @@ class Elastic(Section):
         max_failures: number of times that lost workers are replaced before the run fails; -1 means no limit.
         keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
             each update covers as many rows; for loops that call `self.backward` and `self.optimizer_step`.
+        hang_timeout_s: seconds without a step after which workers that wait for each other count as deadlocked, and the
+            run fails.
     """
 
     min_workers: int | None = at_least(1, None)
     max_workers: int | None = at_least(1, None)
     max_failures: int = at_least(-1, 3)
     keep_global_batch: bool = False
+    hang_timeout_s: float = at_least(1, 600)
 
 
 @dataclass(frozen=True)

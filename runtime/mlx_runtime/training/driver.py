@@ -238,7 +238,7 @@ class Driver:
     def _deadlocks(self, receiver: Inbox) -> "DeadlockDetector":
         from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
 
-        busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
+        busy_s = min(ANSWER_S, self._plan.config.cfg.elastic.hang_timeout_s / 2)
         return DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
 
     def _stop_requested(self) -> bool:

@@ -88,8 +88,6 @@ class TrainConfig(_CheckedSettings):
             this machine; `auto`: `local` on one machine unless only Ray can train the run. May also be the import path
             of your own engine.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
-        hang_timeout_s: seconds without a step after which workers that wait for each other count as deadlocked, and the
-            run fails.
         loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
             per worker.
         prefetch_batches: batches that are read while the loop trains on earlier ones. None means 2 for each process of
@@ -148,7 +146,6 @@ class TrainConfig(_CheckedSettings):
     evaluate_every_steps: int | None = at_least(1, None)
     engine: str = "auto"
     start_workers: int = at_least(0, 2)
-    hang_timeout_s: float = at_least(1, 600)
     loader: str = "auto"
     prefetch_batches: int | None = at_least(0, None)
     seed: int = at_least(0, 0)

@@ -171,7 +171,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
 def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
-    timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives, longer than deadlock detection
+    timeout_s = max(1800.0, 2 * cfg.elastic.hang_timeout_s)  # of collectives, longer than deadlock detection
     with errors_of(cluster.engine, "its constructor"):
         engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
     if (local := sys.modules.get("mlx_runtime.training.engines.local")) is not None:

@@ -1,7 +1,7 @@
 """Detects deadlocked workers, and reports the position of each.
 
-Every worker notes each of its steps. If it has taken none for `cfg.hang_timeout_s`, it notifies the driver. The driver
-then asks all workers for their positions, and decides.
+Every worker notes each of its steps. If it has taken none for `cfg.elastic.hang_timeout_s`, it notifies the driver. The
+driver then asks all workers for their positions, and decides.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ class DeadlockDetector:
         if text is not None:
             raise HangError(
                 f"the workers have taken no step for {self._stalled_s:.0f} s:\n  {text}\n"
-                "If a step may take that long, raise cfg.hang_timeout_s"
+                "If a step may take that long, raise cfg.elastic.hang_timeout_s"
             )
 
 

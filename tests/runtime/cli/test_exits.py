@@ -80,7 +80,7 @@ def test_an_interrupt_of_a_finalizer_is_not_lost() -> None:
         "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
         "with clean_exit():\n"
         "    Group()\n"
-        "    time.sleep(30)\n"
+        "    time.sleep(600)\n"
         "    print('not interrupted')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

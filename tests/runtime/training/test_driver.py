@@ -13,6 +13,7 @@ from forkserver import Commands
 
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.events import Event, Notice, WorkerConnected
+from mlx_runtime.sections import Elastic
 from mlx_runtime.training.driver import Driver
 from mlx_runtime.training.loop.connections import Receiver, Remote
 
@@ -180,7 +181,7 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
             self.worker.close()
 
     heard: list[Event] = []
-    cfg = SimpleNamespace(callbacks={}, hang_timeout_s=600)
+    cfg = SimpleNamespace(callbacks={}, elastic=Elastic())
     unused: Any = None
     engine = SimpleNamespace(start=lambda *_: Group())
     cluster = SimpleNamespace(in_driver=False, engine="local")

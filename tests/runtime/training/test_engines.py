@@ -356,7 +356,7 @@ class TestALocalWorker:
         self, mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory
     ) -> tuple[list[dict[str, Any]], str]:
         folder = make_in("acts", tmp_path_factory.mktemp("looked"))
-        done = mlx(folder, "train", "run", "cfg.act=look", "cfg.hang_timeout_s=5000", "cfg.cpus_per_worker=2")
+        done = mlx(folder, "train", "run", "cfg.act=look", "cfg.elastic.hang_timeout_s=5000", "cfg.cpus_per_worker=2")
         assert (done.returncode, done.stderr) == (0, "")
         return seen(folder), done.stdout
 

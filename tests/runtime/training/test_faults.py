@@ -356,7 +356,7 @@ class TestTwoWorkers:
 
     @pytest.mark.kills
     def test_a_hang_tells_where_every_rank_stands(self, mlx: Mlx, folder: Path) -> None:
-        done = mlx(folder, "train", "run", "cfg.fault=hang", "cfg.hang_timeout_s=4")
+        done = mlx(folder, "train", "run", "cfg.fault=hang", "cfg.elastic.hang_timeout_s=4")
         assert done.returncode == 1
         assert re.fullmatch(
             r"error: the workers have taken no step for \d+ s:\n"
@@ -364,14 +364,14 @@ class TestTwoWorkers:
             r"  rank 0 has been waiting in \S.* for \d+ s: epoch 1, train step [67], "
             r"src/experiment.py:\d+ in \w+\n"
             r"  rank 1 has been busy for \d+ s: epoch 1, train step 6, src/experiment.py:\d+ in step\n"
-            r"If a step may take that long, raise cfg.hang_timeout_s\n",
+            r"If a step may take that long, raise cfg.elastic.hang_timeout_s\n",
             done.stderr,
         )
         assert record(folder)["status"] == "FAILED"
 
     @pytest.mark.kills
     def test_a_worker_that_is_frozen_does_not_answer(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.hang_timeout_s=3", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.elastic.hang_timeout_s=3", "cfg.pause_s=0.2")
         wait_for(lambda: len(steps_of(folder)) > 4)
         frozen = next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note)
         os.kill(frozen, signal.SIGSTOP)

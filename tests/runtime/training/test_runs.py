@@ -281,7 +281,7 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
         ),
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
-        (["cfg.name=a/b"], "cfg.name is 'a/b', which is not a valid folder name"),
+        (["cfg.name=a/b"], "override cfg.name=a/b: cfg.name is 'a/b', which is not a valid folder name"),
         (["cfg.storage_path=' '"], "cfg.storage_path is empty; name a folder or a URI"),
         (
             ["cfg.storage_path=s4://x"],

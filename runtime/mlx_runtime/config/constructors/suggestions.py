@@ -11,6 +11,7 @@ MOVED = {
     **{name: f"debug.{name}" for name in ("limit_batches", "limit_eval_batches", "limit_train_batches")},
     **{name: f"debug.{name}" for name in ("overfit_batches", "profile", "stop_on_nan", "watch_gradients")},
     **{name: f"elastic.{name}" for name in ("keep_global_batch", "max_failures", "max_workers", "min_workers")},
+    "hang_timeout_s": "elastic.hang_timeout_s",
     "mirror": "hub.mirror",
     "mirror_timeout_s": "hub.timeout_s",
     "prepared": "preparation.mode",

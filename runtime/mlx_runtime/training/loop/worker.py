@@ -193,7 +193,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     if not isinstance(sink, Direct):
         from mlx_runtime.training import Watchdog  # imported here, because a single process cannot deadlock
 
-        watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
+        watchdog = Watchdog(cfg.elastic.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
         cast("Remote", sink).position, session.beat = watchdog.position, watchdog.beat
 

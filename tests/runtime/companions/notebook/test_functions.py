@@ -80,7 +80,7 @@ def iterator():
 
 
 def threads():
-    watched = Trainer(num_workers=2, engine=sys.argv[1], hang_timeout_s=1.0)
+    watched = Trainer(num_workers=2, engine=sys.argv[1], elastic=Elastic(hang_timeout_s=1.0))
     results = list(watched.run_iterator(training.from_threads, config={"reports": 20}))
     metrics = watched.latest_run.metrics()
     return results, metrics[["epoch", "thread", "number"]].values.tolist(), metrics["time/epoch_s"].isna().sum().item()
