@@ -94,7 +94,7 @@ class TensorFlow:
         return isinstance(error, tf.errors.UnavailableError)
 
 
-def backend_class(name: str) -> Any:
+def backend_class(name: Any) -> Any:
     """Return the class of a backend; None for `torch`, which needs none.
 
     Raises:
@@ -102,9 +102,9 @@ def backend_class(name: str) -> Any:
     """
     if name == "torch":
         return None
-    if name in FORMER:
+    if isinstance(name, str) and name in FORMER:
         raise UsageError(f"backend is {name!r}, {FORMER[name]}")
-    if name not in BACKENDS and "." not in str(name):
+    if not isinstance(name, str) or (name not in BACKENDS and "." not in name):
         known = ", ".join(map(repr, ("torch", *BACKENDS)))
         raise UsageError(f"backend is {name!r}; there are {known}, and classes of other packages, by their import path")
     return named_class("backend", name, BACKENDS, ("setup", "teardown", "lost_peer"))

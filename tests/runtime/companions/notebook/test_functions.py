@@ -469,6 +469,7 @@ class TestBeforeARun:
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
             ({"gpus_per_worker": 0}, ConfigError, "^gpus_per_worker is 0; the minimum is 1"),
             ({"gpus_per_worker": 2, "backend": "jax"}, UsageError, "a worker of the backend jax has one GPU; use more"),
+            ({"backend": ["jax"]}, UsageError, r"backend is \['jax'\]; there are 'torch', 'jax', 'tensorflow', and"),
             (
                 {"backend": "horovod"},
                 UsageError,
