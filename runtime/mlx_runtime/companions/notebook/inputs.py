@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch.utils.data import IterableDataset
 
+from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import scripts, sources
 from mlx_runtime.companions.notebook.arrays import checkpoint_values
 from mlx_runtime.companions.notebook.ray_rows import read_rows
@@ -193,7 +194,7 @@ class Lineage:
     """A Dataset of Ray Data as the steps that make it, without its rows."""
 
     def __init__(self, dataset: Any) -> None:
-        self._steps: bytes = dataset.serialize_lineage()
+        self._steps: bytes = part("ray.private").serialize_lineage(dataset)
 
     def to_ray(self) -> Any:
         import ray.data

@@ -44,6 +44,21 @@ def quiet_ray_train() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+def serialize_lineage(dataset: Any) -> bytes:
+    """Return the steps of a Dataset of Ray Data for other clusters.
+
+    `Dataset.serialize_lineage` alone keeps references to objects of this cluster, such as the paths of CSV files.
+    """
+    reducers = ray.cloudpickle.CloudPickler.dispatch
+    by_reference = reducers[ray.ObjectRef]
+    reducers[ray.ObjectRef] = lambda reference: (ray.put, (ray.get(reference),))
+    try:
+        steps: bytes = dataset.serialize_lineage()
+    finally:
+        reducers[ray.ObjectRef] = by_reference
+    return steps
+
+
 class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
     """A `TorchTrainer` that starts only the processes that the run needs.
 

@@ -370,7 +370,7 @@ def test_a_range_of_workers_is_elastic() -> None:
 
 
 STREAMS = """
-import json, ray
+import json, os, ray
 import pandas as pd
 import ray.data
 from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, save_checkpoint, world_rank
@@ -426,9 +426,10 @@ def items(engine):
 if __name__ == "__main__":
     trainer = Trainer(num_workers=2)
     val = ray.data.from_items([{"id": row} for row in range(4)])
+    pd.DataFrame({"id": range(50)}).to_csv("rows.csv", index=False)
     table = pd.DataFrame({"id": range(8), "day": pd.Timestamp("2026-01-01"), "gap": [None, *"abcdefg"]})
     found = {
-        "stream": trainer.run(read, {}, dataset={"train": ray.data.range(50), "val": val}),
+        "stream": trainer.run(read, {}, dataset={"train": ray.data.read_csv(os.path.abspath("rows.csv")), "val": val}),
         "engines": [items("local"), items("ray")],
         "local": Trainer(num_workers=2, engine="local").run(
             read, {}, dataset={"train": ray.data.range(50), "val": ray.data.range(4)}
