@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_runtime.companions.stores import object_store
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs import claim_run
 from mlx_runtime.storage import leases
@@ -76,6 +77,13 @@ def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
 def test_an_unknown_option_of_a_uri_is_answered_with_a_known_one(option: str) -> None:
     with pytest.raises(StorageError, match=rf"S3 has no option {option}\. Did you mean 'endpoint_override'\?"):
         storage_at(f"s3://bucket/runs?{option}=127.0.0.1:9000")
+
+
+@pytest.mark.process
+def test_google_cloud_storage_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "GCS_LIMIT", "retry_limit_seconds=1")
+    with pytest.raises(OSError, match="Retry policy exhausted"):
+        storage_at("gs://anonymous@bucket/a?scheme=http&endpoint_override=127.0.0.1:1").listed()
 
 
 @pytest.mark.process

@@ -43,9 +43,12 @@ RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
 """Keyword arguments of `Trainer.run_iterator`."""
 
 FORMER = {
+    "checkpoint_strategy": "Use Trainer(keep_checkpoints=3, monitor='loss', mode='min')",
+    "logdir": "Use storage_path= and name=; a run is in storage_path/name/run_001",
     "max_retries": "Use elastic=Elastic(max_failures=3), with Elastic of mlx_runtime.sections",
+    "resources_per_worker": "Use cpus_per_worker= and gpus_per_worker=",
 }
-"""Arguments of Ray SGD's `Trainer`, and their replacements."""
+"""Arguments of Ray SGD's `Trainer` and its `run`, and their replacements."""
 
 
 class FunctionRun(RunIterator[Results]):
@@ -221,7 +224,9 @@ class Trainer:
             KeyboardInterrupt: it was interrupted here, and has stopped.
         """
         if unknown := sorted(options.keys() - set(RUN_OPTIONS)):
-            raise UsageError(f"trainer.run has no argument {unknown[0]!r}.{suggest(unknown[0], RUN_OPTIONS)}")
+            former = FORMER.get(unknown[0])
+            cure = f" {former}" if former else suggest(unknown[0], RUN_OPTIONS)
+            raise UsageError(f"trainer.run has no argument {unknown[0]!r}.{cure}")
         if folds is None:
             return self.run_iterator(function, config, **options).get_returns()
         if type(folds) is not int or folds < 2 or "fold" in options:

@@ -16,7 +16,7 @@ from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.sources import MODULE
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted, WorkersLost
 from mlx_runtime.runs.queries import Run, open_run
 from mlx_runtime.tracking import Display
 from mlx_runtime.training import Request
@@ -169,7 +169,8 @@ class RunIterator(Generic[Item]):
     ) -> None:
         self._listeners = list(listeners)
         if show:
-            self._listeners.append((CellDisplay() if in_notebook() else Display(sys.stdout, quiet=True)).handle)
+            shown = CellDisplay() if in_notebook() else Display(sys.stdout, quiet=True)
+            self._listeners += [shown.handle, _print_lost_workers]
         self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
@@ -325,3 +326,8 @@ class Training(RunIterator[Epoch]):
         while max(self._checkpoints, default=-1) < epoch and self._end is None:
             self._receive()
         return self._checkpoints.get(epoch)
+
+
+def _print_lost_workers(event: Event) -> None:
+    if isinstance(event, WorkersLost):
+        print(f"lost rank {', '.join(map(str, event.ranks))}: {event.why:.200}; the workers are replaced", flush=True)

@@ -17,6 +17,9 @@ from mlx_runtime.storage import Storage, Stored
 TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 3.0}
 """Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""
 
+GCS_LIMIT = "retry_limit_seconds=15"
+"""Option of the URIs of Google Cloud Storage: pyarrow gives up after that time, by default after 15 minutes."""
+
 RETRY_PAUSES_S = (10.0, 20.0)
 """Pauses before an action is repeated after an outage."""
 
@@ -34,8 +37,11 @@ class ObjectStore(Storage):
     """
 
     def __init__(self, root: str) -> None:
+        uri = root
+        if root.startswith(("gs://", "gcs://")) and GCS_LIMIT.partition("=")[0] not in _options(root):
+            uri += ("&" if "?" in root else "?") + GCS_LIMIT
         try:
-            self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+            self._fs, path = pyarrow.fs.FileSystem.from_uri(uri)
         except pyarrow.ArrowInvalid as error:
             for name in _options(root).keys() - S3_OPTIONS if root.startswith("s3:") else ():
                 raise StorageError(

@@ -365,6 +365,8 @@ class TestExamples:
 
     def test_lost_workers_are_replaced_and_continue_from_the_checkpoint(self, others: Found) -> None:
         assert others["restarted"] == [[6, 6], 1]
+        (told,) = (line for line in others["printed"] if line.startswith("lost rank "))
+        assert told.endswith("; the workers are replaced")
 
     def test_leaving_the_loop_or_a_failing_callback_stops_the_run(self, others: Found) -> None:
         left, status, error, recorded, (saved, reported) = others["stopped"]
@@ -467,6 +469,7 @@ class TestBeforeARun:
             ),
             ({"num_workers": 4, "elastic": Elastic(max_workers=2)}, ConfigError, "^num_workers is 4, not between"),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
+            ({"logdir": "x"}, UsageError, "'logdir' is not a setting of Trainer. Use storage_path= and name="),
             ({"gpus_per_worker": 0}, ConfigError, "^gpus_per_worker is 0; the minimum is 1"),
             ({"gpus_per_worker": 2, "backend": "jax"}, UsageError, "a worker of the backend jax has one GPU; use more"),
             ({"backend": ["jax"]}, UsageError, r"backend is \['jax'\]; there are 'torch', 'jax', 'tensorflow', and"),
