@@ -424,6 +424,7 @@ def items(engine):
 
 
 if __name__ == "__main__":
+    ray.init(address="local", include_dashboard=False)  # not the cluster of another test
     trainer = Trainer(num_workers=2)
     val = ray.data.from_items([{"id": row} for row in range(4)])
     pd.DataFrame({"id": range(50)}).to_csv("rows.csv", index=False)
