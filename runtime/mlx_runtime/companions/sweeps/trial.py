@@ -97,6 +97,12 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
     return ended
 
 
+def gpus_of_worker(gpus: float, workers: int) -> float:
+    """Return the number of whole GPUs for each worker of a trial, or the share of one."""
+    each = gpus / workers
+    return each if each < 1 else each // 1
+
+
 def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests) -> None:
     """Train like `mlx train run`, after the import of the experiment."""
     experiment = main_class(AN_EXPERIMENT, Path.cwd()) if not job.experiment else object_at(job.experiment)
@@ -106,7 +112,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     load_function(config.cfg)  # its errors come before the run begins, and its module is stored with the run
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
-        own = job.gpus / max(1, config.cfg.start_workers)
+        own = gpus_of_worker(job.gpus, max(1, config.cfg.start_workers))
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpus_per_worker=own)
         with contextlib.ExitStack() as stack:
             plan = stack.enter_context(prepare_run(experiment, config, cluster))  # forks, so before any threads

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.companions.sweeps.engines.room import room
+from mlx_runtime.companions.sweeps.trial import gpus_of_worker
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
@@ -68,3 +69,10 @@ def test_more_runs_than_fit_are_refused(settings: dict[str, Any], asked: tuple[A
     with pytest.raises(UsageError) as error:
         room(TrainConfig(**settings), 4, 2, *asked, cluster=True)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "each"), [(0.0, 2, 0.0), (0.5, 1, 0.5), (2.0, 2, 1.0), (3.0, 2, 1.0), (4.0, 2, 2.0)]
+)
+def test_the_workers_of_a_trial_have_whole_gpus_or_a_share(gpus: float, workers: int, each: float) -> None:
+    assert gpus_of_worker(gpus, workers) == each

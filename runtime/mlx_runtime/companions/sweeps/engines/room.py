@@ -24,7 +24,7 @@ def room(
         gpus: of the machine or the cluster.
         parallel: runs at the same time that the user asks for.
         gpus_per_trial: GPUs, or the share of one, that the user asks for.
-        cluster: True if workers reserve CPUs, and have one GPU each.
+        cluster: True if workers reserve CPUs, and have at most `cfg.gpus_per_worker` GPUs each.
 
     Raises:
         UsageError: fewer fit than asked for, or workers and GPUs do not match.
