@@ -138,7 +138,7 @@ class Record:
 
     def _update(self, fields: Mapping[str, Any], *, must: bool = False) -> None:
         with self._lock:
-            self._fields |= {**fields, "heartbeat": now()}
+            self._fields |= {"heartbeat": now(), **fields}
             if not self._ours:
                 return
             if self.held:
@@ -161,7 +161,7 @@ class Record:
     def finish(self, status: str, **fields: Any) -> None:
         """Record the end of the run, in the space reserved for it."""
         self._free_reserve()
-        fields |= {"status": status, "end": now()}
+        fields |= {"status": status} | dict.fromkeys(("end", "heartbeat"), now())
         self._ends_at = min(self._ends_at, time.monotonic() + LAST_S)
         for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
             try:
