@@ -98,6 +98,11 @@ class Experiment(BaseModule):
         for loader in (val, test):
             self.evaluate(loader, epoch=self.cfg.start_epoch - 1)
 
+    def predict(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Answer a batch without labels; `make predict`, `mlx xp export` and `mlx serve` call this."""
+        probabilities = self.models.net(batch["image"]).softmax(dim=1)
+        return {"digit": probabilities.argmax(dim=1), "probabilities": probabilities}
+
     def train(self, loader: Loader, val: Loader, epoch: int) -> None:
         self.models.net.train()
         self.reset_all_metrics_and_losses()

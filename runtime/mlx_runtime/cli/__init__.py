@@ -21,6 +21,7 @@ __all__ = ["commands", "main", "options"]
 
 GROUPS = {
     "data": "Fill, inspect and clean up the storage.",
+    "serve": "Answer requests with trained models.",
     "train": "Create, bind and run an experiment.",
     "xp": "List, inspect and stop runs.",
 }

@@ -28,6 +28,7 @@ COMPANIONS = {
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "services": Companion(),
+    "serving": Companion(),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.data.collation import culprit, stack
 from mlx_runtime.errors import DatasetError
 
 Batch = dict[str, Any]
@@ -62,10 +61,14 @@ class BatchReader:
         method = "ray_map_batches" if hasattr(self.dataset, "ray_map_batches") else "collate"
         function = getattr(self.dataset, method, None)
         if function is None:
+            from mlx_runtime.data.collation import stack  # here, for rows that are dicts only
+
             return _tensors(stack(samples, rows, self.name), len(samples), f"datasets.{self.name}: rows are")
         try:
             batch = function({"item": samples} if method == "ray_map_batches" else samples)
         except Exception as error:
+            from mlx_runtime.data.collation import culprit
+
             text = f"in {method}, while stacking {len(samples)} samples of datasets.{self.name}"
             if method == "collate" and (row := culprit(function, samples, rows)):
                 text += f": {row} cannot be collated"

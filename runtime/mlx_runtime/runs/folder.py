@@ -3,6 +3,7 @@
 <storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip, logs/driver.log and folds.npz
     run.json              status, versions, command, best metrics (see `records`)
     conf.yaml             the resolved config
+    examples.pt           example rows, if the experiment has `predict` (see `examples`)
     code.zip              the experiment's code (see `snapshots`)
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
@@ -46,6 +47,7 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
+EXAMPLES = "examples.pt"
 RUN, SWEEP = "run_", "sweep_"
 ATTEMPT = ".attempt-"
 

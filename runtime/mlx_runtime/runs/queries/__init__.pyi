@@ -18,4 +18,5 @@ from mlx_runtime.runs.queries.lookup import storage_root as storage_root
 from mlx_runtime.runs.queries.ranking import best as best
 from mlx_runtime.runs.queries.ranking import best_lines as best_lines
 from mlx_runtime.runs.queries.reader import Run as Run
+from mlx_runtime.runs.queries.reader import matching_code as matching_code
 from mlx_runtime.runs.queries.reader import open_run as open_run

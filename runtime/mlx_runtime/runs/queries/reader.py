@@ -21,6 +21,8 @@ from mlx_runtime.storage.documents import from_json
 if TYPE_CHECKING:
     import pandas
 
+    from mlx_runtime.companions.serving import Predictor
+
 
 def open_run(run: str | Path) -> "Run":
     """Open a run for reading, even while it trains.
@@ -140,10 +142,29 @@ class Run:
         if "models" not in self.config:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
         state = self.state(checkpoint)
-        with self._matching_node("load_models", "models", trust) as node:
+        with matching_code(self._folder, "load_models", "models", self.config["models"], trust=trust) as node:
             models = built_to_be_restored(lambda: build(node, "models"))
             checkpoints.load_into(models, state["models"], "models")
         return models
+
+    def predictor(
+        self, checkpoint: str | int | None = None, *, device: str | None = None, trust: bool = False
+    ) -> "Predictor":
+        """Return an object that answers rows with the experiment's `predict`: `predictor(rows)`.
+
+        Args:
+            checkpoint: the same as for `state`; by default the `best`, or the `latest` if there is no `cfg.monitor`.
+            device: device of the models, like `cuda:1`; by default a GPU if there is one.
+            trust: the same as for `load_models`.
+
+        Raises:
+            UsageError: there is no such checkpoint or code, or the experiment has no `predict`.
+            ConfigError: the code does not match the run.
+        """
+        predictor: Predictor = companions.part("serving").load_predictor(
+            self, self._folder, checkpoint, device=device, trust=trust
+        )
+        return predictor
 
     def load_datasets(self, *, trust: bool = False) -> Any:
         """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.
@@ -161,52 +182,53 @@ class Run:
         config = self.config
         if "datasets" not in config:
             raise UsageError(f"{self._folder.title} has no group of datasets")
-        with self._matching_node("load_datasets", "datasets", trust) as node:
+        with matching_code(self._folder, "load_datasets", "datasets", config["datasets"], trust=trust) as node:
             if config.get("cfg", {}).get("cross_validation", {}).get("fold") is not None:
-                return companions.part("sweeps.folds").load_fold(node, self._importable("cfg", trust))
+                cfg = importable(self._folder, "cfg", config["cfg"], trust=trust)
+                return companions.part("sweeps.folds").load_fold(node, cfg)
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())
-
-    @contextlib.contextmanager
-    def _matching_node(self, method: str, group: str, trust: bool) -> Iterator[Any]:
-        """Provide the node of a group to build. If the code does not match it, raise a ConfigError with a cure.
-
-        All errors of imports and constructors count as such mismatches.
-        """
-        node = self._importable(group, trust)
-        try:
-            yield node
-        except (ConfigError, ImportError, AttributeError) as error:
-            stored = f"; if it has changed since, use the code that the run stored: {method}(trust=True)"
-            code = "the stored code" if trust else f"the code in {Path.cwd()}"
-            why = (
-                f"{group} of {self._folder.title} cannot be built with {code}: {snapshots.public(full_message(error))}"
-            )
-            raise ConfigError(why if trust else why + stored) from error
-
-    def _importable(self, group: str, trust: bool) -> Any:
-        """Return a group of the config whose `_target_`s can be imported here."""
-        node = self.config[group]
-        if unset := sorted(unset_variables(node)):
-            raise ConfigError(f"{group} of {self._folder.title} read the environment: set {', '.join(unset)}")
-        if trust:
-            return snapshots.private(node, snapshots.unpack(self._folder))
-        here = Path.cwd()
-        if not Path(here, EXPERIMENT).is_file():
-            raise UsageError(
-                f"{here} is not the experiment of {self._folder.title}, whose code its models need. Change to it or, "
-                "if you trust everyone who can write to that storage, use the stored code: load_models(trust=True)"
-            )
-        loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
-        if str(here / "src") not in map(str, loaded):  # another experiment's `src` is loaded
-            return snapshots.private(node, here)
-        if str(here) not in sys.path:
-            sys.path.insert(0, str(here))
-        return node
 
     def __repr__(self) -> str:
         with contextlib.suppress(StorageError):
             return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
         return f"<Run {self._folder.title}>"
+
+
+@contextlib.contextmanager
+def matching_code(folder: RunFolder, method: str, title: str, tree: Any, *, trust: bool) -> Iterator[Any]:
+    """Provide a part of a run's config whose `_target_`s can be imported here, to be built in the block.
+
+    If the code does not match it, raise a ConfigError with a cure. All errors of imports and constructors count as
+    such mismatches.
+    """
+    found = importable(folder, title, tree, trust=trust)
+    try:
+        yield found
+    except (ConfigError, ImportError, AttributeError) as error:
+        stored = f"; if it has changed since, use the code that the run stored: {method}(trust=True)"
+        code = "the stored code" if trust else f"the code in {Path.cwd()}"
+        why = f"{title} of {folder.title} cannot be built with {code}: {snapshots.public(full_message(error))}"
+        raise ConfigError(why if trust else why + stored) from error
+
+
+def importable(folder: RunFolder, title: str, tree: Any, *, trust: bool) -> Any:
+    """Return a part of a run's config whose `_target_`s name the code in the working directory, or the stored code."""
+    if unset := sorted(unset_variables(tree)):
+        raise ConfigError(f"{title} of {folder.title} read the environment: set {', '.join(unset)}")
+    if trust:
+        return snapshots.private(tree, snapshots.unpack(folder))
+    here = Path.cwd()
+    if not Path(here, EXPERIMENT).is_file():
+        raise UsageError(
+            f"{here} is not the experiment of {folder.title}, whose code its models need. Change to it or, "
+            "if you trust everyone who can write to that storage, use the stored code: load_models(trust=True)"
+        )
+    loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
+    if str(here / "src") not in map(str, loaded):  # another experiment's `src` is loaded
+        return snapshots.private(tree, here)
+    if str(here) not in sys.path:
+        sys.path.insert(0, str(here))
+    return tree
 
 
 class _RemoteRun(Run):

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from mlx_runtime.data import DatasetShard, DatasetShards, Loader
+from mlx_runtime.data import Batch, DatasetShard, DatasetShards, Loader
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.metric_states import is_metric
@@ -80,6 +80,20 @@ class BaseModule:
             dataset_shards: the same as for `worker_loop`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs an eval_loop(self, dataset_shards)")
+
+    def predict(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the outputs for a batch. Optional; predictions, exports and servers of a run call it.
+
+        It is called outside of a run, with models in eval mode, without gradients. Use `self.models`, `self.tools` and
+        `self.cfg`, and only those columns that are known before the answer: no labels.
+
+        Args:
+            batch: what a loader yields, `{name: tensor (rows, ...)}`.
+
+        Returns:
+            Outputs by name, (rows, ...), like `{"label": logits.argmax(1)}`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a predict(self, batch)")
 
     # -- called by the user
 

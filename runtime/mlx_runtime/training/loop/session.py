@@ -7,6 +7,7 @@ actions; other modules implement them.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -34,10 +35,18 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One worker's part of a run. Every worker must construct it; only rank 0 has `tracking`."""
+    """One worker's part of a run. Every worker must construct it; only rank 0 has `tracking`.
+
+    `hooks` are objects like callbacks, by name.
+    """
 
     def __init__(
-        self, context: RunContext, strategy: "Strategy", sink: Sink, tracking: ReportWriter | None = None
+        self,
+        context: RunContext,
+        strategy: "Strategy",
+        sink: Sink,
+        tracking: ReportWriter | None = None,
+        hooks: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.context, self.passes, self.send = context, PassTracker(), sink.send
         self.progress = context.progress
@@ -55,7 +64,7 @@ class Session:
             resumable_by_fewer=least is not None and least < context.topology.world_size,
             notice=notice,
         )
-        self._call = hooks_in_workers(context.cfg.callbacks, context.groups.experiment, notice)
+        self._call = hooks_in_workers(context.cfg.callbacks | hooks, context.groups.experiment, notice)
         self._compared = False  # weights of models without a wrapper
         self._calls_every = False  # user code has called `self.every`
         self._without_update: Pass | None = None  # the last pass, if it lacks an expected update

@@ -26,6 +26,7 @@ from mlx_runtime.training.engines import Job
 from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.training.loop.channel import Direct, Sink, address_towards
 from mlx_runtime.training.loop.context import Groups, RunContext
+from mlx_runtime.training.loop.examples import ExampleRecorder
 from mlx_runtime.training.loop.experiment import BaseModule, attach
 from mlx_runtime.training.loop.session import Session
 from mlx_runtime.training.loop.stopping import LoopStopped
@@ -67,7 +68,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
         )
         tracking = stack.enter_context(_report_writer(job, cfg, sink)) if topology.writes else None
-        session = Session(context, strategy, sink, tracking)
+        hooks = {"examples": ExampleRecorder(job.folder)} if tracking is not None and _predicts(experiment, job) else {}
+        session = Session(context, strategy, sink, tracking, hooks)
         attach(experiment, session)
         _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(needs_here, groups))):
@@ -83,6 +85,11 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             if tracking is not None:
                 tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
             return result
+
+
+def _predicts(experiment: BaseModule, job: Job) -> bool:
+    """Return True if a run trains an experiment with `predict`, whose examples are recorded."""
+    return not job.evaluate and type(experiment).predict is not BaseModule.predict
 
 
 def enter_ray_train(job: Job, topology: Topology | None = None) -> None:

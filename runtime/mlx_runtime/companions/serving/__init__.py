@@ -1,0 +1,11 @@
+"""Answers of a trained model: predictions for datasets and files, exports, and servers."""
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    "commands",
+    loading="load_predictor",
+    predictor="PredictError Predictor",
+    schema="Column RowError Schema",
+)
