@@ -105,11 +105,8 @@ class Predictor:
         """
         count = rows_in(batch) if rows is None else rows
         with self._calling, torch.no_grad():
-            moved = {
-                name: item.to(self.device) if isinstance(item, torch.Tensor) else item for name, item in batch.items()
-            }
             try:
-                outputs = self._function(moved)
+                outputs = self._function(moved(batch, self.device))
             except USER_ERRORS as error:
                 raise PredictError(f"predict failed: {user_line(error)}") from error
             return checked_outputs(outputs, count)
@@ -149,6 +146,11 @@ def as_rows(rows: Any, schema: Schema) -> Sequence[Any]:
         raise RowError(f"columns have different numbers of rows: {', '.join(f'{k} {v}' for k, v in sizes.items())}")
     count = next(iter(sizes.values()), 1)
     return [{name: value[number] for name, value in known.items()} | unknown for number in range(count)]
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch with its tensors on a device."""
+    return {name: item.to(device) if isinstance(item, torch.Tensor) else item for name, item in batch.items()}
 
 
 def rows_in(batch: Batch) -> int:
