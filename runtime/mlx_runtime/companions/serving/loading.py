@@ -187,8 +187,9 @@ def known_columns(
     """
     problem = None
     for name in by_preference(stage for stage, _, _ in examples):
-        rows, shapes = next((rows, shapes) for stage, rows, shapes in examples if stage == name)
-        schema = Schema.of_batch(rows, shapes)
+        rows = next(rows for stage, rows, _ in examples if stage == name)
+        seen = {column: [shape for _, _, shapes in examples for shape in shapes.get(column, ())] for column in rows}
+        schema = Schema.of_batch(rows, seen)
         call = partial(_call, predict, device)
         try:
             expected, kept = call(rows), dict(rows)
