@@ -93,8 +93,10 @@ def load_experiment(
             raise UsageError(f"{cls.__name__} of {folder.title} has no predict; {WHAT_TO_WRITE}")
         state = run.state(checkpoint)
         groups: dict[str, Any] = {"cfg": build_cfg(nodes["cfg"], TrainConfig)}
-        for name in nodes.keys() - {"cfg"}:
-            groups[name] = _group(name, nodes[name], groups["cfg"])
+        with temporary_seed(groups["cfg"].seed):  # as in the run, for buffers that checkpoints do not contain
+            for name, node in nodes.items():
+                if name != "cfg":
+                    groups[name] = _group(name, node, groups["cfg"])
         load_into(groups["models"], state["models"], "models")
         if "tools" in groups:
             load_into(groups["tools"], state.get("tools", {}), "tools")
