@@ -19,7 +19,7 @@ from mlx_runtime.companions.serving.parts import Parts, code_digest, part_name
 from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import STRING
 from mlx_runtime.companions.serving.sources import SUFFIXES, Rows, Selection, select
-from mlx_runtime.config.projects import EXPERIMENT
+from mlx_runtime.config.projects import AN_EXPERIMENT, EXPERIMENT, main_class
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, WorkerLostError, printable, short_message
@@ -130,8 +130,7 @@ def predict(run: str, output: Path, options: Options) -> str:
         done = f"stopped after {plural(progress.done, 'row')}; to continue, type the same command again"
         raise RunStopped(done, code) from None
     finally:
-        if not progress.done:  # nothing to continue from
-            parts.remove()
+        parts.close() if progress.done else parts.remove()
     parts.remove()
     took = format_duration(time.monotonic() - started)
     what = f"{plural(progress.done, 'row')} of {', '.join(names)}"
@@ -150,6 +149,8 @@ def check_output(output: Path, *, force: bool) -> None:
 
 def _work(job: Job, parts: Parts, progress: "Progress") -> list[str]:
     """Write the missing blocks, and join all. Return the names of the columns."""
+    if job.workers > 1 and not job.options.trust:
+        main_class(AN_EXPERIMENT, Path.cwd())  # imported once for all workers
     server = ForkServer() if job.workers > 1 else None  # before this process has threads
     try:
         progress.begin(parts.find(), parts.note)

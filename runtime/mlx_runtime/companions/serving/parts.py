@@ -104,6 +104,10 @@ class Parts:
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let another process use the folder."""
         self._lock.close()
 
 

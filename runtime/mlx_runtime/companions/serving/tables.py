@@ -272,7 +272,7 @@ class _Array:
     """An array in a file, read forward. Mapping it would count as memory of this process."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"its format has version {version}")
         header: Any = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
