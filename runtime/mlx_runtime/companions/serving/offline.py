@@ -180,10 +180,11 @@ def _writing(output: Path) -> Iterator[None]:
 
 def _blocks(job: Job, numbers: Iterator[int]) -> Iterator[Done]:
     """Write blocks in this process."""
-    worker = None
-    for number in numbers:
-        worker = worker or BlockWriter(job, 0)
-        yield worker.write(number)
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for number in numbers:
+            writer = writer or stack.enter_context(contextlib.closing(BlockWriter(job, 0)))
+            yield writer.write(number)
 
 
 def _blocks_of_workers(server: ForkServer, job: Job, numbers: Iterator[int]) -> Iterator[Done]:
@@ -275,6 +276,10 @@ class BlockWriter:
                 results.refuse_columns(table.schema, self._job.output)
                 results.write_part(path, table)
         return Done(number, count, self._source.total())
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
 
     def _answer(self, rows: Rows, start: int) -> dict[str, Any]:
         """Return the outputs of rows: tensors (rows, ...), or a list of one tensor per row if shapes differ.

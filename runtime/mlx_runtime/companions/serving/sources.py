@@ -43,6 +43,9 @@ class Source(Protocol):
         """Return the number of rows, or an estimate of it; None if it is unknown."""
         ...
 
+    def close(self) -> None:
+        """Close the file, if there is one."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -158,6 +161,9 @@ class FileSource:
     def total(self) -> int | None:
         return self._file.total()
 
+    def close(self) -> None:
+        self._file.close()
+
 
 class DatasetSource:
     """Rows of a dataset: map-style, an IterableDataset, or of Hugging Face."""
@@ -193,6 +199,9 @@ class DatasetSource:
             if self._samples is None:
                 raise
             return None
+
+    def close(self) -> None:
+        pass
 
     def _at(self, start: int, count: int) -> tuple[range, Batch]:
         numbers = range(start, min(start + count, rows_of(self._dataset, self.title)))

@@ -38,6 +38,9 @@ class RowFile(Protocol):
         """Return the number of rows, or an estimate of it; None if it is unknown."""
         ...
 
+    def close(self) -> None:
+        """Close the file."""
+
 
 def open_rows(path: Path, columns: Sequence[Column], keep: Sequence[str], size: int) -> RowFile:
     """Open a file of rows for reading some of its columns, `size` rows at a time.
@@ -107,7 +110,8 @@ class ParquetRows:
 
     def __init__(self, path: Path, columns: Sequence[Column], keep: Sequence[str], size: int) -> None:
         self._path, self._size = path, size
-        self._file = parquet.ParquetFile(open_regular(str(path)))
+        self._stream = open_regular(str(path))
+        self._file = parquet.ParquetFile(self._stream)
         refuse_missing(path, self._file.schema_arrow.names, columns, keep)
         self._names = list(dict.fromkeys([*(column.name for column in columns), *keep]))
         sizes = [self._file.metadata.row_group(number).num_rows for number in range(self._file.num_row_groups)]
@@ -125,6 +129,9 @@ class ParquetRows:
 
     def total(self) -> int:
         return self._starts[-1]
+
+    def close(self) -> None:
+        self._stream.close()
 
     def _group(self, row: int) -> int:
         return bisect.bisect_right(self._starts, row) - 1
@@ -166,6 +173,9 @@ class CsvRows:
 
     def total(self) -> int | None:
         return int(self._rows * self._bytes / self._file.tell()) if self._rows else None
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _parsed(texts: pa.Array, dtype: str) -> Values:
@@ -211,6 +221,9 @@ class JsonRows:
     def total(self) -> int | None:
         return int(self._position * self._bytes / self._file.tell()) if self._position else None
 
+    def close(self) -> None:
+        self._file.close()
+
     def _line(self) -> bytes:
         """Return the next line that is not empty; nothing at the end."""
         with file_errors(self._path, self.title):
@@ -243,14 +256,14 @@ class NumpyRows:
     title = "NumPy file"
 
     def __init__(self, path: Path, columns: Sequence[Column], keep: Sequence[str], size: int) -> None:
-        self._path = path
+        self._path, self._stream = path, open_regular(str(path))
         if path.suffix.lower() == ".npy":
             if len(columns) != 1 or keep:
                 names = ", ".join(dict.fromkeys([*(column.name for column in columns), *keep]))
                 raise UsageError(f"{path} holds one column, but {names} are needed; use .npz")
-            self._arrays = {columns[0].name: _Array(open_regular(str(path)))}
+            self._arrays = {columns[0].name: _Array(self._stream)}
         else:
-            archive = zipfile.ZipFile(open_regular(str(path)))
+            archive = zipfile.ZipFile(self._stream)
             members = [name.removesuffix(".npy") for name in archive.namelist()]
             refuse_missing(path, members, columns, keep)
             wanted = dict.fromkeys([*(column.name for column in columns), *keep])
@@ -267,6 +280,9 @@ class NumpyRows:
     def total(self) -> int:
         return next(iter(self._arrays.values())).rows
 
+    def close(self) -> None:
+        self._stream.close()
+
 
 class _Array:
     """An array in a file, read forward. Mapping it would count as memory of this process."""
@@ -277,8 +293,8 @@ class _Array:
             raise ValueError(f"its format has version {version}")
         header: Any = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, self._dtype = header(file)
-        if self._dtype.hasobject:
-            raise ValueError("it holds Python objects; save numbers or texts")
+        if self._dtype.kind not in "biufUSM" or (self._dtype.kind == "f" and self._dtype.itemsize > 8):
+            raise ValueError(f"it holds {self._dtype}; save numbers or texts")
         if not shape or (fortran and len(shape) > 1):
             raise ValueError("save an array (rows, ...) in C order: numpy.ascontiguousarray")
         self.rows = int(shape[0])
@@ -294,7 +310,7 @@ class _Array:
         if len(content) < count * self._row_bytes:
             raise ValueError("it is cut off")
         array = np.frombuffer(bytearray(content), self._dtype).reshape(count, *self._shape)
-        if self._dtype.kind in "UM":
+        if self._dtype.kind in "USM":
             texts: list[Any] = array.astype(str).tolist()
             return texts
         return array.astype(self._dtype.newbyteorder("="), copy=False)

@@ -334,10 +334,9 @@ def test_a_row_on_which_predict_fails_is_named(run: str, images: np.ndarray, tmp
     with pytest.raises(PredictError, match=r"in.npy: row 20: predict failed: ValueError: too bright \(experiment.py:"):
         predict(run, tmp_path / "out.parquet", Options(dataset=str(tmp_path / "in.npy"), batch_size=1, trust=True))
     assert len(parts_of(tmp_path / "out.parquet")) == 2
-    images[3, 0, 0, 0] = before = np.nan if images[3, 0, 0, 0] == 0 else 0
-    assert np.isnan(before)
-    np.save(tmp_path / "in.npy", images[:20])
-    images[3, 0, 0, 0] = 0
+    part = images[:20].copy()
+    part[3, 0, 0, 0] = np.nan
+    np.save(tmp_path / "in.npy", part)
     with pytest.raises(RowError, match=r"in.npy: row 3: image holds NaN or infinity; expected finite numbers"):
         predict(run, tmp_path / "out.parquet", Options(dataset=str(tmp_path / "in.npy"), trust=True))
 
@@ -390,19 +389,13 @@ def test_memory_does_not_grow_with_the_file(run: str, images: np.ndarray, tmp_pa
     text = [f"{number:01792d}" for number in range(rows)]
     names = []
     for count in (4_096, rows):
-        ids, part = text[:count], pa.array(many[:count].reshape(count, 64).tolist())
-        nested = pa.array(many[:count].tolist()) if count < rows else None
-        if nested is None:
-            flat = pa.array(many.reshape(-1))
-            for size in (8, 8, 1):
-                flat = pa.FixedSizeListArray.from_arrays(flat, size)
-            nested = flat
-        del part
-        names.append(f"{count}.parquet")
-        parquet.write_table(pa.table({"image": nested, "id": ids}), tmp_path / names[-1], use_dictionary=False)
-        names.append(f"{count}.npz")
-        np.savez(tmp_path / names[-1], image=many[:count], id=np.array(ids, "S"))
-    names = [names[0], names[1], names[2], names[3]]
+        nested = pa.array(many[:count].reshape(-1))
+        for size in (8, 8, 1):
+            nested = pa.FixedSizeListArray.from_arrays(nested, size)
+        names += [f"{count}.parquet", f"{count}.npz"]
+        table = pa.table({"image": nested, "id": text[:count]})
+        parquet.write_table(table, tmp_path / names[-2], use_dictionary=False)
+        np.savez(tmp_path / names[-1], image=many[:count], id=np.array(text[:count], "S"))
     done = in_a_process(run, tmp_path, 0, *names)
     assert done.returncode == 0, done.stdout + done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
@@ -411,8 +404,8 @@ def test_memory_does_not_grow_with_the_file(run: str, images: np.ndarray, tmp_pa
 
 
 def test_a_full_disk(run: str, images: np.ndarray, tmp_path: Path) -> None:
-    np.savez(tmp_path / "in.npz", image=images, id=np.arange(270))
-    done = in_a_process(run, tmp_path, 4096, "in.npz")
+    np.savez(tmp_path / "in.npz", image=images, id=["0" * 1000] * 270)
+    done = in_a_process(run, tmp_path, 1 << 17, "in.npz")
     assert done.returncode == StorageError.exit_code
     wanted = f"StorageError cannot write {tmp_path / 'in.npz.out.parquet'}: File too large; to continue, type the same"
     assert done.stdout.startswith(wanted), done.stdout + done.stderr

@@ -148,7 +148,7 @@ def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
     assert problems["a.csv"].startswith("a.csv ")
     np.save(tmp_path / "o.npy", np.array([{}, None]), allow_pickle=True)
     np.save(tmp_path / "f.npy", np.asfortranarray(IMAGES))
-    for name, problem in {"o.npy": "it holds Python objects", "f.npy": "in C order", "no.npy": "No such file"}.items():
+    for name, problem in {"o.npy": "it holds object", "f.npy": "in C order", "no.npy": "No such file"}.items():
         with pytest.raises(UsageError, match=problem):
             open_rows(tmp_path / name, [IMAGE], (), 4)
     with pytest.raises(UsageError, match="it is cut off"):
