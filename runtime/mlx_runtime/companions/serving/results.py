@@ -17,7 +17,7 @@ from mlx_runtime.companions.serving.tables import values_of
 from mlx_runtime.data import dtype_name
 from mlx_runtime.errors import MlxError, UsageError, short_message
 
-ROW_GROUP_BYTES = 64 << 20
+ROW_GROUP_BYTES = 16 << 20
 """Size of the row groups of a Parquet file, in memory."""
 
 OUTPUT = b"output"
