@@ -104,7 +104,7 @@ def predict(run: str, output: Path, options: Options) -> str:
     if "models" not in config:
         raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
     checkpoint, rows = choose_checkpoint(folder, options.checkpoint), select(config, options.dataset)
-    gpus = torch.cuda.device_count() if config["cfg"].get("use_gpu") is not False and options.device is None else 0
+    gpus = 0 if config["cfg"].get("use_gpu") is False or options.device else torch.cuda.device_count()
     devices = tuple(f"cuda:{number}" for number in range(gpus)) if gpus > 1 else (options.device,)
     workers = options.workers or len(devices)
     job = Job(folder.location, checkpoint.name, rows, output, Path(), options, workers, devices)
@@ -114,7 +114,7 @@ def predict(run: str, output: Path, options: Options) -> str:
         "dataset": rows.facts(),
         "columns": list(options.keep),
         "batch size": options.batch_size,
-        "device": options.device,
+        "device": options.device or ("cuda" if gpus else "cpu"),
         "code": "stored" if options.trust else code_digest(Path.cwd()),
         "block": job.block_rows,
     }
@@ -130,7 +130,7 @@ def predict(run: str, output: Path, options: Options) -> str:
         done = f"stopped after {plural(progress.done, 'row')}; to continue, type the same command again"
         raise RunStopped(done, code) from None
     finally:
-        parts.close() if progress.done else parts.remove()
+        parts.close() if parts.files() else parts.remove()
     parts.remove()
     took = format_duration(time.monotonic() - started)
     what = f"{plural(progress.done, 'row')} of {', '.join(names)}"
