@@ -11,7 +11,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv, parquet
+from pyarrow import compute, csv, parquet
 
 from mlx_runtime.companions.serving.schema import STRING, Column, RowError
 from mlx_runtime.errors import UsageError, short_message, suggest
@@ -326,7 +326,7 @@ def values_of(array: pa.Array) -> Values:
         if array.null_count:
             return list(array.to_pylist())
     while pa.types.is_list(flat.type) or pa.types.is_large_list(flat.type) or pa.types.is_fixed_size_list(flat.type):
-        lengths = pa.compute.unique(flat.value_lengths()) if len(flat) else []
+        lengths = compute.unique(flat.value_lengths()) if len(flat) else []
         if len(lengths) != 1 or flat.null_count:
             return list(array.to_pylist())
         shape.append(lengths[0].as_py())
