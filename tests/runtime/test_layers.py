@@ -83,7 +83,12 @@ HOMES = {
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "pathspec": {"runs.snapshots", "runs.uploads"},
     "plotly": {"companions.views.report"},
-    "pyarrow": {"companions.prepared.mapping", "companions.stores.object_store"},
+    "pyarrow": {
+        "companions.prepared.mapping",
+        "companions.serving.results",
+        "companions.serving.tables",
+        "companions.stores.object_store",
+    },
     "ray": {
         "companions.notebook.actors",
         "companions.notebook.inputs",
