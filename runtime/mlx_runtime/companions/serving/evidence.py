@@ -4,16 +4,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mlx_runtime.companions.serving import proof
-from mlx_runtime.companions.serving.faults import ExportError
+from mlx_runtime.companions.serving.faults import ExportError, fault_of_rows
 from mlx_runtime.companions.serving.loading import by_preference, shard_of
-from mlx_runtime.companions.serving.predictor import Outputs, Predictor
+from mlx_runtime.companions.serving.predictor import Outputs, PredictError, Predictor
 from mlx_runtime.companions.serving.schema import Schema
 from mlx_runtime.data import Batch, dtype_name, stream_names, trains
 from mlx_runtime.distributed.randomness import temporary_seed
@@ -33,6 +33,7 @@ class Evidence:
     """Batches by their number of rows, each with the outputs of `predict`."""
 
     source: str  # name of the dataset, or `examples`
+    schema: Schema  # of these batches; further dimensions may vary than in the recorded examples
     cases: Mapping[int, tuple[Batch, Outputs]]
     tolerance: float
 
@@ -41,23 +42,26 @@ class Evidence:
         return sum(self.cases)
 
 
-def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predictor) -> Evidence:
+def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predictor, project: Path) -> Evidence:
     """Read held-out rows, and call `predict` on them.
 
     Raises:
-        ExportError: `predict` draws random numbers.
-        PredictError: it fails.
+        ExportError: `predict` fails, or draws random numbers.
     """
     source, batches = held_out(experiment, nodes, predictor.schema)
     cases = {}
     for rows, batch in batches.items():
-        with temporary_seed(0):
-            cases[rows] = (batch, predictor.predict(batch, rows))
+        try:
+            with temporary_seed(0):
+                cases[rows] = (batch, predictor.predict(batch, rows))
+        except PredictError as error:
+            raise fault_of_rows(error, rows, project) from error
     with temporary_seed(1):
         again = predictor.predict(batches[SIZES[-1]], SIZES[-1])
     _refuse_randomness(cases[SIZES[-1]][1], again)
     precision = str(experiment.cfg.precision).partition("-")[0]
-    return Evidence(source, cases, TOLERANCES.get(precision, TOLERANCES["bf16"]))
+    schema = widened(predictor.schema, list(batches.values()))
+    return Evidence(source, schema, cases, TOLERANCES.get(precision, TOLERANCES["bf16"]))
 
 
 def _refuse_randomness(expected: Outputs, again: Outputs) -> None:
@@ -87,14 +91,20 @@ def _read(experiment: BaseModule, nodes: Mapping[str, Any], name: str, schema: S
     found: Batch = {}
     for column in schema.columns:
         value = batch[column.name]
-        shape = tuple(value.shape[1:])
-        fits = len(shape) == len(column.shape) and all(
-            own in (None, other) for own, other in zip(column.shape, shape, strict=True)
-        )
-        if not fits or dtype_name(value) != column.dtype:
+        if value.ndim != len(column.shape) + 1 or dtype_name(value) != column.dtype:
             raise ValueError(f"{name} yields another {column.name}")
         found[column.name] = value[torch.arange(size) % len(value)].contiguous()
     return found
+
+
+def widened(schema: Schema, batches: Sequence[Batch]) -> Schema:
+    """Return the schema whose dimensions vary if they do in these batches: the examples may all have one length."""
+    columns = []
+    for column in schema.columns:
+        shapes = zip(*(batch[column.name].shape[1:] for batch in batches), strict=True)
+        shape = tuple(own if {*sizes} == {own} else None for own, sizes in zip(column.shape, shapes, strict=True))
+        columns.append(replace(column, shape=shape))
+    return replace(schema, columns=tuple(columns))
 
 
 def _repeated(schema: Schema, size: int) -> Batch:

@@ -127,7 +127,8 @@ def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: 
     schema, experiment = parts.predictor.schema, parts.experiment
     examples, limits, evidence = dict(schema.examples), None, None
     if wanted:
-        evidence = collect(experiment, parts.nodes, parts.predictor)
+        evidence = collect(experiment, parts.nodes, parts.predictor, parts.project)
+        schema = evidence.schema
         examples = programs.traced_rows(schema)
     outputs = parts.predictor.predict(examples, rows_in(examples))
     if wanted:
@@ -142,13 +143,13 @@ def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: 
     consolidate(parts.folder, parts.checkpoint.name, staged / "weights.safetensors")
     _write_examples(staged, examples)
     (staged / "schema.json").write_text(to_json(schema.document()))
-    folders = _write_tokenizers(staged, parts)
+    tokenizers = _write_tokenizers(staged, parts)
     about = _description(parts, wanted, outputs, limits, staged)
     about |= {"code": _write_code(staged, parts.folder), "proof": _shape_of_proof(evidence)}
     origin = origins.origin(experiment, parts.nodes, parts.project)
 
     def write_readme(models: Mapping[str, Any] | None) -> None:
-        made = instructions.text(about, schema, programs=wanted, origin=origin, tokenizers=folders, models=models)
+        made = instructions.text(about, schema, programs=wanted, origin=origin, tokenizers=tokenizers, models=models)
         (staged / "README.md").write_text(made, encoding="utf-8")
 
     write_readme(_models(parts) if builds and about["code"] else None)
@@ -208,13 +209,13 @@ def _write_examples(staged: Path, examples: Batch) -> None:
         (staged / "examples.json").write_text(to_json(texts))
 
 
-def _write_tokenizers(staged: Path, parts: Parts) -> list[str]:
-    """Save the tokenizers of a run. Return their folders."""
+def _write_tokenizers(staged: Path, parts: Parts) -> dict[str, type]:
+    """Save the tokenizers of a run. Return their classes by folder."""
     found = origins.tokenizers(parts.experiment, parts.nodes)
     folders = ["tokenizer"] if len(found) == 1 else [f"tokenizer/{name}" for name in found]
     for folder, item in zip(folders, found.values(), strict=True):
         item.save_pretrained(str(staged / folder))
-    return folders
+    return {folder: type(item) for folder, item in zip(folders, found.values(), strict=True)}
 
 
 def _write_code(staged: Path, folder: RunFolder) -> bool:

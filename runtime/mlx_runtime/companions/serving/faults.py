@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,9 @@ FIXED = "write x.shape[0] or -1 in place of a number, and neither int(), a loop 
 BRANCHES = "a program has no branch that depends on values; use torch.where, a mask, or torch.cond"
 NOT_TORCH = "write it with operations of torch on tensors, without NumPy, and without attributes that predict changes"
 
+EQUAL_SIZES = re.compile(r"Eq\(s\d+, s\d+\)")
+"""The condition that two columns have the same size, which is none of the problems."""
+
 
 class ExportError(MlxError):
     """The program of an experiment cannot be exported, or its outputs differ from those of `predict`."""
@@ -34,6 +38,13 @@ def fault_of(
         line = _drafted_line(program, batch, varying, project)
         return _error("a dimension that varies is fixed", line, FIXED)
     return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error, project), NOT_TORCH)
+
+
+def fault_of_rows(error: BaseException, rows: int, project: Path) -> ExportError:
+    """Return the error to report if `predict` fails for a number of rows."""
+    line = _line_of(error.__cause__ or error, project)
+    problem = f"it fails with {rows} row{'s' * (rows != 1)}: {short_message(error.__cause__ or error)}"
+    return _error(problem, line, FIXED)
 
 
 def range_fault(
@@ -61,7 +72,8 @@ def _drafted_line(program: nn.Module, batch: Batch, varying: Mapping[str, Any], 
     try:
         draft = torch.export.draft_export(program, (batch,), dynamic_shapes=(varying,))
         report: Any = draft._report  # type: ignore[attr-defined] # documented, but without a public name
-        stacks = [failure.data.get("user_stack") or failure.data.get("stack") or [] for failure in report.failures]
+        found = [item.data for item in report.failures if not EQUAL_SIZES.fullmatch(item.data.get("expr", ""))]
+        stacks = [item.get("user_stack") or item.get("stack") or [] for item in found]
         names = report.str_to_filename
     except USER_ERRORS as error:
         return _line_of(error, project)

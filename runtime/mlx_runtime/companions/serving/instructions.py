@@ -70,7 +70,7 @@ def text(
     *,
     programs: Sequence[str],
     origin: str | None,
-    tokenizers: Sequence[str],
+    tokenizers: Mapping[str, type],
     models: Mapping[str, Any] | None,
 ) -> str:
     """Return the README of an export.
@@ -80,7 +80,7 @@ def text(
         schema: columns of the inputs.
         programs: the programs in the folder.
         origin: the function that makes the columns.
-        tokenizers: paths of tokenizers in the folder, by preference.
+        tokenizers: classes of tokenizers by their folder.
         models: node of the models in conf.yaml, for code that builds them; None to leave it out.
     """
     lines = [f"# {about['experiment']} {about['run']}, {about['checkpoint']['name']}", ""]
@@ -132,12 +132,15 @@ def _preparation(origin: str | None, has_code: bool) -> str:
     return f"The columns come from {origin}{where}. Prepare new samples in the same way."
 
 
-def _tokenizing(folders: Sequence[str]) -> list[str]:
-    if not folders:
-        return []
-    lines = ["## Tokenize", "", "```", "from transformers import AutoTokenizer", ""]
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{folder}")' for folder in folders]
-    return [*lines, 'tokenizer(["a text", "another text"], padding=True, return_tensors="pt")', "```", ""]
+def _tokenizing(tokenizers: Mapping[str, type]) -> list[str]:
+    lines = []
+    for folder, cls in tokenizers.items():
+        lines += [f"`{folder}/` is a `{cls.__name__}`, written by its `save_pretrained`.", ""]
+        if cls.__module__.startswith("transformers."):
+            lines += ["```", "from transformers import AutoTokenizer", ""]
+            lines += [f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
+            lines += ['batch = tokenizer(["a text", "another text"], padding=True, return_tensors="pt")', "```", ""]
+    return lines
 
 
 def _building(models: Mapping[str, Any]) -> str:
