@@ -67,14 +67,14 @@ class Encoder(nn.Module):
             hidden = hidden + torch.zeros(int(ids.shape[0]), 1, 1)
         if self.kind == "branch" and hidden.sum() > 0:
             hidden = 2 * hidden
-        if self.kind == "few" and len(ids) > 2:
+        if self.kind == "few" and ids.shape[0] > 2:
             hidden = hidden + 1
         if self.kind == "numpy":
             hidden = torch.from_numpy(hidden.numpy() * 2)
         if self.kind == "random":
             hidden = hidden + torch.randn_like(hidden)
         if self.kind == "dishonest" and torch.compiler.is_exporting():
-            hidden = hidden * 1.5
+            hidden = hidden * 1.01
         return hidden.sum(1) / mask.sum(1, keepdim=True)
 
 

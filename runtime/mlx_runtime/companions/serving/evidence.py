@@ -23,7 +23,7 @@ from mlx_runtime.training.loop import BaseModule
 SIZES = (1, 2, 7, 64)
 """Numbers of rows at which outputs are compared."""
 
-TOLERANCES = {"32": 1e-4, "16": 2e-3, "bf16": 2e-2}
+TOLERANCES = {32: 1e-4, "fp16": 2e-3, "bf16": 2e-2}
 """Largest accepted difference by the precision of the run, relative to the largest value of an output, or absolute if
 that is less than 1: other processes and other libraries add numbers in another order."""
 
@@ -59,17 +59,16 @@ def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predict
     with temporary_seed(1):
         again = predictor.predict(batches[SIZES[-1]], SIZES[-1])
     _refuse_randomness(cases[SIZES[-1]][1], again)
-    precision = str(experiment.cfg.precision).partition("-")[0]
     schema = widened(predictor.schema, list(batches.values()))
-    return Evidence(source, schema, cases, TOLERANCES.get(precision, TOLERANCES["bf16"]))
+    return Evidence(source, schema, cases, TOLERANCES[experiment.cfg.precision])
 
 
 def _refuse_randomness(expected: Outputs, again: Outputs) -> None:
     for name, value in expected.items():
         if not torch.equal(value.nan_to_num(), again[name].nan_to_num()):
             raise ExportError(
-                f"predict returns another {name!r} each time, because it draws random numbers, so that the export "
-                'cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]'
+                f"predict returns other values of {name!r} each time, because it draws random numbers, so that the "
+                'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]'
             )
 
 
@@ -142,15 +141,15 @@ def prove(
     if done.returncode or not result.is_file():
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise ExportError(f"the process that checks the export ended with {done.returncode}: {last}")
-    return _judge(json.loads(result.read_text()), evidence.tolerance)
+    return _judge(json.loads(result.read_text()), evidence.tolerance, f"{folder.resolve()}/")
 
 
-def _judge(found: Mapping[str, Any], tolerance: float) -> dict[str, Any]:
+def _judge(found: Mapping[str, Any], tolerance: float, folder: str) -> dict[str, Any]:
     assert found["hidden"]
     judged = {}
     for program, item in found["programs"].items():
         if problem := item.get("problem"):
-            raise ExportError(f"the exported program ({program}) differs from predict {problem}")
+            raise ExportError(f"the exported program ({program}) {problem.replace(folder, '')}")
         size = max(item["differences"], key=item["differences"].__getitem__)
         largest = item["differences"][size]
         if largest > tolerance:

@@ -91,6 +91,8 @@ def export(
     experiment, nodes, predictor = load_parts(Run(folder), folder, chosen, device="cpu", trust=trust)
     parts = Parts(folder, chosen, experiment, nodes, predictor, snapshots.project_of(type(experiment)))
     wanted = [name for name in PROGRAMS if name in formats]
+    if "onnx" in wanted and experiment.cfg.precision == "bf16":
+        raise UsageError(f"{folder.title} computes in bfloat16, which onnxruntime lacks on CPUs; export pt2 or aoti")
     if wanted:
         programs.refuse_strings(predictor.schema)
     above, name = parent_of(str(output.resolve()))

@@ -101,10 +101,13 @@ def check(function: Function, cases: Mapping[int, Any]) -> dict[str, Any]:
         try:
             with torch.no_grad():
                 found = function(batch)
-            differences[rows], outputs[rows] = difference(expected, found)
         except Exception as error:
             first = str(error).strip().partition("\n")[0] or type(error).__name__
-            return {"problem": f"with {rows} row{'s' * (rows != 1)}: {first}"}
+            return {"problem": f"fails with {rows} row{'s' * (rows != 1)}: {first}"}
+        try:
+            differences[rows], outputs[rows] = difference(expected, found)
+        except ValueError as error:
+            return {"problem": f"differs from predict with {rows} row{'s' * (rows != 1)}: {error}"}
     return {"differences": differences, "outputs": outputs, "seconds": round(time.perf_counter() - began, 3)}
 
 
@@ -141,7 +144,7 @@ def main() -> None:
         try:
             function = load(folder, program)
         except Exception as error:
-            result["programs"][program] = {"problem": f"it does not load: {type(error).__name__}: {error}"}
+            result["programs"][program] = {"problem": f"does not load: {type(error).__name__}: {error}"}
             continue
         loaded = round(time.perf_counter() - began, 3)
         result["programs"][program] = {"load_seconds": loaded} | check(function, cases["rows"])
