@@ -13,8 +13,9 @@ import torch
 from conftest import Mlx, edit
 from safetensors.torch import load_file
 
-from mlx_runtime import open_run
-from mlx_runtime.companions.serving import RowError, load_export, proof
+from mlx_runtime import load_export, open_run
+from mlx_runtime.companions.serving import proof
+from mlx_runtime.companions.serving.schema import RowError
 from mlx_runtime.errors import StorageError, UsageError
 
 pytestmark = pytest.mark.process
