@@ -282,3 +282,45 @@ def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:
         proof.difference({"y": one}, {"y": one.double()})
     with pytest.raises(ValueError, match="it returns z in place of y"):
         proof.difference({"y": one}, {"z": one})
+
+
+ALONE = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock")
+"""What `pip install torch` installs; NumPy is optional."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment with torch and its dependencies only, linked from this one."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    here = Path(torch.__file__).parents[1]
+    for name in (*ALONE, "typing_extensions.py"):
+        (site / name).symlink_to(here / name)
+    return folder / "bin/python"
+
+
+@pytest.mark.install
+def test_the_code_of_the_readme_runs_in_an_environment_with_torch_only(trained: Path, alone: Path) -> None:
+    folder = trained / NAME
+    code, *_ = (folder / "README.md").read_text().partition("```python\n")[2].split("```")
+    assert len(code.splitlines()) <= 10
+    done = subprocess.run([alone, "-c", code], cwd=folder, capture_output=True, text=True, env={})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "label (3,) torch.int64\nscores (3, 3) torch.float32\n"
+    done = subprocess.run([alone, "-c", "import mlx_runtime"], cwd=folder, capture_output=True, text=True, env={})
+    assert done.stderr.endswith("No module named 'mlx_runtime'\n")
+
+
+@pytest.mark.install
+def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx) -> None:
+    pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+    pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+    done = mlx(trained, "xp", "export", "exports", "-o", "all", "--format", "pt2,onnx", "--format", "aoti")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((trained / "all/export.json").read_text())["proof"]["programs"]
+    assert {name: item["largest_difference"] < 1e-5 for name, item in found.items()} == dict.fromkeys(found, True)
+    assert set(found) == {"pt2", "onnx", "aoti"}
+    row = load_export(trained / "all").schema.example_rows()[0]
+    label = {int(load_export(trained / "all", name)([row])["label"]) for name in found}
+    assert len(label) == 1
