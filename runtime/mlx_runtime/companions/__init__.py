@@ -28,7 +28,7 @@ COMPANIONS = {
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "services": Companion(),
-    "serving": Companion(("train predict",)),
+    "serving": Companion(("train predict", "xp export")),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),

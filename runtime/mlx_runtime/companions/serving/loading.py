@@ -46,7 +46,13 @@ def load_predictor(
     run: Run, folder: RunFolder, checkpoint: str | int | None = None, *, device: str | None = None, trust: bool = False
 ) -> Predictor:
     """Return the predictor of a run; see `Run.predictor`."""
-    chosen = choose_checkpoint(folder, checkpoint)
+    return load_parts(run, folder, choose_checkpoint(folder, checkpoint), device=device, trust=trust)[2]
+
+
+def load_parts(
+    run: Run, folder: RunFolder, chosen: CheckpointInfo, *, device: str | None = None, trust: bool = False
+) -> tuple[BaseModule, Mapping[str, Any], Predictor]:
+    """Return the experiment of a run, its config, and its predictor; see `load_experiment`."""
     experiment, nodes = load_experiment(run, folder, chosen.name, trust=trust)
     target = device_of(device, experiment.cfg.use_gpu)
     title = f"{folder.title} {chosen.name}"
@@ -57,7 +63,7 @@ def load_predictor(
     if own or not examples:
         examples += read_examples(experiment, nodes)
     schema = known_columns(experiment.predict, examples, title, target)
-    return Predictor(experiment.predict, schema, title, target)
+    return experiment, nodes, Predictor(experiment.predict, schema, title, target)
 
 
 def choose_checkpoint(folder: RunFolder, which: str | int | None) -> CheckpointInfo:
