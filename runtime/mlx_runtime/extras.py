@@ -7,14 +7,18 @@ from mlx_runtime.errors import MissingLibraryError
 EXTRAS = {
     "botocore": "stores",
     "datasets": "text",
+    "httptools": "serving",
     "huggingface_hub": "hub",
     "jax": "jax",
     "jinja2": "views",
     "optuna": "sweeps",
+    "orjson": "serving",
     "plotly": "views",
     "sklearn": "sweeps",
     "tensorflow": "tensorflow",
     "transformers": "text",
+    "uvicorn": "serving",
+    "uvloop": "serving",
     "wandb": "wandb",
 }
 """The extra that installs each library, by the name to import."""
