@@ -225,6 +225,8 @@ class Application:
         status = 200
         if failed and failed == len(rows):
             status = 500 if any(isinstance(row, PredictError) for row in rows) else 422
+        if status == 500:
+            logger.warning("%s: %s", endpoint.name, rows[0])
         wanted = _wanted(headers, kind)
         if wanted == ARROW and rows and status == 200:
             from mlx_runtime.companions.serving import arrow

@@ -151,7 +151,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(2048)  # here, so that a port in use is reported before models are loaded
+            listener.listen(2048)
         except BaseException:
             listener.close()
             raise
