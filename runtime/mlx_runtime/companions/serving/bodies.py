@@ -120,17 +120,17 @@ class RowParser:
     def _arrow(self, body: bytes) -> tuple[Mapping[str, Any], int]:
         from mlx_runtime.companions.serving import arrow
 
+        table = arrow.read(body, self._limit)
+        for name in table.column_names:
+            if name not in self._known:
+                raise BodyError(f"there is no column {name!a:.60}; this model reads {', '.join(self._schema.names)}")
+        for name in self._schema.names:
+            if table.column_names.count(name) != 1:
+                raise BodyError(f"the column {name} is missing, or there several times")
         try:
-            table = arrow.read(body, self._limit)
-            for name in table.column_names:
-                if name not in self._known:
-                    raise BodyError(f"there is no column {name!r}; this model reads {', '.join(self._schema.names)}")
-            for name in self._schema.names:
-                if table.column_names.count(name) != 1:
-                    raise BodyError(f"the column {name} is missing, or there several times")
             return {name: arrow.values(name, table.column(name)) for name in self._schema.names}, table.num_rows
-        except arrow.FormatError as error:
-            raise BodyError(str(error)) from error
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:  # ArrowInvalid is a ValueError
+            raise BodyError(f"a column cannot be read: {short_message(error)}") from error
 
 
 def json_rows(body: bytes) -> list[Any]:

@@ -5,12 +5,13 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any
 
 from mlx_runtime.companions.serving.access import Access
-from mlx_runtime.companions.serving.http import Application
+from mlx_runtime.companions.serving.http import Application, Limits, application
+from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
 
@@ -121,6 +122,11 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def serve(models: Mapping[str, Predictor], limits: Limits = Limits(), port: int = 0) -> Server:  # noqa: B008 - immutable
+    """Return a server of models for programs on this machine: `with serve({"digits": predictor}) as url:`."""
+    return Server(application(models, limits), port=port)
 
 
 def access_for(host: str, token: str | None) -> Access:
