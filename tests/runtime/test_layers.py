@@ -81,9 +81,11 @@ HOMES = {
     "mlflow": {"companions.services.mlflow"},
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
+    "orjson": {"companions.serving.bodies"},
     "pathspec": {"runs.snapshots", "runs.uploads"},
     "plotly": {"companions.views.report"},
-    "pyarrow": {"companions.prepared.mapping", "companions.stores.object_store"},
+    "prometheus_client": {"companions.serving.counters"},
+    "pyarrow": {"companions.prepared.mapping", "companions.serving.arrow", "companions.stores.object_store"},
     "ray": {
         "companions.notebook.actors",
         "companions.notebook.inputs",
@@ -99,6 +101,7 @@ HOMES = {
     "tensorboard": {"tracking.trackers"},
     "tensorflow": {"companions.notebook.backends"},
     "transformers": {"config.pretrained"},
+    "uvicorn": {"companions.serving.connections", "companions.serving.server"},
     "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},
 }

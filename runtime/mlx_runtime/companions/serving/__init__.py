@@ -5,7 +5,6 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     "commands",
-    http="Limits application",
     loading="load_predictor",
     predictor="PredictError Predictor",
     schema="Column RowError Schema",

@@ -1,6 +1,4 @@
 # Written by runtime/stubs.py.
-from mlx_runtime.companions.serving.http import Limits as Limits
-from mlx_runtime.companions.serving.http import application as application
 from mlx_runtime.companions.serving.loading import load_predictor as load_predictor
 from mlx_runtime.companions.serving.predictor import PredictError as PredictError
 from mlx_runtime.companions.serving.predictor import Predictor as Predictor

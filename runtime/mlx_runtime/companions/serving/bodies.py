@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.companions.serving.schema import STRING, Column, RowError, Schema
+from mlx_runtime.companions.serving.schema import STRING, BodyError, Column, RowError, Schema
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import short_message
 
@@ -17,14 +17,6 @@ JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apa
 MAX_NPY_HEADER = 10_000
 
 WHAT_TO_SEND = 'send {"rows": [{column: value, ...}, ...]}; GET /example returns such a body'
-
-
-class BodyError(Exception):
-    """The body of a request cannot be read: the status and one line for the client."""
-
-    def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ PORT = click.option("--port", type=click.IntRange(1, 65535), help="Port of the s
 
 
 @click.command("run")
-@click.argument("models", type=word, nargs=-1, metavar="NAME [RUN] [OTHER=RUN]...")
+@click.argument("models", type=word, nargs=-1, metavar="[NAME] [RUN] [OTHER=RUN]...")
 @click.option("--checkpoint", metavar="WHICH", type=word, help="Default: best, or latest without cfg.monitor.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free port.")
 @click.option("--host", type=word, default="127.0.0.1", show_default=True, help="Others need a token: MLX_SERVE_TOKEN.")
@@ -37,8 +37,8 @@ def serve_run(
 ) -> None:
     """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME, or with the folder of an export.
 
-    Further models are added as OTHER=RUN, such as small=digits/run_004. The first one answers at /predict, each at
-    /models/NAME/predict.
+    NAME is by default the experiment in the working directory. Further models are added as OTHER=RUN, such as
+    small=digits/run_004. The first one answers at /predict, each at /models/NAME/predict.
     """
     from mlx_runtime.companions.serving import running
     from mlx_runtime.companions.serving.http import Limits

@@ -13,8 +13,9 @@ from typing import Any
 from mlx_runtime.companions.serving import bodies, openapi
 from mlx_runtime.companions.serving.access import Access
 from mlx_runtime.companions.serving.batching import Batcher, QueueFullError
-from mlx_runtime.companions.serving.bodies import ARROW, JSON, NPY, BodyError, Part, RowParser
+from mlx_runtime.companions.serving.bodies import ARROW, JSON, NPY, Part, RowParser
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
+from mlx_runtime.companions.serving.schema import BodyError
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 

@@ -27,6 +27,8 @@ from mlx_runtime.storage.local import write_atomic
 
 NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)=(.+)", re.ASCII)
 
+A_RUN = re.compile(r"run_\d+|\d+|latest")
+
 LONGEST_EXAMPLE = 2_000
 """Length of an example row that is part of the printed command; longer ones are read from the server."""
 
@@ -67,13 +69,18 @@ class Source:
 
 
 def parse(words: Sequence[str]) -> dict[str, Source]:
-    """Return the models on a command line, `NAME [RUN]` or a folder, and `NAME=RUN`, by their names.
+    """Return the models on a command line, `[NAME] [RUN]` or a folder, and `NAME=RUN`, by their names.
+
+    Without a name, it is that of the experiment in the working directory.
 
     Raises:
         UsageError: there is none, or a name occurs twice.
     """
     plain = [word for word in words if NAMED.fullmatch(word) is None]
-    if len(plain) > 2 or not words:
+    if not words or (len(plain) == 1 and A_RUN.fullmatch(plain[0])):
+        own = queries.conf_value("cfg.name")
+        plain = [own, *plain] if own else []
+    if len(plain) > 2 or not (plain or words):
         raise UsageError("which model? mlx serve run NAME [RUN], or the folder of an export; further ones as NAME=RUN")
     sources: list[tuple[str, Source]] = []
     if plain:

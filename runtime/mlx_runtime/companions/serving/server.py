@@ -15,14 +15,7 @@ from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
 
-READ_S = 10.0
-"""Time in which a client has to send a request."""
-
-WRITE_S = 30.0
-"""Time after which a client that does not read its answer is disconnected."""
-
 KEEP_ALIVE_S = 30
-MAX_HEADER = 64 << 10
 MAX_CONNECTIONS = 1000
 
 

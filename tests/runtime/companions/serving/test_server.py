@@ -197,7 +197,7 @@ def test_bad_commands_end_with_one_line(mlx: Mlx, trained: Path, tmp_path: Path)
     file = trained / "src" / "experiment.py"
     text = file.read_text()
     cases: list[tuple[tuple[str, ...], int, str]] = [
-        ((), 2, "which model? mlx serve run NAME [RUN]"),
+        (("a", "b", "c"), 2, "which model? mlx serve run NAME [RUN]"),
         (("digits", "run_001", "digits=digits/run_002"), 2, "two models have the same name"),
         (("digits", "run_007"), 2, "run_007"),
         (("digits", "--host", "nowhere.invalid"), 2, "cannot listen on nowhere.invalid:8000"),
