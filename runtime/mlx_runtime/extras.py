@@ -7,6 +7,7 @@ from mlx_runtime.errors import MissingLibraryError
 EXTRAS = {
     "botocore": "stores",
     "datasets": "text",
+    "httptools": "serving",
     "huggingface_hub": "hub",
     "jax": "jax",
     "jinja2": "views",
@@ -14,11 +15,14 @@ EXTRAS = {
     "onnxruntime": "export",
     "onnxscript": "export",
     "optuna": "sweeps",
+    "orjson": "serving",
     "plotly": "views",
     "safetensors": "export",
     "sklearn": "sweeps",
     "tensorflow": "tensorflow",
     "transformers": "text",
+    "uvicorn": "serving",
+    "uvloop": "serving",
     "wandb": "wandb",
 }
 """The extra that installs each library, by the name to import."""

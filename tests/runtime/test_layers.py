@@ -84,10 +84,13 @@ HOMES = {
     "onnxruntime": {"companions.serving.proof"},
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
+    "orjson": {"companions.serving.bodies"},
     "pathspec": {"runs.snapshots", "runs.uploads"},
     "plotly": {"companions.views.report"},
+    "prometheus_client": {"companions.serving.counters"},
     "pyarrow": {
         "companions.prepared.mapping",
+        "companions.serving.arrow",
         "companions.serving.results",
         "companions.serving.tables",
         "companions.stores.object_store",
@@ -107,6 +110,7 @@ HOMES = {
     "tensorboard": {"tracking.trackers"},
     "tensorflow": {"companions.notebook.backends"},
     "transformers": {"config.pretrained"},
+    "uvicorn": {"companions.serving.connections", "companions.serving.server"},
     "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},
 }

@@ -28,7 +28,9 @@ COMPANIONS = {
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "services": Companion(),
-    "serving": Companion(("train predict", "xp export")),
+    "serving": Companion(
+        ("train predict", "xp export", "serve run", "serve ls", "serve logs", "serve stop", "serve update")
+    ),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),

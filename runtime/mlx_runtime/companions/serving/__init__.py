@@ -8,4 +8,5 @@ __all__, __getattr__ = door(
     exported="load_export",
     loading="load_predictor",
     predictor="Predictor",
+    server="serve",
 )

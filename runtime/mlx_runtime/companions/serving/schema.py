@@ -1,5 +1,6 @@
 """The inputs of `predict`: the columns of a batch, the checks of rows, and example rows."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,14 @@ TYPES = {
 
 class RowError(UsageError):
     """A row does not fit the schema. The message names the column, the value and what was expected."""
+
+
+class BodyError(Exception):
+    """The body of a request cannot be read: the status and one line for the client."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -201,10 +210,21 @@ def _tensor_of(value: Any) -> torch.Tensor:
         raise TypeError
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
+    _refuse_texts(value)
     array = np.asarray(value)  # faster than torch for nested lists
     if array.dtype.kind not in "biuf":
         raise TypeError
     return torch.from_numpy(array)
+
+
+def _refuse_texts(value: Any) -> None:
+    """Raise TypeError for strings in nested lists, which NumPy would all store with the length of the longest one."""
+    level = [value]
+    while level:
+        kinds = {*map(type, level)}
+        if str in kinds or bytes in kinds or dict in kinds:
+            raise TypeError
+        level = list(itertools.chain.from_iterable(level)) if kinds <= {list, tuple} else []
 
 
 def _shown(value: Any) -> str:

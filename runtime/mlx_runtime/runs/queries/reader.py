@@ -168,6 +168,23 @@ class Run:
         )
         return predictor
 
+    def server(
+        self, checkpoint: str | int | None = None, *, device: str | None = None, trust: bool = False
+    ) -> contextlib.AbstractContextManager[str]:
+        """Answer HTTP requests in a thread while a block runs: `with run.server() as url:`. The port is any free one.
+
+        Args:
+            checkpoint, device, trust: the same as for `predictor`.
+
+        Raises:
+            UsageError, ConfigError: the same as for `predictor`.
+            MissingLibraryError: the libraries of the extra `serving` are not installed.
+        """
+        server: contextlib.AbstractContextManager[str] = companions.part("serving").serve(
+            {"model": self.predictor(checkpoint, device=device, trust=trust)}
+        )
+        return server
+
     def load_datasets(self, *, trust: bool = False) -> Any:
         """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.
 

@@ -1,0 +1,42 @@
+"""Who may use a server: holders of its token, and on a loopback address only pages of its own."""
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LOOPBACK = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
+"""Hosts by which a server without a token may be called."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """The requests that a server answers.
+
+    Attributes:
+        token: Bearer token that requests must have; None for none.
+        hosts: Names in the header `Host`, without a port; None for any. A page of another site whose name resolves to
+            this machine (DNS rebinding) has another.
+    """
+
+    token: str | None = None
+    hosts: frozenset[bytes] | None = LOOPBACK
+
+    def refusal(self, headers: Mapping[bytes, bytes], *, public: bool) -> tuple[int, str] | None:
+        """Return the status and reason with which a request is refused, or None. `public` ones need no token."""
+        host = headers.get(b"host", b"").lower()
+        if self.hosts is not None and _name(host) not in self.hosts:
+            return 403, "this server is for programs on its machine; call it as localhost or 127.0.0.1"
+        origin = headers.get(b"origin")
+        if origin is not None and origin.lower().partition(b"://")[2] != host:
+            return 403, "pages of other sites may not call this server"
+        if self.token is None or public:
+            return None
+        given = headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, b"Bearer " + self.token.encode()):
+            return 401, "a token is needed; send the header Authorization: Bearer TOKEN"
+        return None
+
+
+def _name(host: bytes) -> bytes:
+    name, mark, port = host.rpartition(b":")
+    return name if mark and port.isdigit() else host

@@ -1,0 +1,134 @@
+"""Rows and answers as Arrow IPC streams. Only types whose size in memory follows from that of the body are read."""
+
+import io
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mlx_runtime.companions.serving.schema import BodyError
+
+RECORD_BATCH = 3
+"""Type of messages with rows, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""
+
+COMPRESSION = 3
+"""Position of the field `compression` in their header."""
+
+
+def read(body: bytes, limit: Callable[[int], None]) -> "pa.Table":
+    """Return the table of a stream, checked. Calls `limit` with its number of rows before they are read.
+
+    Raises:
+        BodyError: it is not a stream, damaged, or compressed.
+    """
+    try:
+        rows = 0
+        for message in pa.ipc.MessageReader.open_stream(body):
+            header = _header(message.metadata.to_pybytes())
+            if header is not None:
+                rows += header[0]
+                limit(rows)
+                if header[1]:
+                    raise BodyError("compressed Arrow streams are not read; write it without compression")
+        table = pa.ipc.open_stream(body).read_all()
+        table.validate(full=True)
+    except BodyError:
+        raise
+    except Exception as error:  # a damaged stream raises many types
+        raise BodyError("the body is not an Arrow IPC stream, or is damaged") from error
+    limit(table.num_rows)
+    return table
+
+
+def _header(data: bytes) -> tuple[int, bool] | None:
+    """Return the number of rows in a message with rows, and whether it is compressed; None for other messages."""
+    message = struct.unpack_from("<I", data)[0]
+    kind, header = _field(data, message, 1), _field(data, message, 2)
+    if kind is None or header is None or data[kind] != RECORD_BATCH:
+        return None
+    table = header + struct.unpack_from("<I", data, header)[0]
+    length = _field(data, table, 0)
+    return (0 if length is None else max(0, struct.unpack_from("<q", data, length)[0])), (
+        _field(data, table, COMPRESSION) is not None
+    )
+
+
+def _field(data: bytes, table: int, number: int) -> int | None:
+    """Return the position of a field in a table of a flatbuffer, or None if the table does not have it."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    if vtable < 0 or 4 + 2 * number >= struct.unpack_from("<H", data, vtable)[0]:
+        return None
+    offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0]
+    return table + offset if offset else None
+
+
+def values(name: str, column: "pa.ChunkedArray") -> Any:
+    """Return the values of a column: an array (rows, ...), a list of arrays of different lengths, or strings.
+
+    Raises:
+        BodyError: it has another type, or nulls.
+    """
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
+    if isinstance(array, pa.ExtensionArray):
+        shape = getattr(array.type, "shape", None)
+        order = getattr(array.type, "permutation", None)
+        if shape is None or (order and order != sorted(order)):
+            raise BodyError(f"{name} has the type {array.type!s:.60}; expected numbers, strings or lists of numbers")
+        return _fixed(name, array.storage).reshape(len(array), *shape)
+    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        _refuse_nulls(name, array)
+        return array.to_pylist()
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        _refuse_nulls(name, array)
+        flat, offsets = _fixed(name, array.flatten()), np.asarray(array.offsets)
+        offsets = offsets - (offsets[0] if len(offsets) else 0)
+        return [flat[start:end] for start, end in itertools.pairwise(offsets)]
+    return _fixed(name, array)
+
+
+def _fixed(name: str, array: Any) -> "np.ndarray[Any, Any]":
+    _refuse_nulls(name, array)
+    if pa.types.is_fixed_size_list(array.type):
+        inner = _fixed(name, array.flatten())
+        return inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
+    kind = array.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise BodyError(f"{name} has the type {kind!s:.60}; expected numbers, strings or lists of numbers")
+    return np.array(array.to_numpy(zero_copy_only=False))
+
+
+def _refuse_nulls(name: str, array: Any) -> None:
+    if array.null_count:
+        raise BodyError(f"{name} has nulls")
+
+
+def write(rows: Sequence[Any]) -> bytes:
+    """Return answers as a stream: a column for each output, and `error` if a row has failed."""
+    names = list(dict.fromkeys(name for row in rows if not isinstance(row, Exception) for name in row))
+    columns = {name: _column([None if isinstance(row, Exception) else row[name] for row in rows]) for name in names}
+    if any(isinstance(row, Exception) for row in rows):
+        columns["error"] = pa.array([str(row) if isinstance(row, Exception) else None for row in rows], pa.string())
+    table = pa.table(columns)
+    file = io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return file.getvalue()
+
+
+def _column(items: Sequence[Any]) -> Any:
+    kept = [np.asarray(item) for item in items if item is not None]
+    if len(kept) == len(items) and kept[0].ndim and kept[0].size and len({item.shape for item in kept}) == 1:
+        array = np.stack(kept)
+        flat = pa.array(array.reshape(-1))
+        for size in reversed(array.shape[1:]):
+            flat = pa.FixedSizeListArray.from_arrays(flat, size)
+        return flat
+    kind = pa.from_numpy_dtype(kept[0].dtype)
+    for _ in range(kept[0].ndim):
+        kind = pa.list_(kind)
+    return pa.array([None if item is None else np.asarray(item).tolist() for item in items], kind)

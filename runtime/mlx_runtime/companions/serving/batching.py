@@ -1,0 +1,232 @@
+"""Dynamic batching: requests that wait while the model computes are answered in one batch."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mlx_runtime.companions.serving.bodies import Part
+from mlx_runtime.companions.serving.predictor import PredictError, Predictor, part_of
+from mlx_runtime.data import Batch
+from mlx_runtime.errors import located
+
+QUICK_S = 0.004
+"""Batches that take less time are computed in the thread of the event loop: passing one to another takes as long."""
+
+TRUST = 20
+"""Credit that this takes. A quick batch earns 1; any other costs 5 per `QUICK_S`, so that the loop is rarely late."""
+
+MOST_CREDIT, LEAST_CREDIT = 100, -1000
+
+
+class QueueFullError(Exception):
+    """The queue of a model has no room for a request."""
+
+
+class Batcher:
+    """Computes the parts of requests in batches, in one thread. All methods are called in the event loop.
+
+    Args:
+        predictor: computes a batch.
+        max_batch: rows per batch.
+        max_queue: rows that may wait.
+        max_wait_s: time that a batch waits for further rows.
+        observe: called with the parts of each batch and its seconds.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        max_batch: int,
+        max_queue: int,
+        max_wait_s: float = 0.0,
+        observe: Callable[[Sequence[Part], float], None] = lambda parts, seconds: None,
+    ) -> None:
+        self.predictor, self.max_queue = predictor, max_queue
+        self.queued = 0  # rows
+        self.busy_since: float | None = None
+        self._max_batch, self._max_wait_s, self._observe = max_batch, max_wait_s, observe
+        self._groups: dict[Any, deque[tuple[Part, asyncio.Future[None]]]] = {}
+        self._timer: asyncio.Handle | None = None
+        self._credit = 0.0
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._idle: list[asyncio.Future[None]] = []
+
+    def submit(self, part: Part) -> "asyncio.Future[None]":
+        """Return a future that is done when the part has its answer. Cancel it to drop the part.
+
+        Raises:
+            QueueFullError: too many rows wait.
+        """
+        if self.queued + part.rows > self.max_queue:
+            raise QueueFullError
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self.queued += part.rows
+        self._groups.setdefault(part.shapes, deque()).append((part, future))
+        if self.busy_since is None:
+            if self._timer is None:
+                self._timer = (
+                    loop.call_later(self._max_wait_s, self._start) if self._max_wait_s else loop.call_soon(self._start)
+                )
+            elif self._max_wait_s and self.queued >= self._max_batch:
+                self._timer.cancel()
+                self._timer = loop.call_soon(self._start)
+        return future
+
+    async def drain(self) -> None:
+        """Wait until everything that was submitted has its answer, and end the thread."""
+        while self.busy_since is not None or self._groups:
+            self._idle.append(asyncio.get_running_loop().create_future())
+            await self._idle[-1]
+        self.close()
+
+    def close(self) -> None:
+        """End the thread after the batch that it computes."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread = None
+
+    def _start(self) -> None:
+        self._timer = None
+        taken = self._take()
+        if not taken:
+            for future in self._idle:
+                if not future.done():
+                    future.set_result(None)
+            self._idle.clear()
+            return
+        loop = asyncio.get_running_loop()
+        parts = [part for part, _ in taken]
+        self.busy_since = time.monotonic()
+        if self._credit >= TRUST and sum(part.rows for part in parts) <= self._max_batch:
+            answers = quick_answers(self.predictor, parts)
+            if answers is not None:
+                self._finish(taken, answers)
+                return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="predict", daemon=True)
+            self._thread.start()
+        self._work.put((loop, taken, parts))
+
+    def _take(self) -> list[tuple[Part, "asyncio.Future[None]"]]:
+        """Remove the parts of the next batch from the queue: those of equal shapes, longest waiting first."""
+        taken: list[tuple[Part, asyncio.Future[None]]] = []
+        rows = 0
+        while self._groups and not taken:
+            shapes, group = next(iter(self._groups.items()))
+            while group and (not rows or rows + group[0][0].rows <= self._max_batch):
+                part, future = group.popleft()
+                self.queued -= part.rows
+                if not future.done():
+                    taken.append((part, future))
+                    rows += part.rows
+            del self._groups[shapes]
+            if group:
+                self._groups[shapes] = group  # behind the others
+        return taken
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            loop, taken, parts = item
+            found = answers(self.predictor, parts, self._max_batch)
+            try:
+                loop.call_soon_threadsafe(self._finish, taken, found)
+            except RuntimeError:  # the event loop was closed
+                return
+
+    def _finish(self, taken: Sequence[tuple[Part, "asyncio.Future[None]"]], found: Sequence[Any]) -> None:
+        assert self.busy_since is not None
+        seconds = time.monotonic() - self.busy_since
+        self.busy_since = None
+        change = 1 if seconds < QUICK_S else -5 * seconds / QUICK_S
+        self._credit = max(LEAST_CREDIT, min(MOST_CREDIT, self._credit + change))
+        for (part, future), answer in zip(taken, found, strict=True):
+            part.answer = answer
+            if not future.done():
+                future.set_result(None)
+        self._observe([part for part, _ in taken], seconds)
+        if self._timer is None and (self._groups or self._idle):
+            self._timer = asyncio.get_running_loop().call_soon(self._start)
+
+
+def merged(parts: Sequence[Part]) -> Batch:
+    """Return one batch with the rows of all parts."""
+    if len(parts) == 1:
+        return parts[0].batch
+    return {
+        name: torch.cat([part.batch[name] for part in parts])
+        if isinstance(item, torch.Tensor)
+        else [value for part in parts for value in part.batch[name]]
+        for name, item in parts[0].batch.items()
+    }
+
+
+def quick_answers(predictor: Predictor, parts: Sequence[Part]) -> list[Any] | None:
+    """Return the answer of each part, or None if the batch has failed."""
+    try:
+        outputs = arrays(predictor.predict(merged(parts), sum(part.rows for part in parts)))
+    except Exception:
+        return None
+    return split(outputs, parts)
+
+
+def answers(predictor: Predictor, parts: Sequence[Part], max_batch: int) -> list[Any]:
+    """Return the answer of each part. If a batch fails, its halves are computed, down to the rows at fault."""
+    try:
+        rows = sum(part.rows for part in parts)
+        if len(parts) == 1 and rows > max_batch:
+            return [_in_slices(predictor, parts[0], max_batch)]
+        return split(arrays(predictor.predict(merged(parts), rows)), parts)
+    except Exception as error:
+        if len(parts) > 1:
+            middle = len(parts) // 2
+            return answers(predictor, parts[:middle], max_batch) + answers(predictor, parts[middle:], max_batch)
+        if parts[0].rows > 1:
+            return [_in_slices(predictor, parts[0], (parts[0].rows + 1) // 2)]
+        return [[error if isinstance(error, PredictError) else PredictError(located(error))]]
+
+
+def _in_slices(predictor: Predictor, part: Part, size: int) -> Any:
+    """Return the answer of a part that is computed in batches of a number of rows."""
+    slices = []
+    for start in range(0, part.rows, size):
+        rows = min(size, part.rows - start)
+        piece = Part(part_of(part.batch, start, rows), rows, range(rows))
+        slices.append((rows, answers(predictor, [piece], size)[0]))
+    return [answer for rows, found in slices for answer in as_list(found, rows)]
+
+
+def as_list(answer: Any, rows: int) -> list[Any]:
+    """Return the outputs or the error of each row of an answer."""
+    if isinstance(answer, list):
+        return answer
+    return [{name: array[row] for name, array in answer.items()} for row in range(rows)]
+
+
+def arrays(outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return outputs as contiguous arrays; bfloat16, which NumPy lacks, as float32."""
+    found = {}
+    for name, value in outputs.items():
+        if value.is_complex():
+            raise PredictError(f"predict returned {name!r} of complex numbers, which JSON, .npy and Arrow do not share")
+        dense = value.float() if value.dtype == torch.bfloat16 else value
+        found[name] = dense.contiguous().numpy()
+    return found
+
+
+def split(outputs: Mapping[str, Any], parts: Sequence[Part]) -> list[Any]:
+    """Return the outputs of each part of a batch."""
+    if len(parts) == 1:
+        return [outputs]
+    found, start = [], 0
+    for part in parts:
+        found.append({name: array[start : start + part.rows] for name, array in outputs.items()})
+        start += part.rows
+    return found
