@@ -57,6 +57,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed = nn.Embedding(9, WIDTH)
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.drop = nn.Dropout()
 
     def forward(self, ids, mask):
@@ -73,6 +74,8 @@ class Encoder(nn.Module):
             hidden = torch.from_numpy(hidden.numpy() * 2)
         if self.kind == "random":
             hidden = hidden + torch.randn_like(hidden)
+        if self.kind == "recurrent":
+            hidden = self.recurrent(hidden)[0]
         if self.kind == "dishonest" and torch.compiler.is_exporting():
             hidden = hidden * 1.01
         return hidden.sum(1) / mask.sum(1, keepdim=True)

@@ -31,6 +31,7 @@ from mlx_runtime.companions.serving.evidence import SIZES, Evidence, collect, pr
 from mlx_runtime.companions.serving.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Outputs, Predictor, rows_in
+from mlx_runtime.companions.serving.sizes import size_limits
 from mlx_runtime.companions.sharding import consolidate, tensor_files
 from mlx_runtime.data import Batch, dtype_name
 from mlx_runtime.errors import UsageError
@@ -135,7 +136,7 @@ def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: 
     outputs = parts.predictor.predict(examples, rows_in(examples))
     if wanted:
         exported = programs.trace(experiment, schema, parts.project)
-        limits = programs.size_limits(exported)
+        limits = size_limits(exported)
         if "pt2" in wanted:
             torch.export.save(exported, staged / PROGRAMS["pt2"])
         if "aoti" in wanted:

@@ -13,10 +13,15 @@ from torch import nn
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
+from mlx_runtime.companions.serving.sizes import fixed_sizes
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
 FIXED = "write x.shape[0] or -1 in place of a number, and neither int(), a loop over rows nor an if about their number"
+FIXED_LENGTH = (
+    "write x.shape[1] or -1 in place of a number; recurrent layers and loops over positions fix a length: let the "
+    "dataset pad all rows to one, or export only the weights with --format safetensors"
+)
 BRANCHES = "a program has no branch that depends on values; use torch.where, a mask, or torch.cond"
 NOT_TORCH = "write it with operations of torch on tensors, without NumPy, and without attributes that predict changes"
 
@@ -35,8 +40,11 @@ def fault_of(
     if isinstance(error, GuardOnDataDependentSymNode):
         return _error("a condition or a size depends on values of tensors", _line_of(error, project), BRANCHES)
     if isinstance(error.__context__, ConstraintViolationError):
-        line = _drafted_line(program, batch, varying, project)
-        return _error("a dimension that varies is fixed", line, FIXED)
+        line, fixed = _draft(program, batch, varying, project)
+        column, axis, size = next((item for item in fixed if item[1]), ("", 0, 0))
+        if axis:
+            return _error(f"dimension {axis} of {column!r}, which varies, is fixed to {size}", line, FIXED_LENGTH)
+        return _error("the number of rows is fixed", line, FIXED)
     return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error, project), NOT_TORCH)
 
 
@@ -55,7 +63,7 @@ def range_fault(
     named = {name: {**axes, 0: rows} for name, axes in varying.items()}
     low, high = limits
     text = f"only batches of {low} {f'to {high}' if high is not None else 'or more'} rows of {column!r} take this path"
-    return _error(text, _drafted_line(program, batch, named, project), FIXED)
+    return _error(text, _draft(program, batch, named, project)[0], FIXED)
 
 
 def _error(problem: str, line: str | None, cure: str) -> ExportError:
@@ -67,8 +75,10 @@ def _line_of(error: BaseException, project: Path) -> str | None:
     return _last([(frame.filename, frame.lineno or 0) for frame in frames], project)
 
 
-def _drafted_line(program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path) -> str | None:
-    """Return the line that a draft export, which continues after problems, reports first."""
+def _draft(
+    program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
+) -> tuple[str | None, list[tuple[str, int, int]]]:
+    """Return the line that a draft export, which continues after problems, reports first, and the sizes it fixes."""
     try:
         draft = torch.export.draft_export(program, (batch,), dynamic_shapes=(varying,))
         report: Any = draft._report  # type: ignore[attr-defined] # documented, but without a public name
@@ -76,9 +86,9 @@ def _drafted_line(program: nn.Module, batch: Batch, varying: Mapping[str, Any], 
         stacks = [item.get("user_stack") or item.get("stack") or [] for item in found]
         names = report.str_to_filename
     except USER_ERRORS as error:
-        return _line_of(error, project)
+        return _line_of(error, project), []
     lines = (_last([(names.get(item["filename"], ""), item["line"]) for item in stack], project) for stack in stacks)
-    return next(filter(None, lines), None)
+    return next(filter(None, lines), None), fixed_sizes(draft, varying)
 
 
 def _last(frames: list[tuple[str, int]], project: Path) -> str | None:

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch.export import Dim, ExportedProgram
 from mlx_runtime.companions.serving.faults import ExportError, fault_of, range_fault
 from mlx_runtime.companions.serving.predictor import Outputs
 from mlx_runtime.companions.serving.schema import STRING, Schema
+from mlx_runtime.companions.serving.sizes import size_limits
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import USER_ERRORS, UsageError, short_message
 from mlx_runtime.runs.checkpoints import members
@@ -89,29 +89,6 @@ def traced_rows(schema: Schema) -> Batch:
                 value = value.repeat_interleave(2, axis)
         batch[column.name] = value.contiguous()
     return batch
-
-
-def size_limits(exported: ExportedProgram) -> dict[str, list[Any]]:
-    """Return the sizes of the inputs by column: a number, or [minimum, maximum or None] where a dimension varies.
-
-    torch reports a minimum of 2 for dimensions without a limit.
-    """
-    names, sizes = list(exported.example_inputs[0][0]), {}
-    inputs = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
-    nodes = [node for node in exported.graph.nodes if node.op == "placeholder" and node.name in inputs]
-    for name, node in zip(names, nodes, strict=True):
-        sizes[name] = [
-            size if isinstance(size, int) else _range(exported.range_constraints.get(size.node.expr))
-            for size in node.meta["val"].shape
-        ]
-    return sizes
-
-
-def _range(limits: Any) -> list[int | None]:
-    if limits is None:  # a multiple of another dimension
-        return [1, None]
-    lower = int(limits.lower)
-    return [lower if lower > 2 else 1, int(limits.upper) if limits.upper < 2**31 else None]
 
 
 def write_onnx(exported: ExportedProgram, file: Path, inputs: list[str], outputs: list[str]) -> None:

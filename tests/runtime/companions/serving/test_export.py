@@ -171,32 +171,40 @@ BATCH = "write x.shape[0] or -1 in place of a number, and neither int(), a loop 
             "fixed",
             1,
             "predict cannot be exported: it fails with 1 row: shape '[3, -1, 8]' is invalid for input of size 16 at "
-            f"src/experiment.py:65: hidden = hidden.view(3, -1, WIDTH)\n{BATCH}",
+            f"src/experiment.py:66: hidden = hidden.view(3, -1, WIDTH)\n{BATCH}",
         ),
         (
             "whole",
             1,
-            "predict cannot be exported: a dimension that varies is fixed at src/experiment.py:67: hidden = hidden + "
+            "predict cannot be exported: the number of rows is fixed at src/experiment.py:68: hidden = hidden + "
             f"torch.zeros(int(ids.shape[0]), 1, 1)\n{BATCH}",
         ),
         (
             "few",
             1,
             "predict cannot be exported: only batches of 3 or more rows of 'ids' take this path at "
-            f'src/experiment.py:70: if self.kind == "few" and ids.shape[0] > 2:\n{BATCH}',
+            f'src/experiment.py:71: if self.kind == "few" and ids.shape[0] > 2:\n{BATCH}',
         ),
         (
             "branch",
             1,
-            "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:68: "
+            "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:69: "
             'if self.kind == "branch" and hidden.sum() > 0:\na program has no branch that depends on values; use '
             "torch.where, a mask, or torch.cond",
+        ),
+        (
+            "recurrent",
+            1,
+            "predict cannot be exported: dimension 1 of 'ids', which varies, is fixed to 7 at src/experiment.py:78: "
+            "hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 in place of a number; recurrent layers and "
+            "loops over positions fix a length: let the dataset pad all rows to one, or export only the weights with "
+            "--format safetensors",
         ),
         (
             "numpy",
             1,
             "predict cannot be exported: RuntimeError: .numpy() is not supported for tensor subclasses. at "
-            "src/experiment.py:73: hidden = torch.from_numpy(hidden.numpy() * 2)\nwrite it with operations of torch on "
+            "src/experiment.py:74: hidden = torch.from_numpy(hidden.numpy() * 2)\nwrite it with operations of torch on "
             "tensors, without NumPy, and without attributes that predict changes",
         ),
         (
