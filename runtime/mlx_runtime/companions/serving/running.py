@@ -58,9 +58,9 @@ class Source:
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
         if self.is_export:
-            from mlx_runtime.companions.serving import exports  # type: ignore[attr-defined]
+            from mlx_runtime.companions.serving import exported
 
-            loaded: Predictor = exports.load_export(Path(self.text))
+            loaded: Predictor = exported.load_export(Path(self.text))
             return loaded
         if is_remote(self.text):
             return queries.open_run(self.text).predictor(checkpoint, trust=trust)

@@ -322,8 +322,6 @@ def test_the_code_of_the_readme_runs_in_an_environment_with_torch_only(trained: 
 
 @pytest.mark.install
 def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx) -> None:
-    pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
-    pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
     done = mlx(trained, "xp", "export", "exports", "-o", "all", "--format", "pt2,onnx", "--format", "aoti")
     assert done.returncode == 0, done.stderr
     found = json.loads((trained / "all/export.json").read_text())["proof"]["programs"]

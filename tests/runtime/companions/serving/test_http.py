@@ -18,10 +18,11 @@ import pytest
 import torch
 from hostile import BROKEN_JSON
 
-from mlx_runtime.companions.serving import Column, Predictor, Schema
 from mlx_runtime.companions.serving import connections as slow_clients
 from mlx_runtime.companions.serving.access import Access
 from mlx_runtime.companions.serving.http import Limits, application
+from mlx_runtime.companions.serving.predictor import Predictor
+from mlx_runtime.companions.serving.schema import Column, Schema
 from mlx_runtime.companions.serving.server import Server
 
 pytestmark = pytest.mark.process

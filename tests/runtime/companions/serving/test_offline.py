@@ -19,9 +19,9 @@ from conftest import Mlx, Start
 from pyarrow import parquet
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.serving import RowError
 from mlx_runtime.companions.serving.offline import Options, predict
 from mlx_runtime.companions.serving.predictor import PredictError
+from mlx_runtime.companions.serving.schema import RowError
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError, StorageError, UsageError
 
 pytestmark = pytest.mark.local

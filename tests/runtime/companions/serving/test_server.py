@@ -17,8 +17,10 @@ from browser import Browser
 from conftest import Mlx, Start, edit
 from forkserver import Command
 
-from mlx_runtime.companions.serving import Column, Predictor, Schema, serve
+from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.running import Source, parse
+from mlx_runtime.companions.serving.schema import Column, Schema
+from mlx_runtime.companions.serving.server import serve
 from mlx_runtime.companions.serving.shadow import agree
 from mlx_runtime.errors import UsageError
 
@@ -194,7 +196,6 @@ def test_a_run_answers_while_a_block_runs(script: Any, trained: Path) -> None:
 
 
 def test_the_folder_of_an_export_is_served(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlx_runtime.companions.serving.exports", reason="this installation cannot export")
     done = mlx(trained, "xp", "export", "digits", "run_001", "-o", str(tmp_path / "export"))
     assert done.returncode == 0, done.stderr
     _, lines = run(str(tmp_path / "export"), "run=digits/run_001")
