@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.companions.serving.schema import STRING, BodyError, Column, RowError, Schema
+from mlx_runtime.companions.serving.negotiation import JSON, NPY, BodyError
+from mlx_runtime.companions.serving.schema import STRING, Column, RowError, Schema
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import short_message
-
-JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
 
 MAX_NPY_HEADER = 10_000
 

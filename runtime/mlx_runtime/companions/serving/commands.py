@@ -118,6 +118,7 @@ def xp_export(
 @click.option("--max-wait-ms", type=click.FloatRange(0), default=0, help="Time that a batch waits for further rows.")
 @click.option("--max-queue", type=click.IntRange(1), default=1024, show_default=True, help="Rows that may wait.")
 @click.option("--timeout", type=click.FloatRange(0.1), default=30, show_default=True, help="Seconds per request.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of torch. Default: OMP_NUM_THREADS, or 1.")
 @click.option("--shadow", metavar="OTHER", type=word, help="A run that answers the same rows, to count differences.")
 @code_option
 @options.debug
@@ -130,6 +131,7 @@ def serve_run(
     max_wait_ms: float,
     max_queue: int,
     timeout: float,
+    threads: int | None,
     shadow: str | None,
     code: str | None,
 ) -> None:
@@ -141,6 +143,10 @@ def serve_run(
     from mlx_runtime.companions.serving import running
     from mlx_runtime.companions.serving.http import Limits
 
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     sources = running.parse(models)
     limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
     other = None

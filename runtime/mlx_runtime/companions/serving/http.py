@@ -1,6 +1,7 @@
 """The HTTP interface of models: one ASGI application for servers on this machine and on clusters."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -13,9 +14,9 @@ from typing import Any
 from mlx_runtime.companions.serving import bodies, openapi
 from mlx_runtime.companions.serving.access import Access
 from mlx_runtime.companions.serving.batching import Batcher, QueueFullError
-from mlx_runtime.companions.serving.bodies import ARROW, JSON, NPY, Part, RowParser
+from mlx_runtime.companions.serving.bodies import Part, RowParser
+from mlx_runtime.companions.serving.negotiation import ARROW, JSON, NPY, Refusal, kind_of, wanted_kind, wanted_output
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
-from mlx_runtime.companions.serving.schema import BodyError
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 
@@ -33,6 +34,9 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 HELD = 16
 """Bodies of the largest size that may be in memory at the same time."""
+
+CLOSE_S = 5.0
+"""Time in which a model has to finish its batch at the end."""
 
 SAFE = (b"x-content-type-options", b"nosniff")
 
@@ -64,14 +68,6 @@ class Limits:
                 raise UsageError(f"{name} is {getattr(self, name)}; expected at least 1")
         if not 0 <= self.max_wait_s < self.timeout_s < math.inf:
             raise UsageError(f"max_wait_s is {self.max_wait_s}; expected less than timeout_s, {self.timeout_s}")
-
-
-class Refusal(Exception):  # noqa: N818 - an answer
-    """A request is answered with a status and one line."""
-
-    def __init__(self, status: int, text: str, *headers: tuple[bytes, bytes]) -> None:
-        super().__init__(text)
-        self.status, self.headers = status, headers
 
 
 class Endpoint:
@@ -119,8 +115,9 @@ class Application:
 
     async def close(self) -> None:
         """Answer everything that waits, and end the threads of models."""
-        for endpoint in self.endpoints.values():
-            await endpoint.batcher.drain()
+        drained = asyncio.gather(*(endpoint.batcher.drain() for endpoint in self.endpoints.values()))
+        with contextlib.suppress(asyncio.TimeoutError):  # a model that hangs must not keep the server
+            await asyncio.wait_for(drained, CLOSE_S)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -132,8 +129,6 @@ class Application:
             status, headers, body = await self._answer(scope, receive)
         except Refusal as refusal:
             status, headers, body = error_answer(refusal.status, str(refusal), refusal.headers)
-        except BodyError as error:
-            status, headers, body = error_answer(error.status, str(error))
         except Exception:
             logger.exception("a request failed")
             status, headers, body = error_answer(500, "the server failed; its log has the reason")
@@ -213,7 +208,7 @@ class Application:
         self, endpoint: Endpoint, headers: Mapping[bytes, bytes], scope: MutableMapping[str, Any], receive: Receive
     ) -> Answer:
         began = time.monotonic()
-        kind = _kind_of(headers)
+        kind = kind_of(headers)
         held: list[int] = []
         try:
             parts, errors = endpoint.parser.parse(await self._body(headers, receive, held), kind)
@@ -228,13 +223,13 @@ class Application:
             status = 500 if any(isinstance(row, PredictError) for row in rows) else 422
         if status == 500:
             logger.warning("%s: %s", endpoint.name, rows[0])
-        wanted = _wanted(headers, kind)
+        wanted = wanted_kind(headers)
         if wanted == ARROW and rows and status == 200:
             from mlx_runtime.companions.serving import arrow
 
             return status, [(b"content-type", ARROW.encode())], arrow.write(rows)
         if wanted == NPY and rows and not failed:
-            return status, [(b"content-type", NPY.encode())], bodies.npy_answer(rows, _output(scope))
+            return status, [(b"content-type", NPY.encode())], bodies.npy_answer(rows, wanted_output(scope))
         if wanted == NPY and failed:
             status = max(status, 422)  # the rows do not make an array
         return status, [(b"content-type", JSON.encode())], bodies.json_answer(rows)
@@ -315,27 +310,3 @@ def application(
 def error_answer(status: int, text: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> Answer:
     """Return an answer with one line."""
     return status, [*headers, (b"content-type", JSON.encode())], json.dumps({"error": text}).encode()
-
-
-def _kind_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the type of the body of a request."""
-    if b"content-encoding" in headers:
-        raise Refusal(415, "compressed bodies are not read", (b"connection", b"close"))
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
-    if kind not in (JSON, NPY, ARROW):
-        wanted = f"{JSON}, {NPY} or {ARROW}"
-        raise Refusal(415, f"Content-Type is {kind!a:.60}; expected {wanted}", (b"connection", b"close"))
-    return kind
-
-
-def _wanted(headers: Mapping[bytes, bytes], kind: str) -> str:
-    """Return the type of the answer: the first known one in `Accept`, by default JSON."""
-    accept = headers.get(b"accept", b"*/*").decode("latin-1").lower()
-    known = [item for part in accept.split(",") if (item := part.partition(";")[0].strip()) in (JSON, NPY, ARROW)]
-    return known[0] if known else JSON
-
-
-def _output(scope: Mapping[str, Any]) -> str | None:
-    from urllib.parse import parse_qs
-
-    return next(iter(parse_qs(scope.get("query_string", b"").decode("latin-1")).get("output", ())), None)

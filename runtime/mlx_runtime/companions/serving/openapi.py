@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime import __version__
-from mlx_runtime.companions.serving.bodies import ARROW, JSON, NPY
+from mlx_runtime.companions.serving.negotiation import ARROW, JSON, NPY
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import STRING, Column, Schema
 

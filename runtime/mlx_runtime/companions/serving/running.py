@@ -1,5 +1,6 @@
 """`mlx serve run`: models are loaded and answer in the foreground, until a signal or another command stops them."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -197,7 +198,7 @@ class Running:
         async def replace() -> None:
             former = self.app.replace(name, predictor)
             if former is not None:
-                await former.batcher.drain()
+                self._draining = asyncio.ensure_future(former.batcher.drain())  # may take as long as its model
 
         self.server.call(replace())
         self._sources[name] = source

@@ -19,6 +19,7 @@ import torch
 from hostile import BROKEN_JSON
 
 from mlx_runtime.companions.serving import connections as slow_clients
+from mlx_runtime.companions.serving import http as interface
 from mlx_runtime.companions.serving.access import Access
 from mlx_runtime.companions.serving.http import Limits, application
 from mlx_runtime.companions.serving.predictor import Predictor
@@ -251,6 +252,17 @@ def test_a_full_queue_refuses_and_a_slow_model_times_out(blocked: tuple[Client, 
     while client.ask("GET", "/healthz")[0] != 200 and time.monotonic() < until:
         time.sleep(0.01)
     assert client.predict([row])[0] == 200
+
+
+def test_a_model_that_hangs_does_not_keep_the_server(
+    blocked: tuple[Client, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, release = blocked
+    monkeypatch.setattr(interface, "CLOSE_S", 0.2)
+    began = time.monotonic()
+    client.server.stop()
+    assert not release.is_set()
+    assert time.monotonic() - began < 10
 
 
 def test_limits_of_bodies(serve: Serve) -> None:

@@ -195,6 +195,23 @@ def test_a_run_answers_while_a_block_runs(script: Any, trained: Path) -> None:
     assert len(done["outputs"]) == 1
 
 
+def test_a_long_example_is_read_from_the_server(script: Any, trained: Path, tmp_path: Path) -> None:
+    """A shell refuses arguments of more than 128 KiB."""
+    done = script(
+        trained,
+        "import os, subprocess\n"
+        f"os.environ['MLX_CACHE'] = {str(tmp_path)!r}\n"
+        "from mlx_runtime.companions.serving import running\n"
+        "from mlx_runtime.companions.serving.http import Limits\n"
+        "running.LONGEST_EXAMPLE = 10\n"
+        "served = running.Running({'digits': running.Source('digits')}, Limits(), '127.0.0.1', 0)\n"
+        "with served.server:\n"
+        "    assert len(served.curl()) < 200\n"
+        "    print(subprocess.run(served.curl(), shell=True, capture_output=True, text=True).stdout)\n",
+    )
+    assert len(done["outputs"]) == 1
+
+
 def test_the_folder_of_an_export_is_served(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:
     done = mlx(trained, "xp", "export", "digits", "run_001", "-o", str(tmp_path / "export"))
     assert done.returncode == 0, done.stderr
