@@ -1,5 +1,6 @@
 """Files of rows that predictions are made for, and files of predictions."""
 
+import contextlib
 import json
 import zipfile
 from collections.abc import Sequence
@@ -57,8 +58,8 @@ def images_in(kind: str, folder: Path) -> Path:
 
 def read(path: Path, columns: Sequence[Column], parts: Sequence[tuple[int, int]], size: int = 4) -> list[Any]:
     """Read parts of a file, given by their first row and number of rows; return the checked batches."""
-    file = open_rows(path, columns, (), size)
-    return [checked(file.read(start, count)[1], columns, path, start) for start, count in parts]
+    with contextlib.closing(open_rows(path, columns, (), size)) as file:
+        return [checked(file.read(start, count)[1], columns, path, start) for start, count in parts]
 
 
 @pytest.mark.parametrize("kind", ["nested parquet", "tensor parquet", "jsonl", "npy", "float64 npz"])
