@@ -331,9 +331,7 @@ def test_errors_leave_nothing_behind(name: str, run: str, tmp_path: Path) -> Non
 
 def test_a_row_on_which_predict_fails_is_named(run: str, images: np.ndarray, tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.concatenate([images[:20], images[:1] + 5]))
-    with pytest.raises(
-        PredictError, match=r"in.npy: row 20: predict failed: ValueError: too bright \(src/experiment.py:"
-    ):
+    with pytest.raises(PredictError, match=r"in.npy: row 20: predict failed: ValueError: too bright \(src/exp"):
         predict(run, tmp_path / "out.parquet", Options(dataset=str(tmp_path / "in.npy"), batch_size=1, trust=True))
     assert len(parts_of(tmp_path / "out.parquet")) == 2
     part = images[:20].copy()
