@@ -6,7 +6,7 @@ __all__, __getattr__ = door(
     __name__,
     "drivers logs metric_states records snapshots tables",
     folder=(
-        "ATTEMPT EVALUATIONS EXAMPLES RUN RUN_NAME SWEEP RunFolder attempt_name claim_run find_run list_runs "
+        "ATTEMPT EVALUATIONS RUN RUN_NAME SWEEP RunFolder attempt_name claim_run find_run list_runs "
         "list_sweeps named_run names_run read_errors refuse_empty run_folder"
     ),
     remote="RemoteReader RemoteRun",

@@ -1,7 +1,6 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.runs.folder import ATTEMPT as ATTEMPT
 from mlx_runtime.runs.folder import EVALUATIONS as EVALUATIONS
-from mlx_runtime.runs.folder import EXAMPLES as EXAMPLES
 from mlx_runtime.runs.folder import RUN as RUN
 from mlx_runtime.runs.folder import RUN_NAME as RUN_NAME
 from mlx_runtime.runs.folder import SWEEP as SWEEP

@@ -47,7 +47,6 @@ FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
-EXAMPLES = "examples.pt"
 RUN, SWEEP = "run_", "sweep_"
 ATTEMPT = ".attempt-"
 

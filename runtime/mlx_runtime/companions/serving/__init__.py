@@ -6,6 +6,5 @@ __all__, __getattr__ = door(
     __name__,
     "commands",
     loading="load_predictor",
-    predictor="PredictError Predictor",
-    schema="Column RowError Schema",
+    predictor="Predictor",
 )

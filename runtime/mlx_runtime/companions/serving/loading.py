@@ -9,22 +9,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from mlx_runtime.companions.serving.predictor import Outputs, PredictError, Predictor, checked_outputs, rows_in
+from mlx_runtime.companions.serving.predictor import (
+    Outputs,
+    PredictError,
+    Predictor,
+    checked_outputs,
+    moved,
+    rows_in,
+    user_line,
+)
 from mlx_runtime.companions.serving.schema import Schema
 from mlx_runtime.config import build, build_cfg, build_group
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, constructions, move_tensors, stream_names, trains
+from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, constructions, stream_names, trains
 from mlx_runtime.distributed import Topology, device_here
 from mlx_runtime.distributed.randomness import temporary_seed
-from mlx_runtime.errors import StorageError, UsageError, located, short_message
-from mlx_runtime.runs import EXAMPLES, RunFolder, read_errors
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.runs import RunFolder, read_errors
 from mlx_runtime.runs.checkpoints import CheckpointInfo, load_into, members
 from mlx_runtime.runs.queries import Run, find_checkpoint, matching_code
 from mlx_runtime.storage import join_path
 from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.loop import BaseModule, prepare_models
+from mlx_runtime.training.loop import EXAMPLES, BaseModule, prepare_models
 
 WHAT_TO_WRITE = (
     'write it in src/experiment.py, like: def predict(self, batch): return {"logits": self.models.net(batch["image"])}'
@@ -199,15 +207,13 @@ def known_columns(
 
 
 def _call(predict: Callable[[Batch], Any], device: torch.device, batch: Batch) -> Outputs:
-    moved = move_tensors(batch, lambda item: item.to(device))
     with temporary_seed(SEED), torch.no_grad():
         try:
-            return checked_outputs(predict(moved), rows_in(batch))
+            return checked_outputs(predict(moved(batch, device)), rows_in(batch))
         except PredictError:
             raise
         except Exception as error:
-            missing = f"there is no column {error}" if isinstance(error, KeyError) else located(error)
-            raise PredictError(missing) from error
+            raise PredictError(user_line(error)) from error
 
 
 def _answers_equally(call: Callable[[Batch], Outputs], batch: Batch, expected: Outputs) -> bool:

@@ -1,19 +1,25 @@
 """`Predictor`: answers rows and batches with the `predict` of an experiment, or with an exported program."""
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import mlx_runtime
 from mlx_runtime.companions.serving.schema import RowError, Schema
 from mlx_runtime.data import Batch
-from mlx_runtime.errors import USER_ERRORS, MlxError, located
+from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
 Outputs = dict[str, torch.Tensor]
 """Tensors (rows, ...) by name, on the CPU."""
 
 CPU = torch.device("cpu")
+
+LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(mlx_runtime.__file__).parent), "<frozen")
+"""Folders with code that users do not edit."""
 
 
 class PredictError(MlxError):
@@ -61,7 +67,7 @@ class Predictor:
         try:
             return {name: torch.stack([answer[name] for answer in answers]) for name in answers[0]} if answers else {}
         except RuntimeError as error:
-            raise PredictError(f"outputs of rows of different lengths do not stack: {located(error)}") from error
+            raise PredictError(f"outputs of rows of different lengths do not stack: {short_message(error)}") from error
 
     def answer(self, rows: Sequence[Any]) -> list[Any]:
         """Return the outputs of each row by name, without a dimension for rows, or the error that it caused.
@@ -99,14 +105,18 @@ class Predictor:
         """
         count = rows_in(batch) if rows is None else rows
         with self._calling, torch.no_grad():
-            moved = {
-                name: item.to(self.device) if isinstance(item, torch.Tensor) else item for name, item in batch.items()
-            }
             try:
-                outputs = self._function(moved)
+                outputs = self._function(moved(batch, self.device))
             except USER_ERRORS as error:
-                raise PredictError(f"predict failed: {located(error)}") from error
+                raise PredictError(f"predict failed: {user_line(error)}") from error
             return checked_outputs(outputs, count)
+
+
+def user_line(error: BaseException) -> str:
+    """Return `ValueError: the message (src/experiment.py:91)`, with the innermost line outside of libraries."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+    where = f" ({'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {short_message(error)}{where}"
 
 
 def checked_outputs(outputs: Any, rows: int) -> Outputs:
@@ -136,6 +146,11 @@ def as_rows(rows: Any, schema: Schema) -> Sequence[Any]:
         raise RowError(f"columns have different numbers of rows: {', '.join(f'{k} {v}' for k, v in sizes.items())}")
     count = next(iter(sizes.values()), 1)
     return [{name: value[number] for name, value in known.items()} | unknown for number in range(count)]
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch with its tensors on a device."""
+    return {name: item.to(device) if isinstance(item, torch.Tensor) else item for name, item in batch.items()}
 
 
 def rows_in(batch: Batch) -> int:

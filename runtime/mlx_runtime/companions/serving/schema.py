@@ -70,19 +70,17 @@ class Column:
         return self._converted(given, wanted)
 
     def _converted(self, given: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-        if given.dtype == wanted and not wanted.is_floating_point:
-            return given
         kinds = [(item.is_complex, item.is_floating_point, item != torch.bool) for item in (given.dtype, wanted)]
         if given.numel() and kinds[0] > kinds[1]:  # would lose its fraction or its value
             raise RowError(f"{self.name} is {dtype_name(given)}; expected {self.text}")
+        made = given.to(wanted)
         if wanted.is_floating_point:
-            if not torch.isfinite(given).all():
+            if not torch.isfinite(made).all():
                 raise RowError(f"{self.name} holds NaN or infinity; expected finite numbers")
-        elif given.numel() and wanted != torch.bool:
+        elif given.dtype not in (wanted, torch.bool) and not torch.equal(made.to(given.dtype), given):
             limits = torch.iinfo(wanted)
-            if given.dtype != torch.bool and not limits.min <= int(given.min()) <= int(given.max()) <= limits.max:
-                raise RowError(f"{self.name} holds numbers outside of {self.dtype}: {limits.min} … {limits.max}")
-        return given.to(wanted)
+            raise RowError(f"{self.name} holds numbers outside of {self.dtype}: {limits.min} … {limits.max}")
+        return made
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config import build, build_group, parse_config, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
+from mlx_runtime.errors import USER_ERRORS, ConfigError, MlxError, StorageError, UsageError, full_message, located
 from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, read_errors, records, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointStore, State
 from mlx_runtime.runs.queries import lookup
@@ -204,10 +204,13 @@ def matching_code(folder: RunFolder, method: str, title: str, tree: Any, *, trus
     found = importable(folder, title, tree, trust=trust)
     try:
         yield found
-    except (ConfigError, ImportError, AttributeError) as error:
+    except USER_ERRORS as error:
+        if isinstance(error, MlxError) and not isinstance(error, ConfigError):
+            raise
         stored = f"; if it has changed since, use the code that the run stored: {method}(trust=True)"
         code = "the stored code" if trust else f"the code in {Path.cwd()}"
-        why = f"{title} of {folder.title} cannot be built with {code}: {snapshots.public(full_message(error))}"
+        reason = full_message(error) if isinstance(error, ConfigError | ImportError) else located(error)
+        why = f"{title} of {folder.title} cannot be built with {code}: {snapshots.public(reason)}"
         raise ConfigError(why if trust else why + stored) from error
 
 

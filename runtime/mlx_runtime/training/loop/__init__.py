@@ -7,6 +7,7 @@ __all__, __getattr__ = door(
     breakpoints="at_breakpoint no_pdb",
     channel="LOCATE STOP Direct Inbox NoWorkers address_towards",
     connections="Receiver Remote",
+    examples="EXAMPLES",
     experiment="BaseModule",
     forward="HALF compile_forward recompute",
     losses="Mean",

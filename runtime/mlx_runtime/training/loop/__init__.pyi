@@ -9,6 +9,7 @@ from mlx_runtime.training.loop.channel import NoWorkers as NoWorkers
 from mlx_runtime.training.loop.channel import address_towards as address_towards
 from mlx_runtime.training.loop.connections import Receiver as Receiver
 from mlx_runtime.training.loop.connections import Remote as Remote
+from mlx_runtime.training.loop.examples import EXAMPLES as EXAMPLES
 from mlx_runtime.training.loop.experiment import BaseModule as BaseModule
 from mlx_runtime.training.loop.forward import HALF as HALF
 from mlx_runtime.training.loop.forward import compile_forward as compile_forward

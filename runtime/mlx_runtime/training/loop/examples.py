@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from mlx_runtime.data import Batch
-from mlx_runtime.runs import EXAMPLES, RunFolder
+from mlx_runtime.runs import RunFolder
 from mlx_runtime.storage import storage_at
 
+EXAMPLES = "examples.pt"
 ROWS, BATCHES = 3, 8
 LARGEST_BYTES = 16 << 20
 """Size of the file, above which examples are not stored."""

@@ -1,0 +1,204 @@
+"""Answers of stored runs, in Python."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Mlx, edit
+
+from mlx_runtime import open_run
+from mlx_runtime.companions.serving.predictor import PredictError, Predictor
+from mlx_runtime.companions.serving.schema import Column, RowError, Schema
+from mlx_runtime.errors import StorageError, UsageError
+
+pytestmark = pytest.mark.process
+
+NUMBER = Schema((Column("x", "float32"),), ("label",))
+
+
+@pytest.fixture(scope="module")
+def answers(make_in: Callable[[str, Path], Path], mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an experiment with two inputs, two models and a tool, trained with two checkpoints."""
+    folder = make_in("answers", tmp_path_factory.mktemp("answers"))
+    done = mlx(folder, "train", "run", "cfg.num_epochs=2", "cfg.monitor=val/right", "cfg.mode=max")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def predictor(answers: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
+    monkeypatch.chdir(answers)
+    return open_run("answers/run_001").predictor("latest")
+
+
+class TestAPredictor:
+    """Without a run."""
+
+    def test_rows_and_batches_have_the_same_answers(self) -> None:
+        predictor = Predictor(lambda batch: {"y": 2 * batch["x"]}, NUMBER, "double", max_rows=2)
+        rows = [{"x": 1.0}, {"x": 2, "label": 7}, {"x": 3}]
+        assert predictor(rows)["y"].tolist() == [2, 4, 6]
+        assert predictor({"x": torch.arange(1, 4)})["y"].tolist() == [2, 4, 6]
+        assert predictor([]) == {}
+
+    def test_it_is_called_with_a_limited_number_of_rows(self) -> None:
+        sizes = []
+        predictor = Predictor(lambda batch: sizes.append(len(batch["x"])) or batch, NUMBER, "counts", max_rows=2)
+        predictor({"x": [1, 2, 3, 4, 5]})
+        assert sizes == [2, 2, 1]
+
+    def test_a_row_that_fails_does_not_spoil_the_others(self) -> None:
+        def invert(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            if (batch["x"] == 0).any():
+                raise ZeroDivisionError("x is 0")
+            return {"y": 1 / batch["x"]}
+
+        answers = Predictor(invert, NUMBER, "invert").answer([{"x": 2}, {"x": 0}, {"z": 1}, {"x": 4}])
+        assert [answers[0], answers[3]] == [{"y": 0.5}, {"y": 0.25}]
+        assert str(answers[1]).startswith("predict failed: ZeroDivisionError: x is 0 (serving/test_predictor.py:")
+        assert isinstance(answers[1], PredictError)
+        assert str(answers[2]) == "there is no column 'z'. Available: x."
+        with pytest.raises(PredictError, match=r"^row 1: predict failed: "):
+            Predictor(invert, NUMBER, "invert")([{"x": 2}, {"x": 0}])
+
+    @pytest.mark.parametrize(
+        ("returned", "message"),
+        [
+            (None, "predict returned NoneType; it must return {name: tensor (rows, ...)}"),
+            ({}, "predict returned dict; it must return {name: tensor (rows, ...)}"),
+            ({"y": [1, 2]}, "predict returned 'y' of type list; it must return {name: tensor (rows, ...)}"),
+            ({"y": torch.zeros(1)}, "predict returned 'y' of shape (1,) for 2 rows; it must return"),
+            ({"y": torch.tensor(1.0)}, "predict returned 'y' of shape () for 2 rows; it must return"),
+        ],
+    )
+    def test_other_results_of_predict_are_rejected(self, returned: object, message: str) -> None:
+        with pytest.raises(PredictError) as caught:
+            Predictor(lambda batch: returned, NUMBER, "odd").predict({"x": torch.zeros(2)})
+        assert str(caught.value).startswith(message)
+
+    def test_columns_of_a_batch_have_equally_many_rows(self) -> None:
+        pair = Predictor(lambda batch: batch, Schema((Column("x", "float32"), Column("z", "float32"))), "pair")
+        with pytest.raises(RowError, match=r"^columns have different numbers of rows: x 2, z 3$"):
+            pair({"x": [1, 2], "z": [1, 2, 3]})
+
+
+def test_the_inputs_are_the_columns_that_predict_reads(predictor: Predictor) -> None:
+    assert [(column.name, column.text) for column in predictor.schema.columns] == [
+        ("tokens", "int64 (any,)"),
+        ("age", "float32"),
+    ]
+    assert set(predictor.schema.ignored) == {"text", "label"}
+    assert len(predictor.schema.example_rows()) == 3
+    assert predictor.title == "answers/run_001 epoch_0002"
+
+
+def test_its_answers_are_those_of_the_models_of_the_checkpoint(predictor: Predictor) -> None:
+    rows = [{"tokens": [3, 4], "age": 0.5}, {"tokens": [5, 6, 7], "age": 1.5}, {"tokens": [1, 2], "age": 2}]
+    logits = predictor(rows)["logits"]
+    models = open_run("answers/run_001").load_models("latest")
+    for row, answer in zip(rows, logits, strict=True):
+        words = models.words(torch.tensor([row["tokens"]]))
+        age = torch.tensor([[row["age"] - 1.15]])  # the mean that the tool had in training
+        assert torch.allclose(models.head(torch.cat([words, age], dim=1))[0], answer, atol=1e-6)
+    first = open_run("answers/run_001").predictor(checkpoint="epoch_0001")(rows)["logits"]
+    assert not torch.allclose(first, logits, atol=1e-4)
+
+
+def test_the_checkpoint_is_the_best_one_by_default(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(answers)
+    run = open_run("answers/run_001")
+    best = run.record["best"]["path"].rpartition("/")[2]
+    assert run.predictor().title == f"answers/run_001 {best}"
+    with pytest.raises(UsageError, match="has no checkpoint epoch_0009"):
+        run.predictor("epoch_0009")
+
+
+def test_a_run_without_recorded_examples_reads_its_dataset(
+    answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(answers, tmp_path / "answers"))
+    examples = folder / "runs" / "answers" / "run_001" / "examples.pt"
+    examples.unlink()
+    monkeypatch.chdir(folder)
+    run = open_run(folder / "runs" / "answers" / "run_001")
+    assert run.predictor().schema.names == ("tokens", "age")
+    examples.write_bytes(b"PK\x03\x04")
+    with pytest.raises(StorageError, match=r"run_001/examples\.pt is damaged: "):
+        run.predictor()
+
+
+def test_examples_never_run_code(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(shutil.copytree(answers, tmp_path / "answers"))
+    monkeypatch.chdir(folder)
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, ("raise SystemExit",)
+
+    torch.save({"val": Evil()}, folder / "runs" / "answers" / "run_001" / "examples.pt")
+    with pytest.raises(StorageError, match=r"run_001/examples\.pt is damaged: "):
+        open_run(folder / "runs" / "answers" / "run_001").predictor()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "message"),
+    [
+        ("def predict(self, batch)", "def answer(self, batch)", "UsageError", "has no predict; write it in src/"),
+        (
+            'batch["age"]).unsq',
+            'batch["weight"]).unsq',
+            "PredictError",
+            "text, tokens, age, label: KeyError: 'weight' (src/",
+        ),
+        ('{"label": self.logits(batch).argmax(1), ', "[1] or {", "PredictError", "predict returned list; it must"),
+        (
+            "class Models:",
+            "class Modules:",
+            "ConfigError",
+            "NameError: name 'Models' is not defined (experiment.py:76)",
+        ),
+    ],
+)
+def test_an_experiment_that_cannot_answer(
+    old: str,
+    new: str,
+    kind: str,
+    message: str,
+    answers: Path,
+    tmp_path: Path,
+    script: Callable[..., dict[str, str]],
+) -> None:
+    folder = Path(shutil.copytree(answers, tmp_path / "answers"))
+    code = folder / "src" / "experiment.py"
+    edit(code, '(batch["age"] - self.tools.scaler.mean).unsqueeze(1)', 'self.age(batch["age"]).unsqueeze(1)')
+    edit(code, "    def logits(self", "    def age(self, age):\n        return age\n\n    def logits(self")
+    edit(code, old, new)
+    found = script(
+        folder,
+        "import json, mlx_runtime\n"
+        "try: mlx_runtime.open_run('answers/run_001').predictor()\n"
+        "except mlx_runtime.MlxError as error: print(json.dumps({type(error).__name__: str(error)}))\n",
+    )
+    ((raised, text),) = found.items()
+    assert raised == kind
+    assert message in text
+
+
+def test_the_stored_code_answers_from_anywhere(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = open_run(answers / "runs" / "answers" / "run_001")
+    with pytest.raises(UsageError, match="is not the experiment of answers/run_001"):
+        run.predictor()
+    assert run.predictor(trust=True)([{"tokens": [1], "age": 1}])["label"].shape == (1,)
+
+
+def test_runs_without_predict_record_no_examples(answers: Path, mlx: Mlx, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(answers, tmp_path / "answers"))
+    edit(folder / "src" / "experiment.py", "def predict(self, batch)", "def answer(self, batch)")
+    assert mlx(folder, "train", "run").returncode == 0
+    assert not (folder / "runs" / "answers" / "run_002" / "examples.pt").exists()
+    stages = torch.load(folder / "runs" / "answers" / "run_001" / "examples.pt", weights_only=True)
+    assert set(stages) == {"train", "val"}
+    assert stages["val"]["rows"]["text"] == ["1 2", "8 9 10", "4 5 6 7"]

@@ -1,0 +1,103 @@
+"""Checks of rows by a schema."""
+
+import numpy as np
+import pytest
+import torch
+
+from mlx_runtime.companions.serving.schema import Column, RowError, Schema
+
+pytestmark = pytest.mark.pure
+
+IMAGE = Column("image", "float32", (1, 2, 2))
+SCHEMA = Schema((IMAGE, Column("tokens", "int64", (None,)), Column("text", "string"), Column("on", "bool")), ("label",))
+ROW = {"image": [[[0, 1], [2, 3]]], "tokens": [4, 5], "text": "six", "on": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image": 1}, "image has shape (); expected float32 (1, 2, 2)"),
+        ({"image": [[0, 1], [2, 3]]}, "image has shape (2, 2); expected float32 (1, 2, 2)"),
+        ({"image": [[[0, 1], [2]]]}, "image is a list; expected float32 (1, 2, 2)"),
+        ({"image": "0123"}, "image is '0123'; expected float32 (1, 2, 2)"),
+        ({"image": None}, "image is None; expected float32 (1, 2, 2)"),
+        ({"image": [[[0, 1], [2, "3"]]]}, "image is a list; expected float32 (1, 2, 2)"),
+        ({"image": [[[0, 1], [2, float("nan")]]]}, "image holds NaN or infinity; expected finite numbers"),
+        ({"image": [[[0, 1], [2, 1e300]]]}, "image holds NaN or infinity; expected finite numbers"),
+        ({"image": np.array([[[0, 1j], [2, 3]]])}, "image is a ndarray; expected float32 (1, 2, 2)"),
+        ({"image": np.array([[["0", "1"], ["2", "3"]]], object)}, "image is a ndarray; expected float32 (1, 2, 2)"),
+        ({"tokens": [4, 5.5]}, "tokens is float64; expected int64 (any,)"),
+        ({"tokens": [4, 10**30]}, "tokens is a list; expected int64 (any,)"),
+        ({"tokens": 4}, "tokens has shape (); expected int64 (any,)"),
+        ({"text": 6}, "text is 6; expected a string"),
+        ({"on": 1}, "on is int64; expected bool"),
+        ({"text": None}, "text is None; expected a string"),
+        ({"tokes": [4]}, "there is no column 'tokes'. Did you mean 'tokens'?"),
+    ],
+)
+def test_a_row_that_does_not_fit(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RowError) as caught:
+        SCHEMA.row(ROW | change)
+    assert str(caught.value) == message
+
+
+def test_a_row_that_lacks_a_column_or_is_no_mapping() -> None:
+    with pytest.raises(RowError, match=r"^image is missing; expected float32 \(1, 2, 2\)$"):
+        SCHEMA.row({"text": "six"})
+    with pytest.raises(RowError, match=r"^the row is a list; expected a mapping with image: float32"):
+        SCHEMA.row([3])
+
+
+@pytest.mark.parametrize("value", [ROW["image"], np.arange(4).reshape(1, 2, 2), torch.arange(4.0).view(1, 2, 2)])
+def test_numbers_in_any_form_become_the_same_tensor(value: object) -> None:
+    row = SCHEMA.row(ROW | {"image": value, "label": "ignored"})
+    assert list(row) == ["image", "tokens", "text", "on"]
+    assert torch.equal(row["image"], torch.arange(4.0).view(1, 2, 2))
+    assert (row["image"].dtype, row["tokens"].dtype, row["text"], row["on"].dtype) == (
+        torch.float32,
+        torch.int64,
+        "six",
+        torch.bool,
+    )
+
+
+def test_small_integers_must_be_in_range() -> None:
+    byte = Column("byte", "uint8")
+    assert byte.tensor(255).dtype == torch.uint8
+    with pytest.raises(RowError, match=r"^byte holds numbers outside of uint8: 0 … 255$"):
+        byte.tensor(256)
+
+
+def test_rows_of_equal_shapes_share_a_batch_and_limits_split_it() -> None:
+    rows = [SCHEMA.row(ROW | {"tokens": list(range(length))}) for length in (2, 3, 2, 2)]
+    batches = SCHEMA.batches(rows, 2)
+    assert [numbers for numbers, _ in batches] == [[0, 2], [3], [1]]
+    assert [tuple(batch["tokens"].shape) for _, batch in batches] == [(2, 2), (1, 2), (1, 3)]
+    assert batches[0][1]["text"] == ["six", "six"]
+
+
+def test_a_schema_of_a_batch_and_its_document() -> None:
+    batch = {"image": torch.zeros(3, 1, 2, 2), "tokens": torch.zeros(3, 5, dtype=torch.int64), "text": ["a", "b", "c"]}
+    schema = Schema.of_batch(batch, {"tokens": [[5], [7]], "image": [[1, 2, 2]]})
+    assert [column.text for column in schema.columns] == ["float32 (1, 2, 2)", "int64 (any,)", "string"]
+    narrow = schema.narrowed(["tokens", "text"])
+    assert (narrow.names, narrow.ignored) == (("tokens", "text"), ("image",))
+    assert narrow.example_rows()[2] == {"tokens": [0] * 5, "text": "c"}
+    again = Schema.from_document(narrow.document())
+    assert (again.columns, again.ignored, again.example_rows()) == (narrow.columns, narrow.ignored, [])
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (3, "it is 3, not a mapping"),
+        ({}, "columns is missing"),
+        ({"columns": {"x": {"dtype": "float32"}}}, "columns is a mapping, not a mapping of names to a mapping of the"),
+        ({"columns": {"x": {"dtype": "object", "shape": []}}}, "columns.x.dtype is 'object', not one of bool, uint8"),
+        ({"columns": {"x": {"dtype": "__class__", "shape": []}}}, "columns.x.dtype is '__class__', not one of bool"),
+    ],
+)
+def test_a_document_that_is_no_schema(document: object, message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared
+        Schema.from_document(document)
+    assert str(caught.value).startswith(message)
