@@ -197,11 +197,12 @@ class Dashboard:
             raise ClusterError(f"{self.address.url} cannot list the applications of Ray Serve: {_reason(answer)}")
         return dict(answer.json())
 
-    def usage(self) -> dict[str, tuple[float, float]]:
-        """Return how much of each resource, like `CPU`, is used, and how much there is."""
+    def resources(self) -> tuple[dict[str, tuple[float, float]], list[dict[str, float]]]:
+        """Return how much of each resource, like `CPU`, is used and exists, and the demands that wait for a node."""
         answer = self._request("GET", "cluster_status", STATE_S, refusal=f"{self.address.url} has no status").json()
         report = answer["data"]["clusterStatus"]["loadMetricsReport"] or {}
-        return {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
+        usage = {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
+        return usage, [demand for demand, _ in report.get("resourceDemand", ())]
 
     def node_log(self, node: str, file: str, lines: int) -> str:
         """Return the last lines of a file in the log folder of a node."""

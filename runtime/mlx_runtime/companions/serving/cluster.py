@@ -99,8 +99,7 @@ class Deployment:
         found = {"url": self.url, "try": f"curl -s {self.url}/example{token} | {send}"}
         parts = urlsplit(self.url)
         if not self.spec.public:
-            found["listens"] = f"on {parts.netloc} of each node with a replica, and of the head node; from elsewhere: "
-            found["listens"] += f"ssh -L {parts.port}:{parts.netloc} HEAD"
+            found["listens"] = f"on the head node only; from elsewhere: ssh -L {parts.port}:{parts.netloc} HEAD"
         return found
 
 
@@ -240,15 +239,12 @@ class Cluster:
         raise ClusterError(f"{spec.name} has not started within {READY_S:g} s; see: mlx serve ls {self.option}")
 
     def _progress(self, found: Deployment, seconds: float) -> str:
-        waiting = [item for item in found.replicas if item["state"] == "STARTING" and not item.get("pid")]
-        if waiting and seconds > ROOM_S:
+        needed = {name: number for name, number in found.details.get("required_resources", {}).items() if number}
+        if seconds > ROOM_S and len(found.replicas) > found.running:
             with contextlib.suppress(ClusterError):
-                used = self.dashboard.usage()
-                for name, needed in found.details.get("required_resources", {}).items():
-                    taken, total = used.get(name, (0.0, 0.0))
-                    if needed > total - taken:
-                        has = f"has {total - taken:g} of {total:g} free" if total else "has none"
-                        return f"waiting   a replica needs {needed:g} {name}, of which the cluster {has}"
+                usage, waiting = self.dashboard.resources()
+                if any(demand.items() >= needed.items() for demand in waiting):
+                    return f"waiting   no node has room for a replica, which needs {_resources(needed, usage)}"
         starting = sum(item["state"] != "RUNNING" for item in found.replicas)
         return f"replicas  {found.running} running, {starting} starting or stopping" if starting else ""
 
@@ -260,6 +256,15 @@ class Cluster:
         answer = self.dashboard.ask("mlx-serve", spec, marker=MARKER, timeout_s=JOB_S)
         if problem := answer.get("error"):
             raise ClusterError(problem)
+
+
+def _resources(needed: Mapping[str, float], usage: Mapping[str, tuple[float, float]]) -> str:
+    """Return `1 CPU (0 of 4 are free)`."""
+    texts = []
+    for name, number in needed.items():
+        used, total = usage.get(name, (0.0, 0.0))
+        texts.append(f"{number:g} {name} ({f'{total - used:g} of {total:g} are free' if total else 'there is none'})")
+    return " and ".join(texts)
 
 
 MAKE_A_TOKEN = "make one: export MLX_SERVE_TOKEN=$(openssl rand -hex 24)"

@@ -1,7 +1,10 @@
 """Commands that answer with trained models."""
 
+import contextlib
 import json
 import os
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,7 +65,19 @@ def serve_launch(
     settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
     folder = queries.resolve_run(name, run)
     spec = cluster.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
-    _show(servers.launch(spec, upload, host, port, write=say), servers.option)
+    with _detached(spec.name, servers.option):
+        _show(servers.launch(spec, upload, host, port, write=say), servers.option)
+
+
+@contextlib.contextmanager
+def _detached(name: str, option: str) -> Iterator[None]:
+    """Say after Ctrl-C that the cluster goes on with its task."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        say(f"the cluster may continue to deploy {name}; to end that: mlx serve stop {name} {option}", err=True)
+        sys.exit(130)
 
 
 def _show(deployed: "Deployment", option: str) -> None:
@@ -127,4 +142,5 @@ def serve_update(name: str, run: str, checkpoint: str | None, code: str, ray_add
     former = servers.find(name)
     folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
     spec = cluster.spec_of(folder, checkpoint, stored=stored)
-    _show(servers.update(name, spec, upload, write=say), servers.option)
+    with _detached(name, servers.option):
+        _show(servers.update(name, spec, upload, write=say), servers.option)

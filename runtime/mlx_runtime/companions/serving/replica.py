@@ -37,6 +37,9 @@ MAX_QUEUED = 1024
 BUSY_REQUESTS = 32
 """Requests per replica from which another one is started, if there may be more."""
 
+START_S = 60.0
+"""Time in which a proxy has to start. A busy node would kill and start it repeatedly after Ray's 5 s."""
+
 PROXY_S = 60.0
 """Time in which a request is answered, even if it has to wait for a replica; otherwise its status is 408."""
 
@@ -149,8 +152,14 @@ def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
 
     if restart:
         serve.shutdown()
+    options = {"host": host, "port": port, "request_timeout_s": PROXY_S}
+    patient = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S)}
     try:
-        serve.start(http_options={"host": host, "port": port, "request_timeout_s": PROXY_S})
+        # Other nodes listen for load balancers, which notice that a node is about to stop to listen.
+        where = "EveryNode" if spec.public else "HeadOnly"
+        serve.start(
+            proxy_location=where, http_options=options, controller_options={"runtime_env": {"env_vars": patient}}
+        )
     except RuntimeError as error:  # of a proxy; otherwise, Ray Serve would keep this port
         if not serve.status().applications:
             serve.shutdown()
