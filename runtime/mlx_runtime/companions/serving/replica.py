@@ -153,13 +153,11 @@ def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
     if restart:
         serve.shutdown()
     options = {"host": host, "port": port, "request_timeout_s": PROXY_S}
-    patient = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S)}
+    patient = {"env_vars": {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S)}}
     try:
         # Other nodes listen for load balancers, which notice that a node is about to stop to listen.
         where = "EveryNode" if spec.public else "HeadOnly"
-        serve.start(
-            proxy_location=where, http_options=options, controller_options={"runtime_env": {"env_vars": patient}}
-        )
+        serve.start(proxy_location=where, http_options=options, controller_options={"runtime_env": patient})
     except RuntimeError as error:  # of a proxy; otherwise, Ray Serve would keep this port
         if not serve.status().applications:
             serve.shutdown()
