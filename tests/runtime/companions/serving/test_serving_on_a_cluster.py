@@ -111,7 +111,7 @@ def load(model: Model, allowed: list[list[list[float]]]) -> Iterator[Counter[str
                 counts[f"status {error.code}"] += 1
             except OSError as error:
                 counts[repr(error)] += 1
-            ended.wait(0.02)
+            ended.wait(0.1)  # leave the processors to what starts
 
     threads = [threading.Thread(target=client) for _ in range(4)]
     for thread in threads:
