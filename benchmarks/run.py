@@ -16,6 +16,7 @@ from parts import (
     memory,
     mirror,
     reading,
+    serving,
     sharding,
     starting,
     sweeps,
@@ -34,6 +35,7 @@ PARTS = {
     "mirror": mirror,
     "sharding": sharding,
     "memory": memory,
+    "serving": serving,
     "sweeps": sweeps,
 }
 

@@ -24,7 +24,7 @@ SECTIONS = {
         *("mlx_runtime.datasets.Batched", "mlx_runtime.losses.Mean"),
     ),
     "Runs from Python": (
-        *("mlx_runtime.run", "mlx_runtime.open_run", "mlx_runtime.runs.queries.Run"),
+        *("mlx_runtime.run", "mlx_runtime.open_run", "mlx_runtime.runs.queries.Run", "mlx_runtime.load_export"),
         *(
             "mlx_runtime.sweep",
             "mlx_runtime.kfold",

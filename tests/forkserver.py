@@ -75,6 +75,10 @@ class Command:
         out, err = (path.read_text() for path in self._streams)
         return out, err
 
+    def output(self) -> str:
+        """Return what the command has printed so far."""
+        return self._streams[0].read_text()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)

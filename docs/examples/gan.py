@@ -61,9 +61,24 @@ class Discriminator(nn.Sequential):
         super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
 
+class Noise(Dataset[dict[str, torch.Tensor]]):
+    """Noise (latent,) float32, the input of `predict`."""
+
+    def __init__(self, rows: int = 64, latent: int = 16, batch_size: int = 64):
+        self.batch_size = batch_size
+        self.rows = torch.randn(rows, latent, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"noise": self.rows[index]}
+
+
 @dataclass
 class Datasets:
     train: Ring = Ring()
+    predict: Noise = Noise()
 
 
 @dataclass
@@ -97,7 +112,7 @@ class Experiment(BaseModule):
         self.latent = self.models.generator.latent
         self.models.generator = prepare_model(self.models.generator)
         self.models.discriminator = prepare_model(self.models.discriminator)
-        (train,) = self.generate_loaders(dataset_shards=dataset_shards)
+        train, _ = self.generate_loaders(dataset_shards=dataset_shards)
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
             self.reset_all_metrics_and_losses()
             for batch_idx, batch in enumerate(train):
@@ -106,6 +121,9 @@ class Experiment(BaseModule):
                 self.save_metrics(batch_idx=batch_idx, epoch=epoch)
             self.log({"ring/modes": self.modes(batch["point"].device)})
             self.save_checkpoint(epoch=epoch)
+
+    def predict(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"point": self.models.generator(batch["noise"])}
 
     def noise(self, rows: int, device: torch.device) -> torch.Tensor:
         return torch.randn(rows, self.latent, device=device)  # different on each rank

@@ -140,6 +140,9 @@ class Experiment(BaseModule):
                 self.one_pass(val, epoch, training=False)
             self.save_checkpoint(epoch=epoch)
 
+    def predict(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"praise": self.models.net(batch["tokens"]).sigmoid()}
+
     def one_pass(self, loader: Loader, epoch: int, *, training: bool) -> None:
         self.models.net.train(training)
         self.reset_all_metrics_and_losses()

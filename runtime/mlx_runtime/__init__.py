@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         world_size,
     )
     from mlx_runtime.companions.ray import DataJob, run_job
+    from mlx_runtime.companions.serving import load_export
     from mlx_runtime.companions.sweeps import kfold, open_sweep, sweep
     from mlx_runtime.config import DUMMY_PARAMS
     from mlx_runtime.config.constructors.declarations import defer_loading
@@ -54,6 +55,7 @@ __all__ = [
     "kfold",
     "load_checkpoint",
     "load_config",
+    "load_export",
     "local_rank",
     "open_run",
     "open_sweep",
@@ -86,6 +88,7 @@ _HOMES = {
     "kfold": "companions.sweeps",
     "load_checkpoint": "companions.notebook",
     "load_config": "training",
+    "load_export": "companions.serving",
     "local_rank": "companions.notebook",
     "open_run": "runs.queries",
     "open_sweep": "companions.sweeps",

@@ -1,13 +1,15 @@
 """The examples in the docs train, and reach the results promised by their docstrings."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Mlx, bind
+from conftest import ROOT, Mlx, Script, bind
 
 from mlx_runtime import open_run
 
@@ -28,6 +30,18 @@ def example(mlx: Mlx, baked: Path, tmp_path: Path) -> Make:
     return make
 
 
+def answers(script: Script, folder: Path, name: str, rows: list[dict[str, Any]], output: str) -> list[Any]:
+    """Return an output of `predict` for rows, from a process of its own."""
+    return list(
+        script(
+            folder,
+            "import json, mlx_runtime\n"
+            f"predictor = mlx_runtime.open_run('{name}/run_001').predictor()\n"
+            f"print(json.dumps({{'found': predictor({rows})['{output}'].tolist()}}))\n",
+        )["found"]
+    )
+
+
 def lines(run: Path) -> list[dict[str, float]]:
     """Return the metrics by step, without times and rates."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -43,21 +57,26 @@ def test_every_example_is_listed_and_tested() -> None:
         assert f'example("{file.stem}")' in Path(__file__).read_text()
 
 
-def test_the_generator_reaches_all_modes(mlx: Mlx, example: Make) -> None:
+def test_the_generator_reaches_all_modes(mlx: Mlx, example: Make, script: Script) -> None:
     folder = example("gan")
     done = mlx(folder, "train", "run")
     assert done.returncode == 0, done.stderr
     modes = [line["ring/modes"] for line in lines(folder / "runs" / "gan" / "run_001") if "ring/modes" in line]
     assert len(modes) == 30
     assert modes[-1] == 8
+    found = answers(script, folder, "gan", [{"noise": [0.1] * 16}, {"noise": [-1.0] * 16}], "point")
+    assert all(0.5 < math.hypot(*point) < 1.5 for point in found)
 
 
-def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make) -> None:
+def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make, script: Script) -> None:
     folder = example("text")
     assert "longest: 64" in (folder / "src" / "conf.yaml").read_text()
     done = mlx(folder, "train", "run")
     assert done.returncode == 0, done.stderr
     assert open_run(folder / "runs" / "text" / "run_001").record["metrics"]["val/accuracy"] > 0.95
+    texts = ("the film is a delight", "this book is dull", "her new song is badly made", "the film is moving")
+    rows = [{"tokens": [1 + byte for byte in text.encode()]} for text in texts]
+    assert [value > 0.5 for value in answers(script, folder, "text", rows, "praise")] == [True, False, False, True]
 
 
 def test_two_training_sets_are_read_side_by_side(mlx: Mlx, example: Make) -> None:

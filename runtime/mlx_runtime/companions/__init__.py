@@ -28,7 +28,12 @@ COMPANIONS = {
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "services": Companion(),
-    "serving": Companion(("serve launch", "serve logs", "serve ls", "serve stop", "serve update")),
+    "serving": Companion(
+        (
+            *("train predict", "xp export", "serve run", "serve launch"),
+            *("serve ls", "serve logs", "serve stop", "serve update"),
+        )
+    ),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),

@@ -72,6 +72,10 @@ class Experiment(BaseModule):
     optimizers: Optimizers
     metrics: Metrics
 
+    def predict(self, batch):
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return {"logits": self.models.net(**inputs).logits}
+
     def worker_loop(self, dataset_shards):
         self.models.net = prepare_model(self.models.net)
         (train,) = self.generate_loaders(dataset_shards=dataset_shards)

@@ -103,6 +103,9 @@ class Experiment(BaseModule):
     optimizers: Optimizers
     losses: Losses
 
+    def predict(self, batch):
+        return {"next": self.models.net(batch["x"][:, :-1])[:, -1]}
+
     def worker_loop(self, dataset_shards):
         self.models.net = prepare_model(self.models.net)
         (train,) = self.generate_loaders(dataset_shards=dataset_shards)

@@ -76,7 +76,12 @@ def test_weights_are_downloaded_once_and_not_at_all_if_a_checkpoint_overwrites_t
         assert record["hub"]["models.net"] == {"repository": "org/bert", "kind": "model", "revision": commit}
         assert set(record["hub"]) == {"models.net", "datasets.train.tokenizer"}
         assert "restored" in run("two", "run", "--resume=run_001", "cfg.num_epochs=2")
-        read = "from mlx_runtime import open_run; open_run('bert/run_001').load_models().net.classifier"
+        read = (
+            "from mlx_runtime import open_run; run = open_run('bert/run_001'); run.load_models().net.classifier\n"
+            "predictor = run.predictor(); rows = [{'input_ids': [2, 5, 3], 'attention_mask': [1, 1, 1]}]\n"
+            "assert predictor.schema.names == ('input_ids', 'attention_mask')\n"
+            "assert predictor(rows)['logits'].shape == (1, 2)"
+        )
         elsewhere = environment | hub.variables(None) | {"HF_HOME": str(tmp_path / "three")}
         subprocess.run([sys.executable, "-c", read], cwd=folder, env=elsewhere, check=True)
         asked = len(hub.requests)

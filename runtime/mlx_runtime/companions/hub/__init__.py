@@ -8,4 +8,5 @@ __all__, __getattr__ = door(
     contents="SweepSummary",
     datasets="Batched adopt_dataset batch_size_cure loading_lock",
     pushing="push",
+    screening="screen",
 )

@@ -30,12 +30,13 @@ from mlx_runtime.runs import EVALUATIONS, RunFolder, records
 from mlx_runtime.runs.checkpoints import ABOUT, list_checkpoints
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.storage import Storage, join_path, storage_at, to_json
+from mlx_runtime.training.loop import EXAMPLES
 
 STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""
 
-NOT_MIRRORED = ("report.html", CARD, FILE, WEIGHTS)
-"""Files of a run folder that are not mirrored, or rewritten for the mirror."""
+NOT_MIRRORED = ("report.html", EXAMPLES, CARD, FILE, WEIGHTS)
+"""Files of a run folder that are not mirrored, such as rows of the data, or rewritten for the mirror."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from mlx_runtime.companions.serving.schema import BodyError
+
 RECORD_BATCH = 3
 """Type of messages with rows, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""
 
@@ -16,15 +18,11 @@ COMPRESSION = 3
 """Position of the field `compression` in their header."""
 
 
-class FormatError(ValueError):
-    """The body is not an Arrow stream, or has columns of types that are not read."""
-
-
 def read(body: bytes, limit: Callable[[int], None]) -> "pa.Table":
     """Return the table of a stream, checked. Calls `limit` with its number of rows before they are read.
 
     Raises:
-        FormatError: it is not a stream, damaged, or compressed.
+        BodyError: it is not a stream, damaged, or compressed.
     """
     try:
         rows = 0
@@ -34,11 +32,13 @@ def read(body: bytes, limit: Callable[[int], None]) -> "pa.Table":
                 rows += header[0]
                 limit(rows)
                 if header[1]:
-                    raise FormatError("compressed Arrow streams are not read; write it without compression")
+                    raise BodyError("compressed Arrow streams are not read; write it without compression")
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)
-    except (pa.ArrowException, OSError, EOFError, struct.error, IndexError, OverflowError, MemoryError) as error:
-        raise FormatError("the body is not an Arrow IPC stream, or is damaged") from error
+    except BodyError:
+        raise
+    except Exception as error:  # a damaged stream raises many types
+        raise BodyError("the body is not an Arrow IPC stream, or is damaged") from error
     limit(table.num_rows)
     return table
 
@@ -69,15 +69,16 @@ def values(name: str, column: "pa.ChunkedArray") -> Any:
     """Return the values of a column: an array (rows, ...), a list of arrays of different lengths, or strings.
 
     Raises:
-        FormatError: it has another type, or nulls.
+        BodyError: it has another type, or nulls.
     """
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
     if isinstance(array, pa.ExtensionArray):
         shape = getattr(array.type, "shape", None)
-        if shape is None or getattr(array.type, "permutation", None):
-            raise FormatError(f"{name} has the type {array.type!s:.60}; expected numbers, strings or lists of numbers")
+        order = getattr(array.type, "permutation", None)
+        if shape is None or (order and order != sorted(order)):
+            raise BodyError(f"{name} has the type {array.type!s:.60}; expected numbers, strings or lists of numbers")
         return _fixed(name, array.storage).reshape(len(array), *shape)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
         _refuse_nulls(name, array)
@@ -97,13 +98,13 @@ def _fixed(name: str, array: Any) -> "np.ndarray[Any, Any]":
         return inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise FormatError(f"{name} has the type {kind!s:.60}; expected numbers, strings or lists of numbers")
+        raise BodyError(f"{name} has the type {kind!s:.60}; expected numbers, strings or lists of numbers")
     return np.array(array.to_numpy(zero_copy_only=False))
 
 
 def _refuse_nulls(name: str, array: Any) -> None:
     if array.null_count:
-        raise FormatError(f"{name} has nulls")
+        raise BodyError(f"{name} has nulls")
 
 
 def write(rows: Sequence[Any]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.companions.serving.schema import STRING, Column, RowError, Schema
+from mlx_runtime.companions.serving.schema import STRING, BodyError, Column, RowError, Schema
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import short_message
 
@@ -17,14 +17,6 @@ JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apa
 MAX_NPY_HEADER = 10_000
 
 WHAT_TO_SEND = 'send {"rows": [{column: value, ...}, ...]}; GET /example returns such a body'
-
-
-class BodyError(Exception):
-    """The body of a request cannot be read: the status and one line for the client."""
-
-    def __init__(self, text: str, status: int = 400) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 @dataclass(eq=False)
@@ -120,17 +112,17 @@ class RowParser:
     def _arrow(self, body: bytes) -> tuple[Mapping[str, Any], int]:
         from mlx_runtime.companions.serving import arrow
 
+        table = arrow.read(body, self._limit)
+        for name in table.column_names:
+            if name not in self._known:
+                raise BodyError(f"there is no column {name!a:.60}; this model reads {', '.join(self._schema.names)}")
+        for name in self._schema.names:
+            if table.column_names.count(name) != 1:
+                raise BodyError(f"the column {name} is missing, or there several times")
         try:
-            table = arrow.read(body, self._limit)
-            for name in table.column_names:
-                if name not in self._known:
-                    raise BodyError(f"there is no column {name!r}; this model reads {', '.join(self._schema.names)}")
-            for name in self._schema.names:
-                if table.column_names.count(name) != 1:
-                    raise BodyError(f"the column {name} is missing, or there several times")
             return {name: arrow.values(name, table.column(name)) for name in self._schema.names}, table.num_rows
-        except arrow.FormatError as error:
-            raise BodyError(str(error)) from error
+        except (ValueError, TypeError, OverflowError, MemoryError) as error:  # ArrowInvalid is a ValueError
+            raise BodyError(f"a column cannot be read: {short_message(error)}") from error
 
 
 def json_rows(body: bytes) -> list[Any]:

@@ -199,12 +199,13 @@ class Cluster:
         host, port = listens_on(self.dashboard.serve_state()) or (HOST, PORT)
         return self._deploy(dataclasses.replace(former.spec, **new), upload, host, port, write)
 
-    def stop(self, name: str) -> None:
-        """Stop an application when it has answered what it has accepted, and Ray Serve with the last one."""
+    def stop(self, name: str) -> Deployment:
+        """Stop and return an application when it has answered what it has accepted, and Ray Serve with the last one."""
         deployment = self.find(name)
         self._run("stop", Upload(Path(), (), {}), {}, name=deployment.spec.name)
+        return deployment
 
-    def logs(self, name: str, lines: int) -> Iterator[str]:
+    def logs(self, name: str, lines: int = 100) -> Iterator[str]:
         """Yield the last lines of the log of each replica of an application, after a line with its process."""
         for item in self.find(name).replicas:
             if item.get("node_id") and item.get("log_file_path"):

@@ -1,28 +1,273 @@
 """Commands that answer with trained models."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlx_runtime.cli import options
-from mlx_runtime.cli.options import say, word
-from mlx_runtime.errors import UsageError, printable
+from mlx_runtime.cli.options import FOLDER, PAGE, say, word
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import queries
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.serving.cluster import Deployment
 
+FORMATS = ("pt2", "safetensors", "onnx", "aoti")
+
+port_option = click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, if there are several.")
+
+cluster_option = click.option(
+    "--ray-address", metavar="URL", help="Models on this cluster, like http://head:8265, instead of this machine."
+)
+
+application_argument = click.argument("name", type=word, required=False)
+
 checkpoint_option = click.option(
-    "--checkpoint", metavar="WHICH", type=word, help="best (the default), latest, or epoch_0004."
+    "--checkpoint", metavar="WHICH", type=word, help="best, latest or epoch_0004. Default: best, or latest."
 )
 code_option = click.option(
-    "--code", type=click.Choice(["here", "stored"]), default="here", show_default=True, help="Code of the model."
+    "--code",
+    type=click.Choice(["stored"]),
+    help="Use the code stored with the run. Anyone who can write to its storage could have changed that code.",
 )
+
+
+def _columns(text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word(name).strip() for name in text.split(","))) if text else ()
+
+
+@click.command("predict")
+@options.verbosity
+@click.argument("run", type=word, default="latest", metavar="[RUN]")
+@checkpoint_option
+@click.option(
+    "--dataset", metavar="ROWS", type=word, help="test, src.datasets.Digits(split=test), or a file. Default: test."
+)
+@click.option(
+    "-o", "--output", type=PAGE, default="predictions.parquet", show_default=True, help="Or .jsonl, .csv, .npz."
+)
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. Default: one, or one per GPU.")
+@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--device", metavar="D", type=word, help="Like cpu, or cuda:1. Default: a GPU if there is one.")
+@click.option("--keep", metavar="COLUMN,...", help="Copy these columns of the rows to the output.")
+@click.option("--force", is_flag=True, help="Replace the output if it exists.")
+@code_option
+def train_predict(
+    run: str,
+    checkpoint: str | None,
+    dataset: str | None,
+    output: Path,
+    workers: int | None,
+    batch_size: int,
+    device: str | None,
+    keep: str | None,
+    force: bool,
+    code: str | None,
+) -> None:
+    """Write what predict returns for every row of a dataset or file. An interrupted command continues if repeated.
+
+    RUN is run_003, 3 or latest (the default), or name/run_003, or the folder or URI of a run.
+    """
+    from mlx_runtime.companions.serving.offline import Options, predict
+
+    chosen = Options(checkpoint, dataset, workers, batch_size, device, _columns(keep), force, code is not None)
+    try:
+        say(predict(run, output, chosen))
+    except ConfigError as error:
+        error.hint = error.hint or ("" if code else "on the command line, --code stored uses the stored code")
+        raise
+
+
+def formats(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    """Convert `pt2,onnx`, which may be repeated."""
+    names = [name.strip() for value in values for name in value.split(",")]
+    if unknown := [name for name in names if name not in FORMATS]:
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {', '.join(FORMATS)}")
+    return names
+
+
+@click.command("export")
+@options.name()
+@options.run("latest")
+@click.option("-o", "--output", type=FOLDER, help="Default: a folder in this one, named after the checkpoint.")
+@checkpoint_option
+@click.option(
+    "--format",
+    "chosen",
+    multiple=True,
+    default=("pt2",),
+    show_default=True,
+    callback=formats,
+    metavar="pt2|safetensors|onnx|aoti",
+    help="Repeat it, or separate names by commas. The weights are always written as safetensors.",
+)
+@code_option
+@click.option("--force", is_flag=True, help="Replace an earlier export.")
+def xp_export(
+    name: str, run: str, output: str | None, checkpoint: str | None, chosen: list[str], code: str | None, force: bool
+) -> None:
+    """Write a RUN (run_003, 3 or latest) of NAME to a folder that needs nothing of this project, and prove it.
+
+    The outputs of the exported program are compared with those of `predict`, in a process without this package.
+    """
+    from mlx_runtime.companions.serving.export import export
+
+    folder = None if output is None else Path(output)
+    run_folder = queries.resolve_run(name, run)
+    say(export(run_folder, folder, checkpoint, chosen, trust=code == "stored", force=force))
+
+
+@click.command("run")
+@click.argument("models", type=word, nargs=-1, metavar="[NAME] [RUN] [OTHER=RUN]...")
+@checkpoint_option
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free port.")
+@click.option("--host", type=word, default="127.0.0.1", show_default=True, help="Others need a token: MLX_SERVE_TOKEN.")
+@click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True, help="Rows computed at once.")
+@click.option("--max-wait-ms", type=click.FloatRange(0), default=0, help="Time that a batch waits for further rows.")
+@click.option("--max-queue", type=click.IntRange(1), default=1024, show_default=True, help="Rows that may wait.")
+@click.option("--timeout", type=click.FloatRange(0.1), default=30, show_default=True, help="Seconds per request.")
+@click.option("--shadow", metavar="OTHER", type=word, help="A run that answers the same rows, to count differences.")
+@code_option
+@options.debug
+def serve_run(
+    models: tuple[str, ...],
+    checkpoint: str | None,
+    port: int,
+    host: str,
+    max_batch: int,
+    max_wait_ms: float,
+    max_queue: int,
+    timeout: float,
+    shadow: str | None,
+    code: str | None,
+) -> None:
+    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME, or with the folder of an export.
+
+    NAME is by default the experiment in the working directory. Further models are added as OTHER=RUN, such as
+    small=digits/run_004. The first one answers at /predict, each at /models/NAME/predict.
+    """
+    from mlx_runtime.companions.serving import running
+    from mlx_runtime.companions.serving.http import Limits
+
+    sources = running.parse(models)
+    limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
+    other = None
+    if shadow is not None:
+        first = next(iter(sources.values()))
+        experiment = first.text.split("/")[0] if not first.is_export else first.text
+        other = running.Source(shadow) if "/" in shadow else running.Source(experiment, shadow)
+    server = running.Running(sources, limits, host, port, checkpoint=checkpoint, trust=code is not None, shadow=other)
+    sys.exit(server.run(say))
+
+
+@click.command("ls")
+@cluster_option
+@options.json
+def serve_ls(ray_address: str | None, as_json: bool) -> None:
+    """List the servers of this user on this machine, or the models on a cluster."""
+    from mlx_runtime.companions.serving import registry
+    from mlx_runtime.storage import to_json
+
+    if ray_address is not None:
+        from mlx_runtime.companions.serving.cluster import Cluster
+
+        found = [*Cluster.connect(ray_address).deployments().values()]
+        if as_json:
+            click.echo(to_json([item.document() for item in found]), nl=False)
+            return
+        for item in found:
+            facts = (item.url, item.title, item.status, f"{item.running} of {item.wanted} replicas", item.reason)
+            say("  ".join(filter(None, facts)))
+        if not found:
+            say("no model is deployed there; deploy one: mlx serve launch NAME", err=True)
+        return
+    servers = registry.running()
+    if as_json:
+        click.echo(to_json(servers), nl=False)
+        return
+    for record in servers:
+        models = ", ".join(f"{name}={title}" for name, title in record["models"].items())
+        say(f"{record['url']}  {models}  {record['status']}")
+    if not servers:
+        say("no server runs; start one: mlx serve run NAME", err=True)
+
+
+@click.command("logs")
+@application_argument
+@port_option
+@cluster_option
+def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> None:
+    """Print the log of a server, or the last lines of each replica of NAME on a cluster."""
+    from mlx_runtime.companions.serving import registry
+
+    if ray_address is not None:
+        from mlx_runtime.companions.serving.cluster import Cluster
+
+        for text in Cluster.connect(ray_address).logs(_named(name)):
+            for line in text.splitlines():
+                say(line)
+        return
+    _refuse_name(name)
+    for line in Path(registry.find(port)["log"]).read_text(errors="replace").splitlines():
+        say(line)
+
+
+@click.command("stop")
+@application_argument
+@port_option
+@cluster_option
+def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
+    """Stop a server, or NAME on a cluster, after it has answered what it has accepted."""
+    from mlx_runtime.companions.serving import registry
+
+    if ray_address is not None:
+        from mlx_runtime.companions.serving.cluster import Cluster
+
+        say(f"stopped {Cluster.connect(ray_address).stop(_named(name)).url}")
+        return
+    _refuse_name(name)
+    record = registry.find(port)
+    registry.ask(record, {"action": "stop"}, registry.ANSWER_S)
+    registry.wait_for_end(record)
+    say(f"stopped {record['url']}")
+
+
+@click.command("update")
+@click.argument("name", type=word)
+@click.argument("run", type=word)
+@port_option
+@cluster_option
+@click.option(
+    "--checkpoint", metavar="WHICH", type=word, help="On a cluster: best (the default), latest or epoch_0004."
+)
+@click.option("--code", type=click.Choice(["stored"]), help="On a cluster: use the code stored with the run.")
+def serve_update(
+    name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
+) -> None:
+    """Answer with another RUN, or export, as NAME of a server, or of a cluster, without a failed request."""
+    from mlx_runtime.companions.serving import registry
+
+    if ray_address is not None:
+        from mlx_runtime.companions.serving import cluster
+
+        stored = code is not None
+        servers, upload = cluster.connect(ray_address, stored=stored)
+        former = servers.find(name)
+        folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
+        spec = cluster.spec_of(folder, checkpoint, stored=stored)
+        with _detached(name, servers.option):
+            _show(servers.update(name, spec, upload, write=say), servers.option)
+        return
+    if checkpoint or code:
+        raise UsageError("--checkpoint and --code go with --ray-address; a server keeps the options that it has")
+    record = registry.find(port, name)
+    source = str(Path(run).resolve()) if Path(run).is_dir() else run
+    say(registry.ask(record, {"action": "update", "name": name, "run": source}, registry.UPDATE_S))
 
 
 @click.command("launch")
@@ -34,15 +279,15 @@ code_option = click.option(
 @click.option("--max-replicas", type=click.IntRange(1), help="Start up to this many under load.")
 @click.option("--gpu", is_flag=True, help="Give each replica a GPU.")
 @click.option("--route", metavar="/PATH", type=word, help="Path and name of the application. Default: /NAME.")
-@click.option("--host", help="Address on which nodes listen, like 0.0.0.0, which needs a token. Default: 127.0.0.1.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port on which nodes listen. Default: 8000.")
+@click.option("--host", type=word, help="Address to listen on, like 0.0.0.0, with MLX_SERVE_TOKEN. Default: 127.0.0.1.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on. Default: 8000.")
 @options.address
 @options.verbosity
 def serve_launch(
     name: str,
     run: str,
     checkpoint: str | None,
-    code: str,
+    code: str | None,
     replicas: int,
     max_replicas: int | None,
     gpu: bool,
@@ -51,15 +296,15 @@ def serve_launch(
     port: int | None,
     ray_address: str | None,
 ) -> None:
-    """Answer requests with a RUN (run_003, 3 or latest) of NAME on a Ray cluster, detached.
+    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME on a Ray cluster, detached.
 
-    The token in MLX_SERVE_TOKEN, if it is set, is required from clients.
+    Clients need the token in MLX_SERVE_TOKEN, if it is set.
     """
     from mlx_runtime.companions.serving import cluster
 
     if max_replicas is not None and max_replicas < replicas:
         raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
-    stored = code == "stored"
+    stored = code is not None
     servers, upload = cluster.connect(ray_address, stored=stored)
     token = os.environ.get("MLX_SERVE_TOKEN") or None
     settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
@@ -71,7 +316,7 @@ def serve_launch(
 
 @contextlib.contextmanager
 def _detached(name: str, option: str) -> Iterator[None]:
-    """Say after Ctrl-C that the cluster goes on with its task."""
+    """Print after Ctrl-C that the cluster may continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -82,65 +327,18 @@ def _detached(name: str, option: str) -> Iterator[None]:
 
 def _show(deployed: "Deployment", option: str) -> None:
     name = deployed.spec.name
-    commands = {"log": "logs", "update": "update", "stop": "stop"}
-    facts = deployed.facts()
-    facts |= {
-        title: f"mlx serve {verb} {name}{' RUN' * (verb == 'update')} {option}" for title, verb in commands.items()
-    }
+    facts = deployed.facts() | {"log": f"mlx serve logs {name} {option}"}
+    facts |= {"update": f"mlx serve update {name} RUN {option}", "stop": f"mlx serve stop {name} {option}"}
     for title, text in facts.items():
         say(f"{title:<9} {text}")
 
 
-@click.command("ls")
-@options.address
-@options.json
-def serve_ls(ray_address: str | None, as_json: bool) -> None:
-    """List the models that a Ray cluster serves."""
-    from mlx_runtime.companions.serving import cluster
-
-    found = cluster.Cluster.connect(ray_address).deployments()
-    if as_json:
-        click.echo(json.dumps([item.document() for item in found.values()], indent=2))
-    for name, item in {} if as_json else found.items():
-        say(f"{name}  {item.status}  {item.running} of {item.wanted} replicas  {item.title}  {item.url}  {item.reason}")
+def _named(name: str | None) -> str:
+    if name is None:
+        raise UsageError("which model? Pass its name: mlx serve ls --ray-address URL lists them")
+    return name
 
 
-@click.command("logs")
-@click.argument("name", type=word)
-@click.option("-n", "--lines", type=click.IntRange(1), default=100, show_default=True, help="Lines of each replica.")
-@options.address
-def serve_logs(name: str, lines: int, ray_address: str | None) -> None:
-    """Print the last lines of the logs of the replicas of NAME on a Ray cluster."""
-    from mlx_runtime.companions.serving import cluster
-
-    for text in cluster.Cluster.connect(ray_address).logs(name, lines):
-        click.echo(printable(text))
-
-
-@click.command("stop")
-@click.argument("name", type=word)
-@options.address
-def serve_stop(name: str, ray_address: str | None) -> None:
-    """Stop NAME on a Ray cluster, when it has answered what it has accepted."""
-    from mlx_runtime.companions.serving import cluster
-
-    cluster.Cluster.connect(ray_address).stop(name)
-
-
-@click.command("update")
-@click.argument("name", type=word)
-@options.run("latest")
-@checkpoint_option
-@code_option
-@options.address
-def serve_update(name: str, run: str, checkpoint: str | None, code: str, ray_address: str | None) -> None:
-    """Serve another RUN (run_003, 3, latest or its path) as NAME on a Ray cluster, without a dropped request."""
-    from mlx_runtime.companions.serving import cluster
-
-    stored = code == "stored"
-    servers, upload = cluster.connect(ray_address, stored=stored)
-    former = servers.find(name)
-    folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
-    spec = cluster.spec_of(folder, checkpoint, stored=stored)
-    with _detached(name, servers.option):
-        _show(servers.update(name, spec, upload, write=say), servers.option)
+def _refuse_name(name: str | None) -> None:
+    if name is not None:
+        raise UsageError(f"{name} is the name of a model on a cluster; add --ray-address, or leave it out")

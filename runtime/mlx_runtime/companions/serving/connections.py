@@ -6,7 +6,13 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mlx_runtime.companions.serving.server import MAX_HEADER, READ_S, WRITE_S
+READ_S = 10.0
+"""Time in which a client has to send a request."""
+
+WRITE_S = 30.0
+"""Time after which a client that does not read its answer is disconnected."""
+
+MAX_HEADER = 64 << 10
 
 
 class Connection(HttpToolsProtocol):

@@ -13,8 +13,9 @@ from typing import Any
 from mlx_runtime.companions.serving import bodies, openapi
 from mlx_runtime.companions.serving.access import Access
 from mlx_runtime.companions.serving.batching import Batcher, QueueFullError
-from mlx_runtime.companions.serving.bodies import ARROW, JSON, NPY, BodyError, Part, RowParser
+from mlx_runtime.companions.serving.bodies import ARROW, JSON, NPY, Part, RowParser
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
+from mlx_runtime.companions.serving.schema import BodyError
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 
@@ -225,6 +226,8 @@ class Application:
         status = 200
         if failed and failed == len(rows):
             status = 500 if any(isinstance(row, PredictError) for row in rows) else 422
+        if status == 500:
+            logger.warning("%s: %s", endpoint.name, rows[0])
         wanted = _wanted(headers, kind)
         if wanted == ARROW and rows and status == 200:
             from mlx_runtime.companions.serving import arrow

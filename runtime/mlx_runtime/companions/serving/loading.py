@@ -46,7 +46,13 @@ def load_predictor(
     run: Run, folder: RunFolder, checkpoint: str | int | None = None, *, device: str | None = None, trust: bool = False
 ) -> Predictor:
     """Return the predictor of a run; see `Run.predictor`."""
-    chosen = choose_checkpoint(folder, checkpoint)
+    return load_parts(run, folder, choose_checkpoint(folder, checkpoint), device=device, trust=trust)[2]
+
+
+def load_parts(
+    run: Run, folder: RunFolder, chosen: CheckpointInfo, *, device: str | None = None, trust: bool = False
+) -> tuple[BaseModule, Mapping[str, Any], Predictor]:
+    """Return the experiment of a run, its config, and its predictor; see `load_experiment`."""
     experiment, nodes = load_experiment(run, folder, chosen.name, trust=trust)
     target = device_of(device, experiment.cfg.use_gpu)
     title = f"{folder.title} {chosen.name}"
@@ -57,7 +63,7 @@ def load_predictor(
     if own or not examples:
         examples += read_examples(experiment, nodes)
     schema = known_columns(experiment.predict, examples, title, target)
-    return Predictor(experiment.predict, schema, title, target)
+    return experiment, nodes, Predictor(experiment.predict, schema, title, target)
 
 
 def choose_checkpoint(folder: RunFolder, which: str | int | None) -> CheckpointInfo:
@@ -93,8 +99,10 @@ def load_experiment(
             raise UsageError(f"{cls.__name__} of {folder.title} has no predict; {WHAT_TO_WRITE}")
         state = run.state(checkpoint)
         groups: dict[str, Any] = {"cfg": build_cfg(nodes["cfg"], TrainConfig)}
-        for name in nodes.keys() - {"cfg"}:
-            groups[name] = _group(name, nodes[name], groups["cfg"])
+        with temporary_seed(groups["cfg"].seed):  # as in the run, for buffers that checkpoints do not contain
+            for name, node in nodes.items():
+                if name != "cfg":
+                    groups[name] = _group(name, node, groups["cfg"])
         load_into(groups["models"], state["models"], "models")
         if "tools" in groups:
             load_into(groups["tools"], state.get("tools", {}), "tools")
@@ -187,8 +195,9 @@ def known_columns(
     """
     problem = None
     for name in by_preference(stage for stage, _, _ in examples):
-        rows, shapes = next((rows, shapes) for stage, rows, shapes in examples if stage == name)
-        schema = Schema.of_batch(rows, shapes)
+        rows = next(rows for stage, rows, _ in examples if stage == name)
+        seen = {column: [shape for _, _, shapes in examples for shape in shapes.get(column, ())] for column in rows}
+        schema = Schema.of_batch(rows, seen)
         call = partial(_call, predict, device)
         try:
             expected, kept = call(rows), dict(rows)

@@ -33,6 +33,14 @@ class RowError(UsageError):
     """A row does not fit the schema. The message names the column, the value and what was expected."""
 
 
+class BodyError(Exception):
+    """The body of a request cannot be read: the status and one line for the client."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the batches that `predict` reads."""

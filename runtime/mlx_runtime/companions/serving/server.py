@@ -5,23 +5,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any
 
 from mlx_runtime.companions.serving.access import Access
-from mlx_runtime.companions.serving.http import Application
+from mlx_runtime.companions.serving.http import Application, Limits, application
+from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
 
-READ_S = 10.0
-"""Time in which a client has to send a request."""
-
-WRITE_S = 30.0
-"""Time after which a client that does not read its answer is disconnected."""
-
 KEEP_ALIVE_S = 30
-MAX_HEADER = 64 << 10
 MAX_CONNECTIONS = 1000
 
 
@@ -123,6 +117,11 @@ class Server:
         self.stop()
 
 
+def serve(models: Mapping[str, Predictor], limits: Limits = Limits(), port: int = 0) -> Server:  # noqa: B008 - immutable
+    """Return a server of models for programs on this machine: `with serve({"digits": predictor}) as url:`."""
+    return Server(application(models, limits), port=port)
+
+
 def access_for(host: str, token: str | None) -> Access:
     """Return the requests that a server on an address answers. Beyond this machine, it needs a token."""
     if is_loopback(host):
@@ -151,7 +150,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(2048)  # here, so that a port in use is reported before models are loaded
+            listener.listen(2048)
         except BaseException:
             listener.close()
             raise

@@ -4,7 +4,7 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    "commands",
+    "commands tensor_files",
     consolidation="consolidate",
     layouts="Layouts",
     shards="Parts ShardedTensors full",

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from mlx_runtime.errors import MlxError
+from mlx_runtime.storage.documents import COUNT, from_json, list_of, mapping_with, one_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -81,3 +82,28 @@ def write_content(file: _Writable, tensors: Iterable[torch.Tensor]) -> None:
     """Write the bytes of tensors on the CPU."""
     for tensor in tensors:
         file.write(content(tensor.contiguous()))
+
+
+def read(content: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors in the content of a whole file. Raises ValueError if it is damaged."""
+    size = int.from_bytes(content[:8], "little")
+    if not 0 < size <= len(content) - 8:
+        raise ValueError(f"its header has {size:,} bytes of {len(content):,}")
+    entry = mapping_with({"dtype": one_of(*DTYPES), "shape": list_of(COUNT), "data_offsets": list_of(COUNT)})
+    header = from_json(content[8 : 8 + size], {})
+    header.pop("__metadata__", None)
+    data, tensors = memoryview(content)[8 + size :], {}
+    for name, item in header.items():
+        if not entry.fits(item) or len(item) < 3:
+            raise ValueError(f"its header describes {name!r:.100} in another form")
+        dtype, (begin, end) = DTYPES[item["dtype"]], (*item["data_offsets"], -1, -1)[:2]
+        if min(item["shape"], default=0) < 0 or not 0 <= begin <= end <= len(data):
+            raise ValueError(f"{name!r:.100} lies outside of the file")
+        if end - begin != size_bytes(item["shape"], dtype):
+            raise ValueError(
+                f"{name!r:.100} has {end - begin:,} bytes in place of {size_bytes(item['shape'], dtype):,}"
+            )
+        part = bytearray(data[begin:end])
+        flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(item["shape"])
+    return tensors

@@ -11,6 +11,7 @@ from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config import build, build_group, parse_config, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
+from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, MlxError, StorageError, UsageError, full_message, located
 from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, read_errors, records, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointStore, State
@@ -143,7 +144,8 @@ class Run:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
         state = self.state(checkpoint)
         with matching_code(self._folder, "load_models", "models", self.config["models"], trust=trust) as node:
-            models = built_to_be_restored(lambda: build(node, "models"))
+            with temporary_seed(self.config["cfg"].get("seed") or 0):  # for buffers that checkpoints do not contain
+                models = built_to_be_restored(lambda: build(node, "models"))
             checkpoints.load_into(models, state["models"], "models")
         return models
 
@@ -165,6 +167,23 @@ class Run:
             self, self._folder, checkpoint, device=device, trust=trust
         )
         return predictor
+
+    def server(
+        self, checkpoint: str | int | None = None, *, device: str | None = None, trust: bool = False
+    ) -> contextlib.AbstractContextManager[str]:
+        """Answer HTTP requests in a thread while a block runs: `with run.server() as url:`. The port is any free one.
+
+        Args:
+            checkpoint, device, trust: the same as for `predictor`.
+
+        Raises:
+            UsageError, ConfigError: the same as for `predictor`.
+            MissingLibraryError: the libraries of the extra `serving` are not installed.
+        """
+        server: contextlib.AbstractContextManager[str] = companions.part("serving").serve(
+            {"model": self.predictor(checkpoint, device=device, trust=trust)}
+        )
+        return server
 
     def load_datasets(self, *, trust: bool = False) -> Any:
         """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.

@@ -71,6 +71,8 @@ def test_fine_tuning_is_killed_and_continues_on_an_empty_machine(
     wanted, found = (folder / "runs" / "bert" / "run_001" for folder in (alone, two))
     assert differences(final_state(wanted), final_state(found)) == []
     assert reports(wanted) == reports(found)
+    assert (found / "examples.pt").is_file()  # rows of the data stay here
+    assert "examples.pt" not in server.files("alice/bert")
     stored = load(server.files("alice/bert")["model.safetensors"])
     trained = final_state(found)["models"]["net"]
     assert differences({f"net.{name}": weight for name, weight in trained.items()}, stored) == []

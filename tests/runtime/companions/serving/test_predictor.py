@@ -9,6 +9,7 @@ import torch
 from conftest import Mlx, edit
 
 from mlx_runtime import open_run
+from mlx_runtime.companions.serving.loading import known_columns
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
 from mlx_runtime.companions.serving.schema import Column, RowError, Schema
 from mlx_runtime.errors import StorageError, UsageError
@@ -82,6 +83,14 @@ class TestAPredictor:
         pair = Predictor(lambda batch: batch, Schema((Column("x", "float32"), Column("z", "float32"))), "pair")
         with pytest.raises(RowError, match=r"^columns have different numbers of rows: x 2, z 3$"):
             pair({"x": [1, 2], "z": [1, 2, 3]})
+
+
+def test_a_dimension_that_varies_in_any_dataset_varies() -> None:
+    rows = {"tokens": torch.zeros(3, 5), "other": torch.zeros(3, 5)}
+    examples = [("test", rows, {"tokens": [[5]], "other": [[5]]}), ("train", rows, {"tokens": [[4], [6]]})]
+    schema = known_columns(lambda batch: {"sum": batch["tokens"].sum(1)}, examples, "sums", torch.device("cpu"))
+    assert [column.text for column in schema.columns] == ["float32 (any,)"]
+    assert schema.ignored == ("other",)
 
 
 def test_the_inputs_are_the_columns_that_predict_reads(predictor: Predictor) -> None:

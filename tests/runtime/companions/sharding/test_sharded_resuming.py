@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Mlx, edit
+from conftest import ROOT, Mlx, Script, edit
 
 from mlx_runtime import open_run
 
@@ -92,3 +92,17 @@ def test_any_strategy_resumes_any_other(mlx: Mlx, folder: Path, wanted: dict[str
     best = open_run(checkpoints.parent).state()["tools"]["best"]
     assert best["epoch"] == 1
     assert all(torch.equal(best["weights"][name], found[name]) for name in found)
+
+
+@pytest.mark.usefixtures("wanted")
+def test_a_sharded_run_answers_with_whole_weights(folder: Path, script: Script) -> None:
+    found = script(
+        folder,
+        "import json, torch, mlx_runtime\n"
+        "run = mlx_runtime.open_run('straight/run_001')\n"
+        "rows = run.load_datasets().train.values[:3]\n"
+        "expected = run.load_models().net.eval()(rows[:, :-1])[:, -1]\n"
+        "found = run.predictor()({'x': rows})['next']\n"
+        "print(json.dumps({'rows': len(found), 'equal': torch.equal(found, expected)}))\n",
+    )
+    assert found == {"rows": 3, "equal": True}

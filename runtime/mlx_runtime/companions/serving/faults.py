@@ -1,0 +1,108 @@
+"""The line of a project at which torch.export gave up, and what to write there instead."""
+
+import linecache
+import os
+import re
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
+
+from mlx_runtime.companions.serving.sizes import fixed_sizes
+from mlx_runtime.data import Batch
+from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
+
+FIXED = "write x.shape[0] or -1 in place of a number, and neither int(), a loop over rows nor an if about their number"
+FIXED_LENGTH = (
+    "write x.shape[1] or -1 in place of a number; recurrent layers and loops over positions fix a length: let the "
+    "dataset pad all rows to one, or export only the weights with --format safetensors"
+)
+BRANCHES = "a program has no branch that depends on values; use torch.where, a mask, or torch.cond"
+NOT_TORCH = "write it with operations of torch on tensors, without NumPy, and without attributes that predict changes"
+
+EQUAL_SIZES = re.compile(r"Eq\(s\d+, s\d+\)")
+"""The condition that two columns have the same size, which is none of the problems."""
+
+
+class ExportError(MlxError):
+    """The program of an experiment cannot be exported, or its outputs differ from those of `predict`."""
+
+
+def fault_of(
+    error: BaseException, program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
+) -> ExportError:
+    """Return the error to report for an exception of torch.export."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return _error("a condition or a size depends on values of tensors", _line_of(error, project), BRANCHES)
+    if isinstance(error.__context__, ConstraintViolationError):
+        line, fixed = _draft(program, batch, varying, project)
+        column, axis, size = next((item for item in fixed if item[1]), ("", 0, 0))
+        if axis:
+            return _error(f"dimension {axis} of {column!r}, which varies, is fixed to {size}", line, FIXED_LENGTH)
+        return _error("the number of rows is fixed", line, FIXED)
+    return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error, project), NOT_TORCH)
+
+
+def fault_of_rows(error: BaseException, rows: int, project: Path) -> ExportError:
+    """Return the error to report if `predict` fails for a number of rows."""
+    line = _line_of(error.__cause__ or error, project)
+    problem = f"it fails with {rows} row{'s' * (rows != 1)}: {short_message(error.__cause__ or error)}"
+    return _error(problem, line, FIXED)
+
+
+def range_fault(
+    column: str, limits: list[int | None], program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
+) -> ExportError:
+    """Return the error to report for a program that accepts only some numbers of rows."""
+    rows = Dim("rows", min=1)
+    named = {name: {**axes, 0: rows} for name, axes in varying.items()}
+    low, high = limits
+    text = f"only batches of {low} {f'to {high}' if high is not None else 'or more'} rows of {column!r} take this path"
+    return _error(text, _draft(program, batch, named, project)[0], FIXED)
+
+
+def _error(problem: str, line: str | None, cure: str) -> ExportError:
+    return ExportError(f"predict cannot be exported: {problem}{f' at {line}' if line else ''}\n{cure}")
+
+
+def _line_of(error: BaseException, project: Path) -> str | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    return _last([(frame.filename, frame.lineno or 0) for frame in frames], project)
+
+
+def _draft(
+    program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
+) -> tuple[str | None, list[tuple[str, int, int]]]:
+    """Return the line that a draft export, which continues after problems, reports first, and the sizes it fixes."""
+    try:
+        draft = torch.export.draft_export(program, (batch,), dynamic_shapes=(varying,))
+        report: Any = draft._report  # type: ignore[attr-defined] # documented, but without a public name
+        found = [item.data for item in report.failures if not EQUAL_SIZES.fullmatch(item.data.get("expr", ""))]
+        stacks = [item.get("user_stack") or item.get("stack") or [] for item in found]
+        names = report.str_to_filename
+    except USER_ERRORS as error:
+        return _line_of(error, project), []
+    lines = (_last([(names.get(item["filename"], ""), item["line"]) for item in stack], project) for stack in stacks)
+    return next(filter(None, lines), None), fixed_sizes(draft, varying)
+
+
+def _last(frames: list[tuple[str, int]], project: Path) -> str | None:
+    """Format the innermost frame of a project, or else of another library than torch, as `file:line: code`."""
+    torch_itself, ours = Path(torch.__file__).parent, Path(__file__).parents[2]
+    others = [item for item in frames if Path(item[0]).is_file() and not Path(item[0]).is_relative_to(ours)]
+    own = [item for item in others if _is_in(item[0], project)]
+    rest = [item for item in others if not Path(item[0]).is_relative_to(torch_itself)]
+    if not (chosen := own or rest):
+        return None
+    file, number = chosen[-1]
+    shown = os.path.relpath(Path(file).resolve(), project.resolve()) if own else file
+    return f"{shown}:{number}: {linecache.getline(file, number).strip()}"
+
+
+def _is_in(file: str, project: Path) -> bool:
+    return Path(file).resolve().is_relative_to(project.resolve()) and "site-packages" not in file

@@ -1,0 +1,183 @@
+"""The README.md of an export. Its code is executed before the export is published."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.runs.tables import format_number
+
+PT2 = """import torch
+
+exported = torch.export.load("program.pt2")
+program = exported.module()
+(batch,), _ = exported.example_inputs  # {batch}
+with torch.no_grad():
+    outputs = program(batch)  # {{name: tensor (rows, ...)}}
+for name, output in outputs.items():
+    print(name, tuple(output.shape), output.dtype)
+"""
+
+ONNX = """import onnxruntime
+from safetensors.numpy import load_file
+
+session = onnxruntime.InferenceSession("program.onnx")
+batch = load_file("examples.safetensors")  # {batch}
+names = [output.name for output in session.get_outputs()]
+outputs = dict(zip(names, session.run(names, batch)))  # {{name: array (rows, ...)}}
+for name, output in outputs.items():
+    print(name, output.shape, output.dtype)
+"""
+
+AOTI = """import torch
+from safetensors.torch import load_file
+
+program = torch._inductor.aoti_load_package("program_aoti.pt2")
+rows = load_file("examples.safetensors")
+batch = {{name: rows[name] for name in {names}}}  # {batch}
+outputs = program(batch)  # {{name: tensor (rows, ...)}}
+for name, output in outputs.items():
+    print(name, tuple(output.shape), output.dtype)
+"""
+
+TITLES = {
+    "pt2": (PT2, "needs torch {torch} or newer, and nothing else"),
+    "onnx": (ONNX, "needs onnxruntime, and safetensors for the example rows"),
+    "aoti": (AOTI, "needs torch {torch}, on a machine like the one that compiled it ({machine}), and safetensors"),
+}
+"""The code that runs each program, and its requirements."""
+
+WEIGHTS = """import sys
+
+from safetensors.torch import load_file
+
+sys.path.insert(0, "code")
+{imports}
+
+weights = load_file("weights.safetensors")
+models = {{
+{models}
+}}
+for name, model in models.items():
+    state = {{key.removeprefix(f"{{name}}."): value for key, value in weights.items() if key.startswith(f"{{name}}.")}}
+    model.load_state_dict(state)
+    model.eval()
+"""
+
+
+def text(
+    about: Mapping[str, Any],
+    schema: Schema,
+    *,
+    programs: Sequence[str],
+    origin: str | None,
+    tokenizers: Mapping[str, type],
+    models: Mapping[str, Any] | None,
+) -> str:
+    """Return the README of an export.
+
+    Args:
+        about: content of `export.json`.
+        schema: columns of the inputs.
+        programs: the programs in the folder.
+        origin: the function that makes the columns.
+        tokenizers: classes of tokenizers by their folder.
+        models: node of the models in conf.yaml, for code that builds them; None to leave it out.
+    """
+    lines = [f"# {about['experiment']} {about['run']}, {about['checkpoint']['name']}", ""]
+    if metrics := about["metrics"]:
+        lines += ["| metric | value |", "|---|---|"]
+        lines += [f"| `{name}` | {format_number(value)} |" for name, value in sorted(metrics.items())] + [""]
+    columns = {
+        column.name: f"({', '.join(['rows', *map(_size, column.shape)])}) {column.dtype}" for column in schema.columns
+    }
+    lines += ["| column | shape and type |", "|---|---|"]
+    lines += [f"| `{name}` | {description} |" for name, description in columns.items()] + [""]
+    batch = "; ".join(f"{name} {description}" for name, description in columns.items())
+    for program in programs:
+        code, needs = TITLES[program]
+        facts = {"torch": about["torch"].partition("+")[0], "machine": about["machine"]}
+        filled = code.format(batch=batch, names=tuple(columns)).rstrip()
+        lines += [
+            f"## Run the program ({program})",
+            "",
+            f"It {needs.format(**facts)}:",
+            "",
+            "```python",
+            filled,
+            "```",
+            "",
+        ]
+    lines += ["## From samples to columns", "", _preparation(origin, about["code"]), ""]
+    lines += _tokenizing(tokenizers)
+    if models is not None:
+        lines += [
+            "## Build the models from the code",
+            "",
+            "This needs `mlx-runtime` and the libraries of the code:",
+            "",
+        ]
+        lines += ["```python", _building(models).rstrip(), "```", ""]
+    lines += [_contents(about), ""]
+    return "\n".join(lines)
+
+
+def _size(size: int | None) -> str:
+    return "any" if size is None else str(size)
+
+
+def _preparation(origin: str | None, has_code: bool) -> str:
+    where = ", in the folder `code`" if has_code else ""
+    if origin is None:
+        return f"The dataset of the run made the columns from samples; see its class{where}, and do the same."
+    return f"The columns come from {origin}{where}. Prepare new samples in the same way."
+
+
+def _tokenizing(tokenizers: Mapping[str, type]) -> list[str]:
+    lines = []
+    for folder, cls in tokenizers.items():
+        lines += [f"`{folder}/` is a `{cls.__name__}`, written by its `save_pretrained`.", ""]
+        if cls.__module__.startswith("transformers."):
+            lines += ["```", "from transformers import AutoTokenizer", ""]
+            lines += [f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
+            lines += ['batch = tokenizer(["a text", "another text"], padding=True, return_tensors="pt")', "```", ""]
+    return lines
+
+
+def _building(models: Mapping[str, Any]) -> str:
+    imports: set[str] = set()
+    built = {name: _expression(node, imports) for name, node in models.items() if not name.startswith("_")}
+    made = "\n".join(f"    {name!r}: {expression}," for name, expression in built.items())
+    return WEIGHTS.format(imports="\n".join(f"import {name}" for name in sorted(imports)), models=made)
+
+
+def _expression(node: Any, imports: set[str]) -> str:
+    """Return Python for a node of conf.yaml."""
+    if isinstance(node, list):
+        return f"[{', '.join(_expression(item, imports) for item in node)}]"
+    if not isinstance(node, Mapping):
+        return repr(node)
+    if "_target_" not in node:
+        return f"{{{', '.join(f'{name!r}: {_expression(item, imports)}' for name, item in node.items())}}}"
+    target = node["_target_"]
+    imports.add(target.rpartition(".")[0] or "builtins")
+    values = [_expression(item, imports) for item in node.get("_args_", ())]
+    values += [f"{name}={_expression(item, imports)}" for name, item in node.items() if not name.startswith("_")]
+    if node.get("_partial_"):
+        imports.add("functools")
+        return f"functools.partial({', '.join([target, *values])})"
+    return f"{target}({', '.join(values)})"
+
+
+def _contents(about: Mapping[str, Any]) -> str:
+    lines = ["## Files", "", "- `export.json`: the run, its metrics, and the sizes and SHA-256 of these files"]
+    if proof := about["proof"]:
+        sizes = ", ".join(map(str, proof["batch_sizes"]))
+        lines[-1] += (
+            f", and the proof: outputs of the program and of `predict` on rows of {proof['rows_of']} in batches of "
+            f"{sizes} rows differ by less than {proof['tolerance']:g}"
+        )
+    lines += ["- `schema.json`: columns that the program reads; `examples.safetensors`: example rows"]
+    lines += ["- `weights.safetensors`: weights of all models, named `model.parameter`"]
+    lines += ["- `code/`: the code of the run"] * about["code"]
+    lines += [f"\nLicense: {about['license'] or 'not stated'}."]
+    return "\n".join(lines)

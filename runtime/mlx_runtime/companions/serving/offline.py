@@ -1,0 +1,351 @@
+"""Predictions for all rows of a dataset or a file: every row once, in order, by any number of processes."""
+
+import contextlib
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_runtime.companions.serving.loading import choose_checkpoint
+from mlx_runtime.companions.serving.parts import Parts, code_digest, part_name
+from mlx_runtime.companions.serving.predictor import PredictError
+from mlx_runtime.companions.serving.schema import STRING
+from mlx_runtime.companions.serving.sources import SUFFIXES, Rows, Selection, select
+from mlx_runtime.config.projects import AN_EXPERIMENT, EXPERIMENT, main_class
+from mlx_runtime.data import mix_seeds
+from mlx_runtime.distributed.randomness import temporary_seed
+from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, WorkerLostError, printable, short_message
+from mlx_runtime.runs.queries import open_run, resolve_run
+from mlx_runtime.runs.tables import format_duration, plural
+from mlx_runtime.settings import Settings
+from mlx_runtime.training import StopRequests, sigterm_stops
+from mlx_runtime.training.processes import ForkServer, exit_reason
+
+BATCH_SIZE = 256
+"""Rows per call of predict, as in a `Predictor`."""
+
+BLOCK_BATCHES = 8
+"""Batches per block: the outputs that are in memory, and are lost when the command is killed."""
+
+EXIT_S = 5.0
+"""Seconds within which the exit code of a lost worker is known."""
+
+LINE_S = (0.2, 10.0)
+"""Seconds between two lines of progress: in a terminal, and in a file."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `mlx train predict`."""
+
+    checkpoint: str | None = None  # by default the best, or else the latest
+    dataset: str | None = None  # by default the one for predictions, or else for tests
+    workers: int | None = None  # by default one per GPU
+    batch_size: int = BATCH_SIZE
+    device: str | None = None
+    keep: tuple[str, ...] = ()  # columns of the rows to copy
+    force: bool = False  # replace the output
+    trust: bool = False  # use the stored code
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of all processes."""
+
+    run: str  # folder or URI
+    checkpoint: str
+    rows: Selection
+    output: Path
+    parts: Path
+    options: Options
+    workers: int
+    devices: tuple[str | None, ...]  # of the workers, in turn
+
+    @property
+    def block_rows(self) -> int:
+        return BLOCK_BATCHES * self.options.batch_size
+
+
+@dataclass(frozen=True)
+class Done:
+    """A block that has been written."""
+
+    number: int
+    rows: int  # fewer than in other blocks, or 0, at the end
+    total: int | None  # rows of all blocks, or an estimate of them
+
+
+def predict(run: str, output: Path, options: Options) -> str:
+    """Write the outputs of predict for all rows to a file. Return a line that describes it.
+
+    Raises:
+        UsageError: there is no such run, checkpoint or dataset, a row does not fit, or the output exists.
+        PredictError: predict failed on a row. Finished blocks are kept, as after all other errors.
+        StorageError: the output cannot be written.
+        RunStopped: Ctrl-C or SIGTERM.
+    """
+    started = time.monotonic()
+    check_output(output, force=options.force)
+    folder = resolve_run(run)
+    config = open_run(folder.location).config
+    if not options.trust and not Path(EXPERIMENT).is_file():
+        raise UsageError(
+            f"{Path.cwd()} is not the experiment of {folder.title}, whose code predicts. Change to it or, if you trust "
+            "everyone who can write to that storage, use the stored code: --code stored"
+        )
+    if "models" not in config:
+        raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
+    checkpoint, rows = choose_checkpoint(folder, options.checkpoint), select(config, options.dataset)
+    gpus = 0 if config["cfg"].get("use_gpu") is False or options.device else torch.cuda.device_count()
+    devices = tuple(f"cuda:{number}" for number in range(gpus)) if gpus > 1 else (options.device,)
+    workers = options.workers or len(devices)
+    job = Job(folder.location, checkpoint.name, rows, output, Path(), options, workers, devices)
+    manifest = {
+        "run": folder.location,
+        "checkpoint": [checkpoint.name, checkpoint.sha256, checkpoint.index_sha256],
+        "dataset": rows.facts(),
+        "columns": list(options.keep),
+        "batch size": options.batch_size,
+        "device": options.device or ("cuda" if gpus else "cpu"),
+        "code": "stored" if options.trust else code_digest(Path.cwd()),
+        "block": job.block_rows,
+    }
+    parts = Parts(output, manifest, job.block_rows)
+    job = replace(job, parts=parts.folder)
+    control = StopRequests()
+    progress = Progress(f"{folder.title} {checkpoint.name} on {rows.title}")
+    try:
+        with sigterm_stops(control), contextlib.closing(progress):
+            names = _work(job, parts, progress)
+    except KeyboardInterrupt:
+        code = control.exit_code if control.reason else RunStopped.exit_code
+        done = f"stopped after {plural(progress.done, 'row')}; to continue, type the same command again"
+        raise RunStopped(done, code) from None
+    finally:
+        parts.close() if parts.files() else parts.remove()
+    parts.remove()
+    took = format_duration(time.monotonic() - started)
+    what = f"{plural(progress.done, 'row')} of {', '.join(names)}"
+    return f"wrote {output}: {what}, in {took}, by {folder.title} {checkpoint.name}"
+
+
+def check_output(output: Path, *, force: bool) -> None:
+    """Raise UsageError if an output cannot be written."""
+    if output.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"{output}: files of predictions end with {', '.join(SUFFIXES)}")
+    if not output.parent.is_dir():
+        raise UsageError(f"there is no folder {output.parent} for {output.name}; create it, or name another with -o")
+    if output.exists() and not force:
+        raise UsageError(f"{output} exists; replace it with --force, or name another file with -o")
+
+
+def _work(job: Job, parts: Parts, progress: "Progress") -> list[str]:
+    """Write the missing blocks, and join all. Return the names of the columns."""
+    if job.workers > 1 and not job.options.trust:
+        main_class(AN_EXPERIMENT, Path.cwd())  # imported once for all workers
+    server = ForkServer() if job.workers > 1 else None  # before this process has threads
+    try:
+        progress.begin(parts.find(), parts.note)
+        numbers = parts.missing()
+        for done in _blocks_of_workers(server, job, numbers) if server else _blocks(job, numbers):
+            parts.add(done.number, done.rows)
+            progress.advance(done)
+    finally:
+        if server:
+            server.close()
+    if not progress.done:
+        raise UsageError(f"{job.rows.title} has no rows; {job.output} was not written")
+    from mlx_runtime.companions.serving.results import join
+
+    with _writing(job.output):
+        return join(parts.files(), job.output, parts.folder / f".{job.output.name}")
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or short_message(error)
+        raise StorageError(f"cannot write {output}: {reason}; to continue, type the same command again") from error
+
+
+def _blocks(job: Job, numbers: Iterator[int]) -> Iterator[Done]:
+    """Write blocks in this process."""
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for number in numbers:
+            writer = writer or stack.enter_context(contextlib.closing(BlockWriter(job, 0)))
+            yield writer.write(number)
+
+
+def _blocks_of_workers(server: ForkServer, job: Job, numbers: Iterator[int]) -> Iterator[Done]:
+    """Write blocks in several processes, each of which has one in hand at a time."""
+    channels: dict[Any, int] = {}
+    try:
+        for rank in range(job.workers):
+            if (number := next(numbers, None)) is None:
+                break
+            ours, theirs = Pipe()
+            streams = [open(2, "w", closefd=False) for _ in range(2)]  # noqa: SIM115 - stdout is for results
+            server.start(rank, partial(work, job, rank), {**os.environ}, [*streams, theirs])
+            theirs.close()
+            ours.send(number)
+            channels[ours] = rank
+        while channels:
+            ready: list[Any] = connection.wait(list(channels))
+            for channel in ready:
+                try:
+                    done = channel.recv()
+                except (EOFError, ConnectionError):
+                    raise _lost(server, channels[channel]) from None
+                if isinstance(done, MlxError):
+                    raise done
+                yield done
+                following = next(numbers, None)
+                with contextlib.suppress(BrokenPipeError):  # found at the next `recv`
+                    channel.send(following)
+                if following is None:
+                    channel.close()
+                    del channels[channel]
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def _lost(server: ForkServer, rank: int) -> WorkerLostError:
+    codes = dict(server.exits(EXIT_S))
+    how = exit_reason(codes.get(rank))
+    return WorkerLostError(f"worker {rank} {how}; to continue, type the same command again")
+
+
+def work(job: Job, rank: int, channel: Any) -> int:
+    """Write blocks in this process, which a server has started, by the numbers that arrive on a channel."""
+    try:
+        writer = BlockWriter(job, rank)
+        while (number := channel.recv()) is not None:
+            channel.send(writer.write(number))
+    except EOFError:
+        return 0
+    except MlxError as error:
+        channel.send(error)
+    return 0
+
+
+class BlockWriter:
+    """Reads blocks of rows, predicts them, and writes their outputs as parts."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        if job.workers > 1:
+            torch.set_num_threads(max(1, torch.get_num_threads() // job.workers))
+        options, self._job = job.options, job
+        device = job.devices[rank % len(job.devices)]
+        self._predictor = open_run(job.run).predictor(job.checkpoint, device=device, trust=options.trust)
+        self._predictor.max_rows = options.batch_size
+        size, schema = options.batch_size, self._predictor.schema
+        self._source = job.rows.open(resolve_run(job.run), schema, options.keep, size, trust=options.trust)
+
+    def write(self, number: int) -> Done:
+        """Write a block, which is empty behind the last row."""
+        from mlx_runtime.companions.serving import results
+
+        first, size = number * self._job.block_rows, self._job.options.batch_size
+        outputs, kept, count = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0
+        for start in range(first, first + self._job.block_rows, size):
+            rows = self._source.read(start, size)
+            if not rows.size:
+                break
+            for values, batch in ((outputs, self._answer(rows, start)), (kept, rows.kept)):
+                for name, value in batch.items():
+                    values[name].append(value)
+            count += rows.size
+        path = self._job.parts / part_name(number, count)
+        table = results.table_of(outputs, kept) if count else None
+        with _writing(self._job.output):
+            if table is None:
+                path.touch()
+            else:
+                results.refuse_columns(table.schema, self._job.output)
+                results.write_part(path, table)
+        return Done(number, count, self._source.total())
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
+    def _answer(self, rows: Rows, start: int) -> dict[str, Any]:
+        """Return the outputs of rows: tensors (rows, ...), or a list of one tensor per row if shapes differ.
+
+        Raises:
+            PredictError: predict failed. The message names the row.
+        """
+        texts = {column.name for column in self._predictor.schema.columns if column.dtype == STRING}
+        batch, predictor = rows.columns, self._predictor
+        with temporary_seed(mix_seeds(self._job.rows.seed, start)):  # random outputs do not depend on the worker
+            if any(isinstance(value, list) and name not in texts for name, value in batch.items()):
+                answers = predictor.answer([{name: batch[name][row] for name in batch} for row in range(rows.size)])
+            else:
+                try:
+                    return predictor.predict(batch, rows.size)
+                except PredictError:
+                    answers = predictor.answer_batch(batch, rows.size)
+        for row, answer in enumerate(answers, start):
+            if isinstance(answer, Exception):
+                raise PredictError(f"{self._source.title}: row {row}: {answer}") from answer
+        found = {name: [answer[name] for answer in answers] for name in answers[0]}
+        alike = {name: len({value.shape for value in values}) == 1 for name, values in found.items()}
+        return {name: torch.stack(values) if alike[name] else values for name, values in found.items()}
+
+
+class Progress:
+    """Lines on stderr: rows, rows per second, and the estimated time that is left."""
+
+    def __init__(self, title: str) -> None:
+        self.done = 0
+        self._title, self._shown = title, not Settings.read().quiet
+        self._live = sys.stderr.isatty()
+        self._before, self._started = 0, time.monotonic()
+        self._printed_at = self._started
+
+    def begin(self, done: int, note: str) -> None:
+        """Print the title, and how many rows are finished already."""
+        self.done = self._before = done
+        if note:
+            self._print(note)
+        more = f", continuing after {plural(done, 'row')}" if done else ""
+        self._print(f"predicting with {self._title}{more}")
+
+    def advance(self, block: Done) -> None:
+        """Count the rows of a block."""
+        self.done += block.rows
+        now = time.monotonic()
+        if now - self._printed_at < LINE_S[not self._live]:
+            return
+        self._printed_at = now
+        rate = (self.done - self._before) / (now - self._started)
+        text = f"{plural(self.done, 'row')}, {rate:,.0f} rows/s"
+        if block.total and rate:
+            left = max(0, block.total - self.done) / rate
+            text += f", {min(1.0, self.done / block.total):.0%}, {format_duration(left)} left"
+        self._print(text, live=self._live)
+
+    def close(self) -> None:
+        """Clear the line of a terminal."""
+        self._print("", live=True)
+
+    def _print(self, text: str, *, live: bool = False) -> None:
+        if self._shown and (text or self._live):
+            print(
+                f"\r\033[K{printable(text, one_line=True)}" if self._live else printable(text, one_line=True),
+                end="" if live else "\n",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,146 @@
+"""The program of an experiment's `predict`: traced by torch.export, and converted to ONNX or compiled."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from mlx_runtime.companions.serving.faults import ExportError, fault_of, range_fault
+from mlx_runtime.companions.serving.predictor import Outputs
+from mlx_runtime.companions.serving.schema import STRING, Schema
+from mlx_runtime.companions.serving.sizes import size_limits
+from mlx_runtime.data import Batch
+from mlx_runtime.errors import USER_ERRORS, UsageError, short_message
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.training.loop import BaseModule
+
+ROWS = 3
+"""Rows of the batch that is traced. A batch of one row would fix the number of rows."""
+
+ONE_FILE_BYTES = 1 << 30
+"""Size of the weights above which an ONNX program has them in a second file; one file can hold 2 GiB."""
+
+
+class Program(nn.Module):
+    """`predict` as a module, whose parameters are those of the models, and of the tools that are modules."""
+
+    def __init__(self, experiment: BaseModule) -> None:
+        super().__init__()
+        for group in ("models", "tools"):
+            self.add_module(group, held := nn.Module())
+            for name, module in members(getattr(experiment, group), nn.Module).items():
+                held.add_module(name, module)
+        self._predict = experiment.predict
+        self.train(False)
+
+    def forward(self, batch: Batch) -> Outputs:
+        return dict(self._predict(dict(batch)))
+
+
+def refuse_strings(schema: Schema) -> None:
+    """Raise UsageError if `predict` reads strings."""
+    if texts := [column.name for column in schema.columns if column.dtype == STRING]:
+        raise UsageError(
+            f"predict reads {texts[0]!r}, a column of strings, which programs do not have; tokenize it in "
+            "ray_map_batches or collate of the dataset, and let predict read the tokens"
+        )
+
+
+def trace(experiment: BaseModule, schema: Schema, project: Path) -> ExportedProgram:
+    """Export `predict` with a variable number of rows, and with the dimensions that vary in the schema.
+
+    Raises:
+        ExportError: it cannot be exported, or only for some numbers of rows. The message has the line of the project
+            at fault.
+    """
+    program, batch = Program(experiment), traced_rows(schema)
+    varying = {
+        column.name: {
+            0: Dim.DYNAMIC,
+            **{axis: Dim.DYNAMIC for axis, size in enumerate(column.shape, 1) if size is None},
+        }
+        for column in schema.columns
+    }
+    with torch.no_grad(), _quiet():
+        try:
+            exported = torch.export.export(program, (batch,), dynamic_shapes=(varying,))
+        except USER_ERRORS as error:
+            raise fault_of(error, program, batch, varying, project) from error
+        for name, sizes in size_limits(exported).items():
+            if sizes[0] != [1, None]:
+                raise range_fault(name, sizes[0], program, batch, varying, project)
+    return exported
+
+
+def traced_rows(schema: Schema) -> Batch:
+    """Return the example rows as a batch whose varying dimensions are longer than 1, because 1 would be fixed."""
+    batch: Batch = {}
+    for column in schema.columns:
+        rows = schema.examples[column.name]
+        value = rows[torch.arange(ROWS) % len(rows)]
+        for axis, size in enumerate(column.shape, 1):
+            if size is None and value.shape[axis] == 1:
+                value = value.repeat_interleave(2, axis)
+        batch[column.name] = value.contiguous()
+    return batch
+
+
+def write_onnx(exported: ExportedProgram, file: Path, inputs: list[str], outputs: list[str]) -> None:
+    """Convert a program to ONNX, and let the exporter verify it on the example rows.
+
+    Raises:
+        ExportError: an operation has no equivalent, or the results differ.
+    """
+    weights = sum(item.nbytes for item in exported.state_dict.values())
+    with _quiet():
+        try:
+            torch.onnx.export(
+                exported,
+                (),
+                file,
+                input_names=inputs,
+                output_names=outputs,
+                dynamo=True,
+                verify=True,
+                external_data=weights > ONE_FILE_BYTES,
+            )
+        except USER_ERRORS as error:
+            raise ExportError(f"the program cannot be converted to ONNX: {_last_cause(error)}") from error
+
+
+def write_compiled(exported: ExportedProgram, file: Path) -> None:
+    """Compile a program for this kind of machine with AOTInductor.
+
+    Raises:
+        ExportError: the compiler failed.
+    """
+    with _quiet():
+        try:
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(file))
+        except USER_ERRORS as error:
+            raise ExportError(f"AOTInductor cannot compile the program: {_last_cause(error)}") from error
+
+
+def _last_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {short_message(error)}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop the progress, warnings and graphs that exporters print; what matters becomes one line."""
+    before, ignored = logging.root.manager.disable, warnings.catch_warnings()
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), ignored:
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

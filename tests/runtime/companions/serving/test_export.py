@@ -1,0 +1,334 @@
+"""Exports prove themselves: what is published answers as `predict` does, and what cannot be exported is located."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from conftest import Mlx, edit
+from safetensors.torch import load_file
+
+from mlx_runtime import load_export, open_run
+from mlx_runtime.companions.serving import proof
+from mlx_runtime.companions.serving.schema import RowError
+from mlx_runtime.errors import StorageError, UsageError
+
+pytestmark = pytest.mark.process
+
+NAME = "exports_run_001_epoch_0001"
+
+
+@pytest.fixture(scope="module")
+def trained(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment with a run, and its export in three formats that need no other library than torch."""
+    folder = make_in("exports", tmp_path_factory.mktemp("trained"))
+    (folder / "LICENSE").write_text("\nMIT License\n\nCopyright\n")
+    done = mlx(folder, "train", "run")
+    assert done.returncode == 0, done.stderr
+    done = mlx(folder, "xp", "export", "exports", "--format", "pt2,safetensors")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"wrote {NAME}: exports/run_001 epoch_0001, ")
+    assert "pt2 compared with predict on 74 rows of test: at most " in done.stdout
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A copy of that experiment as the working directory, without leaving its modules behind."""
+    folder = Path(shutil.copytree(trained, tmp_path / "exports"))
+    monkeypatch.chdir(folder)
+    before = set(sys.modules)
+    path = [*sys.path]
+    yield folder
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] == "src":
+            del sys.modules[name]
+
+
+def export_kind(mlx: Mlx, folder: Path, kind: str, *arguments: str) -> "CompletedProcess[str]":
+    """Export a copy of the run whose encoder is of another kind, with the same weights."""
+    shutil.copytree(folder / "runs/exports/run_001", folder / "runs/exports/run_002")
+    edit(folder / "runs/exports/run_002/conf.yaml", "kind: plain", f"kind: {kind}")
+    return mlx(folder, "xp", "export", "exports", "run_002", *arguments)
+
+
+def test_the_folder_of_an_export(trained: Path) -> None:
+    """
+    exports_run_001_epoch_0001/
+        LICENSE  README.md  examples.safetensors  export.json  program.pt2  schema.json  weights.safetensors
+        code/main.py  code/src/  tokenizer/vocabulary.json
+    """
+    folder = trained / NAME
+    files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    root = {"LICENSE", "README.md", "examples.safetensors", "export.json", "program.pt2", "schema.json"}
+    code = {f"code/{name}" for name in ("main.py", "src/__init__.py", "src/conf.yaml", "src/experiment.py")}
+    assert files == {*root, *code, "weights.safetensors", "tokenizer/vocabulary.json"}
+    about = json.loads((folder / "export.json").read_text())
+    assert set(about["files"]) == files - {"export.json"}
+    assert (about["license"], about["torch"], about["programs"]) == ("MIT License", torch.__version__, ["pt2"])
+    assert about["proof"]["rows_of"] == "test"
+    assert about["proof"]["batch_sizes"] == [1, 2, 7, 64]
+    assert about["proof"]["shapes"]["1"]["ids"] == [1, 2]
+    assert about["proof"]["tolerance"] == 1e-4
+    assert about["proof"]["programs"]["pt2"]["largest_difference"] < 1e-6
+    assert about["inputs"]["ids"] == [[1, None], [1, None]]
+    assert json.loads((folder / "schema.json").read_text())["columns"]["ids"] == {"dtype": "int64", "shape": [None]}
+    assert "sk-ant" in (trained / "src/experiment.py").read_text()
+    assert "sk-ant" not in (folder / "code/src/experiment.py").read_text()
+    assert "`Texts.collate` of `src/experiment.py`, line 48" in (folder / "README.md").read_text()
+
+
+def test_the_readme_builds_the_models_from_the_code(trained: Path) -> None:
+    text = (trained / NAME / "README.md").read_text()
+    assert "'encoder': src.experiment.Encoder(kind='plain')" in text
+    weights = load_file(trained / NAME / "weights.safetensors")
+    assert {name.partition(".")[0] for name in weights} == {"encoder", "head"}
+
+
+def test_a_loaded_export_answers_like_the_run(here: Path) -> None:
+    answers = load_export(NAME)
+    assert [column.text for column in answers.schema.columns] == ["int64 (any,)", "bool (any,)", "float32 (4,)"]
+    rows = [
+        {"ids": [1, 2, 3], "mask": [True] * 3, "numbers": [0.5, 1, 2, 3]},
+        {"ids": [4] * 12, "mask": [True] * 11 + [False], "numbers": [0, 0, 0, 0]},
+    ]
+    found, run = answers(rows), open_run("exports/run_001").predictor()
+    for number, row in enumerate(rows):
+        expected = run.predict(answers.schema.stack([answers.schema.row(row)]))
+        assert torch.equal(found["label"][number : number + 1], expected["label"])
+        assert torch.allclose(found["scores"][number : number + 1], expected["scores"], atol=1e-6)
+    assert load_export(NAME)(answers.schema.example_rows())["label"].shape == (3,)
+    with pytest.raises(RowError, match="numbers is missing; expected float32"):
+        answers([{"ids": [1], "mask": [True]}])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("program.pt2", b"\xff", "program.pt2 is damaged: it is not the file that was exported"),
+        ("examples.safetensors", b"\xff", "examples.safetensors is damaged: it is not the file"),
+        ("export.json", b"[]", "export.json is damaged: "),
+        ("export.json", None, "is not an export: it has no export.json"),
+        ("schema.json", None, "cannot read .*schema.json: "),
+    ],
+)
+def test_a_damaged_export_is_refused(here: Path, file: str, damage: bytes | None, message: str) -> None:
+    path = here / NAME / file
+    path.unlink() if damage is None else path.write_bytes(path.read_bytes()[:-1] + damage)
+    with pytest.raises((StorageError, UsageError), match=message) as raised:
+        load_export(here / NAME)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_export_whose_hash_was_rewritten_is_refused_if_its_content_is_damaged(here: Path) -> None:
+    from mlx_runtime.companions.serving.exported import sha256_of
+
+    for file, message in (
+        ("program.pt2", "program.pt2 does not load: "),
+        ("examples.safetensors", "examples.safetensors is damaged: its header has"),
+        ("schema.json", "schema.json is damaged: "),
+    ):
+        folder = Path(shutil.copytree(here / NAME, here / f"damaged_{file}"))
+        (folder / file).write_bytes(b"\xff" * 64)
+        about = json.loads((folder / "export.json").read_text())
+        about["files"][file] = {"size_bytes": 64, "sha256": sha256_of(folder / file)}
+        (folder / "export.json").write_text(json.dumps(about))
+        with pytest.raises(StorageError, match=message):
+            load_export(folder)
+
+
+def test_an_export_replaces_only_an_export_and_only_with_force(here: Path, mlx: Mlx) -> None:
+    done = mlx(here, "xp", "export", "exports")
+    line = f"error: {NAME} exists; replace it with --force, or name another folder with --output\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    (here / "other").mkdir()
+    done = mlx(here, "xp", "export", "exports", "-o", "other", "--force")
+    assert (done.returncode, done.stderr.partition(";")[0]) == (2, "error: other exists and is not an export")
+    (here / NAME / "left.txt").touch()
+    done = mlx(here, "xp", "export", "exports", "--format", "safetensors", "--force", "--code", "stored")
+    assert done.returncode == 0, done.stderr
+    assert not (here / NAME / "left.txt").exists()
+    assert not (here / NAME / "program.pt2").exists()
+    assert "numbers" in load_file(here / NAME / "examples.safetensors")
+    with pytest.raises(UsageError, match="has no program, only weights"):
+        load_export(here / NAME)
+    assert [file for file in here.iterdir() if ".part-" in file.name or ".old-" in file.name] == []
+
+
+BATCH = "write x.shape[0] or -1 in place of a number, and neither int(), a loop over rows nor an if about their number"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "lines"),
+    [
+        (
+            "fixed",
+            1,
+            "predict cannot be exported: it fails with 1 row: shape '[3, -1, 8]' is invalid for input of size 16 at "
+            f"src/experiment.py:66: hidden = hidden.view(3, -1, WIDTH)\n{BATCH}",
+        ),
+        (
+            "whole",
+            1,
+            "predict cannot be exported: the number of rows is fixed at src/experiment.py:68: hidden = hidden + "
+            f"torch.zeros(int(ids.shape[0]), 1, 1)\n{BATCH}",
+        ),
+        (
+            "few",
+            1,
+            "predict cannot be exported: only batches of 3 or more rows of 'ids' take this path at "
+            f'src/experiment.py:71: if self.kind == "few" and ids.shape[0] > 2:\n{BATCH}',
+        ),
+        (
+            "branch",
+            1,
+            "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:69: "
+            'if self.kind == "branch" and hidden.sum() > 0:\na program has no branch that depends on values; use '
+            "torch.where, a mask, or torch.cond",
+        ),
+        (
+            "recurrent",
+            1,
+            "predict cannot be exported: dimension 1 of 'ids', which varies, is fixed to 7 at src/experiment.py:78: "
+            "hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 in place of a number; recurrent layers and "
+            "loops over positions fix a length: let the dataset pad all rows to one, or export only the weights with "
+            "--format safetensors",
+        ),
+        (
+            "numpy",
+            1,
+            "predict cannot be exported: RuntimeError: .numpy() is not supported for tensor subclasses. at "
+            "src/experiment.py:74: hidden = torch.from_numpy(hidden.numpy() * 2)\nwrite it with operations of torch on "
+            "tensors, without NumPy, and without attributes that predict changes",
+        ),
+        (
+            "random",
+            1,
+            "predict returns other values of 'label' each time, because it draws random numbers, so that the export "
+            'cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]',
+        ),
+        (
+            "strings",
+            2,
+            "predict reads 'text', a column of strings, which programs do not have; tokenize it in ray_map_batches or "
+            "collate of the dataset, and let predict read the tokens",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_exported_is_located(here: Path, mlx: Mlx, kind: str, code: int, lines: str) -> None:
+    done = export_kind(mlx, here, kind)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"error: {lines}\n")
+    assert [file.name for file in here.iterdir() if "run_002" in file.name] == []
+
+
+def test_a_program_with_other_outputs_is_not_published(here: Path, mlx: Mlx) -> None:
+    done = export_kind(mlx, here, "dishonest", "-o", "export")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the exported program (pt2) differs from predict with ")
+    assert done.stderr.endswith(", with a tolerance of 0.0001\n")
+    assert not (here / "export").exists()
+
+
+def test_missing_tools_are_named_before_anything_is_read(here: Path, mlx: Mlx) -> None:
+    done = mlx(here, "xp", "export", "exports", "-o", "new", "--format", "aoti", PATH=str(here))
+    line = "error: --format aoti needs a C++ compiler, and there is no g++ or clang++ here; use pt2\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    done = mlx(here, "xp", "export", "exports", "--format", "pt2,tflite")
+    assert done.returncode == 2
+    assert "'tflite' is not one of pt2, safetensors, onnx, aoti" in done.stderr
+
+
+PROOF = {"path": [], "programs": ["pt2"]}
+
+
+def prove(folder: Path, scratch: Path, cases: dict[int, list[dict[str, torch.Tensor]]]) -> dict[str, object]:
+    """Run the script of the proof on the export, as the export does."""
+    first = next(iter(cases.values()))[1]
+    torch.save({"rows": cases, "examples": first}, scratch / "cases.pt")
+    result = scratch / "result.json"
+    job = PROOF | {"folder": str(folder), "cases": str(scratch / "cases.pt"), "result": str(result)}
+    command = [sys.executable, "-I", proof.__file__]
+    done = subprocess.run(command, input=json.dumps(job), text=True, capture_output=True, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(result.read_text()))
+
+
+def test_the_proof_hides_the_package_and_notices_other_outputs(here: Path, tmp_path: Path) -> None:
+    """This Python could import `mlx_runtime`, and `src` lies in the working directory of the process."""
+    batch = load_file(here / NAME / "examples.safetensors")
+    program = torch.export.load(here / NAME / "program.pt2").module()
+    with torch.no_grad():
+        outputs = program(batch)
+    readme = (here / NAME / "README.md").read_text()
+    found = prove(here / NAME, tmp_path, {3: [batch, outputs]})
+    assert found["hidden"] is True
+    assert found["readme"] is None
+    assert found["programs"]["pt2"]["differences"]["3"] < 1e-6  # type: ignore[index]
+
+    (here / NAME / "README.md").write_text(readme.replace("import torch", "import mlx_runtime, torch"))
+    found = prove(here / NAME, tmp_path, {3: [batch, outputs]})
+    assert str(found["readme"]).startswith("block 1: ModuleNotFoundError: No module named 'mlx_runtime'")
+
+    other = outputs | {"label": outputs["label"] + 1}
+    found = prove(here / NAME, tmp_path, {3: [batch, other]})
+    assert found["programs"]["pt2"]["problem"] == "differs from predict with 3 rows: label has 3 other values"  # type: ignore[index]
+
+
+def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:
+    one = torch.tensor([100.0, 1.0])
+    assert proof.difference({"y": one}, {"y": one + torch.tensor([0.0, 0.5])}) == (0.005, "y")
+    assert proof.difference({"y": one / 100}, {"y": one / 100 + 0.5})[0] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="NaN or infinity in other places"):
+        proof.difference({"y": one}, {"y": one / 0})
+    with pytest.raises(ValueError, match=r"y is torch.float64 \(2,\) in place of torch.float32 \(2,\)"):
+        proof.difference({"y": one}, {"y": one.double()})
+    with pytest.raises(ValueError, match="it returns z in place of y"):
+        proof.difference({"y": one}, {"z": one})
+
+
+ALONE = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock")
+"""What `pip install torch` installs; NumPy is optional."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment with torch and its dependencies only, linked from this one."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    here = Path(torch.__file__).parents[1]
+    for name in (*ALONE, "typing_extensions.py"):
+        (site / name).symlink_to(here / name)
+    return folder / "bin/python"
+
+
+@pytest.mark.install
+def test_the_code_of_the_readme_runs_in_an_environment_with_torch_only(trained: Path, alone: Path) -> None:
+    folder = trained / NAME
+    code, *_ = (folder / "README.md").read_text().partition("```python\n")[2].split("```")
+    assert len(code.splitlines()) <= 10
+    done = subprocess.run([alone, "-c", code], cwd=folder, capture_output=True, text=True, env={})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "label (3,) torch.int64\nscores (3, 3) torch.float32\n"
+    done = subprocess.run([alone, "-c", "import mlx_runtime"], cwd=folder, capture_output=True, text=True, env={})
+    assert done.stderr.endswith("No module named 'mlx_runtime'\n")
+
+
+@pytest.mark.install
+def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx) -> None:
+    pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+    pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+    done = mlx(trained, "xp", "export", "exports", "-o", "all", "--format", "pt2,onnx", "--format", "aoti")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((trained / "all/export.json").read_text())["proof"]["programs"]
+    assert {name: item["largest_difference"] < 1e-5 for name, item in found.items()} == dict.fromkeys(found, True)
+    assert set(found) == {"pt2", "onnx", "aoti"}
+    row = load_export(trained / "all").schema.example_rows()[0]
+    label = {int(load_export(trained / "all", name)([row])["label"]) for name in found}
+    assert len(label) == 1

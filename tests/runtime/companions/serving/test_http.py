@@ -1,0 +1,380 @@
+"""Models answer over real HTTP on this machine: in every format, within limits, and to hostile requests."""
+
+import http.client
+import io
+import json
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hostile import BROKEN_JSON
+
+from mlx_runtime.companions.serving import Column, Predictor, Schema
+from mlx_runtime.companions.serving import connections as slow_clients
+from mlx_runtime.companions.serving.access import Access
+from mlx_runtime.companions.serving.http import Limits, application
+from mlx_runtime.companions.serving.server import Server
+
+pytestmark = pytest.mark.process
+
+JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
+
+SCHEMA = Schema(
+    (Column("image", "float32", (2, 3)),), ("label",), {"image": torch.arange(12, dtype=torch.float32).reshape(2, 2, 3)}
+)
+
+Serve = Callable[..., "Client"]
+
+
+class Client:
+    """Requests to a server."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def ask(
+        self, method: str, path: str, body: bytes | str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        finally:
+            connection.close()
+
+    def predict(self, rows: Any, path: str = "/predict") -> tuple[int, Any]:
+        status, _, body = self.ask("POST", path, json.dumps({"rows": rows}), Content_Type=JSON)
+        return status, json.loads(body)
+
+    def raw(self, text: bytes, *, timeout_s: float = 10) -> bytes:
+        """Send bytes, and return everything that comes back until the server closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=timeout_s) as connection:
+            connection.sendall(text)
+            answer = b""
+            try:
+                while piece := connection.recv(1 << 16):
+                    answer += piece
+            except (TimeoutError, ConnectionResetError):
+                pass
+            return answer
+
+
+def model(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs of several types. It fails on batches with the number 13."""
+    image = batch["image"]
+    if (image == 13).any():
+        raise ValueError("no 13, please")
+    return {"total": image.sum(dim=(1, 2)), "twice": image * 2, "largest": image.flatten(1).argmax(dim=1)}
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """`serve(function)` serves a model until the end of the test."""
+    servers: list[Server] = []
+
+    def start(
+        function: Any = model, schema: Schema = SCHEMA, limits: Limits = Limits(), access: Access = Access()
+    ) -> Client:
+        models = {"first": Predictor(function, schema, "x/run_001 <b>"), "second": Predictor(function, schema, "y")}
+        servers.append(Server(application(models, limits, access)).start())
+        return Client(servers[-1])
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def images(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(count, 2, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_answers_are_those_of_the_predictor(serve: Serve) -> None:
+    client, rows = serve(), images(5)
+    expected = Predictor(model, SCHEMA, "x")({"image": rows})
+    for path in ("/predict", "/models/first/predict", "/models/second/predict"):
+        status, answer = client.predict([{"image": row.tolist(), "label": "ignored"} for row in rows], path)
+        assert status == 200
+        for name, value in expected.items():
+            assert torch.equal(torch.tensor([row[name] for row in answer["outputs"]], dtype=value.dtype), value)
+    assert client.predict([]) == (200, {"outputs": []})
+
+
+def test_a_row_that_fails_has_an_error_in_its_place(serve: Serve) -> None:
+    client = serve()
+    good, poison = {"image": [[1, 2, 3], [4, 5, 6]]}, {"image": [[13, 0, 0], [0, 0, 0]]}
+    status, answer = client.predict([good, {"image": [1]}, poison, {}, 5, good])
+    assert status == 200
+    assert [row.get("total") for row in answer["outputs"]] == [21, None, None, None, None, 21]
+    errors = [row.get("error", "") for row in answer["outputs"]]
+    assert errors[1] == "image has shape (1,); expected float32 (2, 3)"
+    assert "no 13, please" in errors[2]
+    assert errors[3] == "image is missing; expected float32 (2, 3)"
+    assert client.predict([{}, {"image": [["a"]]}])[0] == 422
+    assert client.predict([poison])[0] == 500
+    assert client.predict([poison, {}])[0] == 500
+
+
+def test_npy_and_arrow_in_and_out(serve: Serve) -> None:
+    client, rows = serve(), images(4)
+    expected = model({"image": rows})
+    for array in (rows.numpy(), np.asfortranarray(rows.numpy()), rows.numpy().astype(">f8")):
+        file = io.BytesIO()
+        np.save(file, array)
+        status, headers, body = client.ask(
+            "POST", "/predict?output=twice", file.getvalue(), Content_Type=NPY, Accept=NPY
+        )
+        assert (status, headers["content-type"]) == (200, NPY)
+        assert np.array_equal(np.load(io.BytesIO(body)), expected["twice"].numpy())
+    status, _, body = client.ask("POST", "/predict", file.getvalue(), Content_Type=NPY, Accept=NPY)
+    assert (status, "one of total, twice, largest" in str(body)) == (406, True)
+
+    nested = pa.FixedSizeListArray.from_arrays(
+        pa.FixedSizeListArray.from_arrays(pa.array(rows.numpy().reshape(-1)), 3), 2
+    )
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(rows.numpy())
+    for column in (nested, tensors):
+        status, headers, body = client.ask(
+            "POST", "/predict", stream(pa.table({"image": column})), Content_Type=ARROW, Accept=ARROW
+        )
+        assert (status, headers["content-type"]) == (200, ARROW)
+        table = pa.ipc.open_stream(body).read_all()
+        assert table["total"].to_pylist() == expected["total"].tolist()
+        assert table["twice"].to_pylist() == expected["twice"].tolist()
+
+    body = stream(pa.table({"image": nested}), compression="zstd")
+    status, _, answer = client.ask("POST", "/predict", body, Content_Type=ARROW)
+    assert (status, "without compression" in str(answer)) == (400, True)  # it could be a million times as large
+
+
+def stream(table: pa.Table, **options: Any) -> bytes:
+    file = io.BytesIO()
+    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+def test_rows_of_different_lengths_and_texts(serve: Serve) -> None:
+    """They are computed in separate batches, and their answers keep the order of the rows."""
+    seen = []
+
+    def function(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        seen.append(batch["tokens"].shape)
+        lengths = torch.tensor([len(text) for text in batch["text"]])
+        return {"sum": batch["tokens"].sum(dim=1), "length": lengths, "echo": batch["tokens"]}
+
+    schema = Schema((Column("tokens", "int64", (None,)), Column("text", "string")))
+    client = serve(function, schema)
+    rows = [{"tokens": list(range(n)), "text": "x" * n} for n in (1, 3, 1, 2, 3)]
+    status, answer = client.predict(rows)
+    assert status == 200
+    assert [row["sum"] for row in answer["outputs"]] == [0, 3, 0, 1, 3]
+    assert [row["length"] for row in answer["outputs"]] == [1, 3, 1, 2, 3]
+    assert sorted(seen) == [(1, 2), (2, 1), (2, 3)]
+    table = pa.table({"tokens": [row["tokens"] for row in rows], "text": [row["text"] for row in rows]})
+    status, _, body = client.ask("POST", "/predict", stream(table), Content_Type=ARROW, Accept=ARROW)
+    assert pa.ipc.open_stream(body).read_all()["echo"].to_pylist() == [row["tokens"] for row in rows]
+
+
+def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
+    """One with a poisonous row does not spoil the others of its batch."""
+    sizes, entered, release = [], threading.Event(), threading.Event()
+
+    def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sizes.append(len(batch["image"]))
+        entered.set()
+        release.wait(10)
+        return model(batch)
+
+    client = serve(function, limits=Limits(max_batch=16))
+    with ThreadPoolExecutor(30) as pool:
+        first = pool.submit(client.predict, [{"image": images(1)[0].tolist()}])
+        assert entered.wait(10)
+        values = [13 if number == 20 else number for number in range(14, 34)]
+        rest = [pool.submit(client.predict, [{"image": [[value, 0, 0], [0, 0, 0]]}]) for value in values]
+        until = time.monotonic() + 10
+        while client.server.app.endpoints["first"].batcher.queued < 20 and time.monotonic() < until:
+            time.sleep(0.01)
+        release.set()
+        assert first.result()[0] == 200
+        answers = [future.result() for future in rest]
+    assert sizes[:2] == [1, 16]
+    totals = [answer["outputs"][0].get("total") for _, answer in answers]
+    assert totals == [None if value == 13 else value for value in values]
+
+
+@pytest.fixture
+def blocked(serve: Serve) -> Iterator[tuple[Client, threading.Event]]:
+    """A server whose model is computing until the event is set, with room for two more rows."""
+    entered, release = threading.Event(), threading.Event()
+
+    def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        entered.set()
+        release.wait(20)
+        return model(batch)
+
+    client = serve(function, limits=Limits(max_queue=2, timeout_s=1.0))
+    thread = threading.Thread(target=client.predict, args=([{"image": images(1)[0].tolist()}],))
+    thread.start()
+    assert entered.wait(10)
+    yield client, release
+    release.set()
+    thread.join()
+
+
+def test_a_full_queue_refuses_and_a_slow_model_times_out(blocked: tuple[Client, threading.Event]) -> None:
+    client, release = blocked
+    row = {"image": images(1)[0].tolist()}
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(client.predict, [row]) for _ in range(2)]
+        until = time.monotonic() + 10
+        while client.server.app.endpoints["first"].batcher.queued < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        status, headers, body = client.ask("POST", "/predict", json.dumps({"rows": [row]}), Content_Type=JSON)
+        assert (status, headers["retry-after"]) == (429, "1"), body
+        assert client.ask("GET", "/healthz")[0] == 200
+        assert [future.result()[0] for future in waiting] == [503, 503]
+    assert client.ask("GET", "/healthz")[0] == 503  # it has been computing for longer than a request may take
+    release.set()
+    until = time.monotonic() + 10
+    while client.ask("GET", "/healthz")[0] != 200 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert client.predict([row])[0] == 200
+
+
+def test_limits_of_bodies(serve: Serve) -> None:
+    client = serve(limits=Limits(max_body=10_000, max_rows=3))
+    row = {"image": [[0, 0, 0], [0, 0, 0]]}
+    assert client.predict([row] * 3)[0] == 200
+    assert client.predict([row] * 4) == (413, {"error": "4 rows; a request may have 3"})
+    assert client.ask("POST", "/predict", b" " * 10_001, Content_Type=JSON)[0] == 413
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    assert b" 413 " in client.raw(
+        head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"1000\r\n" + b" " * 4096 + b"\r\n") * 4
+    )
+    assert client.ask("POST", "/predict", b"{}", Content_Type=JSON, Content_Encoding="gzip")[0] == 415
+    assert client.ask("POST", "/predict", b"{}", Content_Type="text/plain")[0] == 415
+    assert client.ask("GET", "/predict")[0] == 405
+    assert client.ask("GET", "/models/third/predict")[0] == 404
+    assert b" 431 " in client.raw(head + b"X: " + b"x" * 200_000)
+
+
+def test_slow_clients_are_disconnected(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that send nothing, half of the headers, or less than the body that they have announced."""
+    monkeypatch.setattr(slow_clients, "READ_S", 0.5)
+    client = serve()
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for text in (b"", head, head + b"Content-Length: 100\r\n\r\n{"):
+        assert b" 408 " in client.raw(text), text
+
+
+def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) -> None:
+    client = serve()
+    assert client.ask("GET", "/healthz", Host="evil.example")[0] == 403
+    assert client.ask("GET", "/schema", Origin="http://evil.example")[0] == 403
+    assert client.ask("GET", "/schema", Origin="null")[0] == 403
+    assert client.ask("GET", "/schema", Origin=client.server.url)[0] == 200
+    client = serve(access=Access("secret", hosts=None))
+    assert client.ask("GET", "/healthz", Host="models.example")[0] == 200
+    for path in ("/schema", "/metrics", "/openapi.json", "/example", "/predict"):
+        assert client.ask("GET", path)[0] == 401
+        assert client.ask("GET", path, Authorization="Bearer Secret")[0] == 401
+    assert client.ask("GET", "/schema", Authorization="Bearer secret")[0] == 200
+
+
+def test_documents(serve: Serve) -> None:
+    client = serve()
+    schema = json.loads(client.ask("GET", "/schema")[2])["models"]["first"]
+    assert schema["columns"] == {"image": {"dtype": "float32", "shape": [2, 3]}}
+    assert schema["examples"][1] == {"image": [[6, 7, 8], [9, 10, 11]]}
+    assert client.ask("POST", "/predict", client.ask("GET", "/example")[2], Content_Type=JSON)[0] == 200
+    document = json.loads(client.ask("GET", "/openapi.json")[2])
+    body = document["paths"]["/models/first/predict"]["post"]["requestBody"]["content"][JSON]
+    import jsonschema
+
+    jsonschema.validate(body["example"], body["schema"])
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"rows": [{"image": [[1, 2], [3, 4]]}]}, body["schema"])
+    text = client.ask("GET", "/metrics")[2].decode()
+    assert 'mlx_rows_total{model="first",outcome="answered"} 1.0' in text
+    assert 'mlx_requests_total{status="200"} 4.0' in text
+
+
+def test_numbers_outside_of_their_type_and_texts_in_lists_are_refused(serve: Serve) -> None:
+    """A long text among short ones must not make NumPy allocate its length for each of them."""
+    client = serve(lambda batch: {"same": batch["count"]}, Schema((Column("count", "int64", (None,)),)))
+    status, answer = client.predict([{"count": [2**63]}, {"count": [2**62]}, {"count": [-(2**63), 2**63]}])
+    assert status == 200
+    assert [row.get("same") for row in answer["outputs"]] == [None, [2**62], None]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert client.predict([{"count": ["x" * 100_000, *[""] * 20_000]}])[0] == 422  # 8 GB as an array
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def hostile_bodies() -> Iterator[tuple[str, bytes]]:
+    """Bodies that are not rows, with their types."""
+    yield from ((JSON, text) for text in BROKEN_JSON)
+    values = (
+        *("NaN", "1e999", "9" * 400, '"x"', "null", "{}", "[]", "true", str(2**63), str(-(2**70))),
+        "[" * 900 + "]" * 900,
+    )
+    for value in values:
+        yield JSON, b'{"rows": [{"image": %s}]}' % value.encode()
+        yield JSON, b'{"rows": [{"image": [[1,2,3],[4,5,%s]]}]}' % value.encode()
+    yield JSON, b'{"rows": [{"image": [["%s"%s]]}]}' % (b"x" * 10_000, b', ""' * 2_000)
+    yield JSON, b'{"rows": [{"image": 1, "image": [[1]]}]}'
+    yield JSON, b'{"rows": {"image": 1}, "rows": 5}'
+    file = io.BytesIO()
+    np.save(file, np.array([{}], dtype=object), allow_pickle=True)
+    yield NPY, file.getvalue()
+    for header in (
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 2, 3)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 2, 3)}",
+        b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': ()}",
+        b"[" * 9_000,
+        b"__import__('os')",
+    ):
+        yield NPY, b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    yield NPY, b"PK\x03\x04" + b"x" * 100
+    yield ARROW, stream(pa.table({"image": [[1.0]]}), compression="zstd")
+    yield ARROW, stream(pa.table({"image": pa.array(["x" * 1000] * 3).dictionary_encode()}))
+    yield ARROW, stream(pa.table({"image": pa.nulls(100)}))
+    yield ARROW, stream(pa.table({"label": [1]}))
+    yield ARROW, stream(pa.table({"other": [1]}))
+    good = bytearray(stream(pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(images(3).numpy())})))
+    chance = random.Random(0)
+    for _ in range(150):
+        damaged = bytearray(good)
+        for _ in range(chance.randint(1, 4)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        yield ARROW, bytes(damaged)
+    yield from ((ARROW, bytes(good[:size])) for size in range(0, len(good), 41))
+
+
+def test_hostile_requests_are_refused_in_one_line_with_constant_memory(serve: Serve) -> None:
+    client = serve()
+    bodies = list(hostile_bodies())
+    for round_ in range(3):
+        for kind, body in bodies:
+            status, _, answer = client.ask("POST", "/predict", body, Content_Type=kind)
+            document = json.loads(answer)
+            assert status in (200, 400, 413, 415, 422), (status, kind, body[:200], answer)
+            lines = [document.get("error", ""), *(row.get("error", "") for row in document.get("outputs", ()))]
+            assert all("\n" not in line and "Traceback" not in line and len(line) < 500 for line in lines)
+        if round_ == 0:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for text in (b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        assert b" 4" in client.raw(text)[:20]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000  # kB
+    assert client.predict([{"image": [[1, 2, 3], [4, 5, 6]]}])[0] == 200

@@ -1,0 +1,413 @@
+"""`mlx train predict` for a trained experiment: datasets and files, processes, interruptions and errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pytest
+import torch
+from conftest import Mlx, Start
+from pyarrow import parquet
+
+from mlx_runtime import open_run
+from mlx_runtime.companions.serving import RowError
+from mlx_runtime.companions.serving.offline import Options, predict
+from mlx_runtime.companions.serving.predictor import PredictError
+from mlx_runtime.errors import ConfigError, DatasetError, MlxError, StorageError, UsageError
+
+pytestmark = pytest.mark.local
+
+MORE_DATASETS = '''"""Datasets besides those of the experiment."""
+
+import os
+import time
+from pathlib import Path
+
+from torch.utils.data import IterableDataset
+
+from src.datasets import Digits
+
+
+class Slow(Digits):
+    """Reads slowly while there is a file of this name, and records its process."""
+
+    def __getitem__(self, index):
+        if Path("slow").exists():
+            Path(f"reader_{os.getpid()}").touch()
+            time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+class Stream(IterableDataset):
+    batch_size = 8
+
+    def __init__(self, rows=270):
+        self.rows, self.digits = rows, Digits(split="test")
+
+    def __iter__(self):
+        return (self.digits[number] for number in range(self.rows))
+
+    ray_map_batches = staticmethod(Digits.ray_map_batches)
+
+
+class Broken(Digits):
+    def __getitem__(self, index):
+        if index == 13:
+            raise ValueError("no such scan")
+        return super().__getitem__(index)
+
+
+class Unlike(Digits):
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"picture": Digits.ray_map_batches(batch)["image"]}
+
+
+class OnCluster:
+    def to_ray(self):
+        raise AssertionError("it is not read")
+'''
+
+CHECKED_PREDICT = '''    def predict(self, batch):
+        """Answer a batch without labels; `make predict`, `mlx xp export` and `mlx serve` call this."""
+        if (batch["image"] > 1).any():
+            raise ValueError("too bright")
+'''
+
+
+@pytest.fixture(scope="module")
+def trained(bound: Path, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment with one run, whose predict refuses images brighter than 1."""
+    import shutil
+
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("predict") / "digits"))
+    (folder / "src" / "more.py").write_text(MORE_DATASETS)
+    code = (folder / "src" / "experiment.py").read_text()
+    start = code.index("    def predict(")
+    body = code.index("        probabilities = ", start)
+    (folder / "src" / "experiment.py").write_text(code[:start] + CHECKED_PREDICT + code[body:])
+    done = mlx(folder, "train", "run", "cfg.num_epochs=1", "cfg.start_workers=0", "cfg.code_files=[src/more.py]")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(trained: Path) -> str:
+    return str(trained / "runs" / "digits" / "run_001")
+
+
+@pytest.fixture(scope="module")
+def images(run: str) -> np.ndarray:
+    """The images of the test set, (270, 1, 8, 8) float32."""
+    images: np.ndarray = open_run(run).load_datasets(trust=True).test.images.numpy()
+    return images
+
+
+@pytest.fixture(scope="module")
+def expected(run: str, images: np.ndarray) -> dict[str, np.ndarray]:
+    """The outputs for the test set in Python."""
+    outputs = open_run(run).predictor(trust=True)({"image": images})
+    return {name: value.numpy() for name, value in outputs.items()}
+
+
+@pytest.fixture
+def quick(run: str, tmp_path: Path) -> Callable[..., Path]:
+    """`quick("out.parquet", dataset=...)` predicts in this process, with the stored code."""
+
+    def quick(name: str = "out.parquet", **options: Any) -> Path:
+        predict(run, tmp_path / name, Options(trust=True, **options))
+        assert [path for path in tmp_path.iterdir() if path.name.endswith(".parts")] == []
+        return tmp_path / name
+
+    return quick
+
+
+def probabilities(path: Path) -> np.ndarray:
+    return np.stack(pandas.read_parquet(path)["probabilities"])
+
+
+def test_the_command_answers_as_the_predictor_and_the_evaluation_do(
+    trained: Path, run: str, mlx: Mlx, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.parquet"
+    done = mlx(trained, "train", "predict", "run_001", "-o", str(output))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"wrote {output}: 270 rows of digit, probabilities, in ")
+    assert done.stdout.endswith(" by digits/run_001 epoch_0001\n")
+    assert done.stderr.startswith("predicting with digits/run_001 epoch_0001 on test\n")
+    frame = pandas.read_parquet(output)
+    assert list(frame) == ["digit", "probabilities"]
+    assert np.array_equal(frame["digit"], expected["digit"])
+    assert np.array_equal(probabilities(output), expected["probabilities"])
+    labels = open_run(run).load_datasets(trust=True).test.labels.numpy()
+    metrics = open_run(run).record["metrics"]
+    assert (frame["digit"] == labels).mean() == pytest.approx(metrics["test/accuracy"])
+    again = mlx(trained, "train", "predict", "run_001", "-o", str(output))
+    assert (again.returncode, again.stderr) == (
+        2,
+        f"error: {output} exists; replace it with --force, or name another file with -o\n",
+    )
+
+
+def test_each_number_of_workers_and_kind_of_dataset_gives_the_same_bytes(
+    trained: Path, mlx: Mlx, quick: Callable[..., Path], expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    one = quick("one.parquet", dataset="test", batch_size=8)
+    np.testing.assert_allclose(probabilities(one), expected["probabilities"], rtol=1e-4, atol=1e-6)
+    stream = quick("stream.parquet", dataset="src.more.Stream", batch_size=8)
+    assert stream.read_bytes() == one.read_bytes()
+    for workers in (2, 3):
+        output = tmp_path / f"{workers}.parquet"
+        options = ("--workers", str(workers), "--batch-size", "8", "-o", str(output), "--quiet")
+        dataset = "test" if workers == 2 else "src.more.Stream(rows=270)"
+        done = mlx(trained, "train", "predict", "--dataset", dataset, *options)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert output.read_bytes() == one.read_bytes()
+
+
+def test_files_of_rows_give_the_same_outputs(
+    quick: Callable[..., Path], images: np.ndarray, expected: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    ids = [f"row {number}" for number in range(270)]
+    parquet.write_table(pa.table({"id": ids, "image": images.tolist()}), tmp_path / "in.parquet")
+    rows = [{"image": image.tolist(), "id": name} for image, name in zip(images, ids, strict=True)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    np.savez(tmp_path / "in.npz", image=images, id=ids)
+    np.save(tmp_path / "in.npy", images)
+    for kind in ("parquet", "jsonl", "npz"):
+        output = quick(f"{kind}.parquet", dataset=str(tmp_path / f"in.{kind}"), keep=("id",))
+        assert np.array_equal(probabilities(output), expected["probabilities"]), kind
+        assert list(pandas.read_parquet(output)["id"]) == ids
+    output = quick("out.npz", dataset=str(tmp_path / "in.npy"))
+    with np.load(output) as arrays:
+        assert all(np.array_equal(arrays[name], value) for name, value in expected.items())
+    output = quick("out.jsonl", dataset=str(tmp_path / "in.npy"))
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert np.array_equal(np.array([row["probabilities"] for row in found], np.float32), expected["probabilities"])
+    output = quick("labels.parquet", dataset="test", keep=("label",))
+    assert pandas.read_parquet(output)["label"].iloc[:3].tolist() == open_labels(output, 3)
+
+
+def open_labels(output: Path, count: int) -> list[int]:
+    """Labels of the first rows of the test set, from scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    target = load_digits().target
+    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(0))
+    labels: list[int] = target[order[int(0.85 * len(order)) :]][:count].tolist()
+    return labels
+
+
+def parts_of(output: Path) -> list[Path]:
+    return sorted(output.with_name(f".{output.name}.parts").glob("[0-9]*.arrow"))
+
+
+@pytest.fixture
+def slow(trained: Path) -> Iterator[Path]:
+    """Make the dataset `Slow` slow during the test."""
+    (trained / "slow").touch()
+    yield trained
+    (trained / "slow").unlink(missing_ok=True)
+    for path in trained.glob("reader_*"):
+        path.unlink()
+
+
+def wait_for_part(output: Path) -> None:
+    limit = time.monotonic() + 240
+    while not parts_of(output):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "workers", "code"), [(signal.SIGKILL, 2, -9), (signal.SIGINT, 1, 130), (signal.SIGTERM, 2, 143)]
+)
+def test_an_interrupted_command_continues(
+    number: int,
+    workers: int,
+    code: int,
+    slow: Path,
+    start: Start,
+    quick: Callable[..., Path],
+    run: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "out.parquet"
+    same = {"dataset": "src.more.Slow(split=test)", "batch_size": 2}
+    command = ("--code", "stored", "--dataset", str(same["dataset"]), "--batch-size", "2", "-o", str(output))
+    process = start(slow, "train", "predict", run, *command, "--workers", str(workers))
+    wait_for_part(output)
+    os.kill(process.pid, number)
+    process.wait()
+    assert process.returncode == code
+    if code > 0:
+        stderr = process.communicate()[1]
+        assert "to continue, type the same command again" in stderr, stderr
+    assert not output.exists()
+    if number == signal.SIGKILL:
+        wait_until_gone(slow)
+    (slow / "slow").unlink()
+    rows = sum(int(path.stem.partition("-")[2]) for path in parts_of(output))
+    assert 0 < rows < 270
+    quick("out.parquet", **same)
+    assert f" on src.more.Slow(split=test), continuing after {rows} rows\n" in capsys.readouterr().err
+    whole = quick("whole.parquet", **same)
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def wait_until_gone(folder: Path) -> None:
+    """Wait for the end of the processes that have read rows: they end with the one that started them."""
+    pids = [int(path.name.partition("_")[2]) for path in folder.glob("reader_*")]
+    assert pids
+    limit = time.monotonic() + 30
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_worker_is_reported(slow: Path, run: str, start: Start, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    options = ("--dataset", "src.more.Slow(split=test)", "--batch-size", "2", "--workers", "2", "-o", str(output))
+    process = start(slow, "train", "predict", run, *options)
+    wait_for_part(output)
+    pid = int(next(slow.glob("reader_*")).name.partition("_")[2])
+    os.kill(pid, signal.SIGKILL)
+    stderr = process.communicate()[1]
+    assert process.returncode == 1
+    line = stderr.splitlines()[-1]
+    assert line in {
+        f"error: worker {rank} was killed by SIGKILL; to continue, type the same command again" for rank in (0, 1)
+    }
+    assert parts_of(output)
+
+
+ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
+    "an unknown dataset": ({"dataset": "tst"}, UsageError, r"no dataset 'tst', .*Did you mean 'test'\?"),
+    "an unknown class": ({"dataset": "src.more.Slwo()"}, ConfigError, "Slwo"),
+    "a wrong argument": ({"dataset": "src.more.Slow(splitt=test)"}, ConfigError, "splitt"),
+    "other columns": (
+        {"dataset": "src.more.Unlike(split=test)"},
+        UsageError,
+        "has the columns picture, but predict reads image",
+    ),
+    "a dataset that fails": (
+        {"dataset": "src.more.Broken(split=test)"},
+        DatasetError,
+        r"cannot be read: ValueError: no such scan \(while reading sample 13 ",
+    ),
+    "no rows": ({"dataset": "src.more.Stream(rows=0)"}, UsageError, "has no rows; .* was not written"),
+    "a stream of Ray": ({"dataset": "src.more.OnCluster()"}, UsageError, "is a stream of Ray Data.*write_parquet"),
+    "an unknown column": ({"keep": ("lable",)}, UsageError, "has the columns image, label, but --keep names lable"),
+    "no such checkpoint": ({"checkpoint": "epoch_0009"}, UsageError, "has no checkpoint epoch_0009"),
+    "no such device": ({"device": "cuda:77"}, UsageError, "there is no device 'cuda:77'"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_leave_nothing_behind(name: str, run: str, tmp_path: Path) -> None:
+    options, error, message = ERRORS[name]
+    with pytest.raises(error, match=message) as caught:
+        predict(run, tmp_path / "out.parquet", Options(trust=True, **options))
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_on_which_predict_fails_is_named(run: str, images: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", np.concatenate([images[:20], images[:1] + 5]))
+    with pytest.raises(PredictError, match=r"in.npy: row 20: predict failed: ValueError: too bright \(experiment.py:"):
+        predict(run, tmp_path / "out.parquet", Options(dataset=str(tmp_path / "in.npy"), batch_size=1, trust=True))
+    assert len(parts_of(tmp_path / "out.parquet")) == 2
+    part = images[:20].copy()
+    part[3, 0, 0, 0] = np.nan
+    np.save(tmp_path / "in.npy", part)
+    with pytest.raises(RowError, match=r"in.npy: row 3: image holds NaN or infinity; expected finite numbers"):
+        predict(run, tmp_path / "out.parquet", Options(dataset=str(tmp_path / "in.npy"), trust=True))
+
+
+def test_outputs_that_cannot_be_written(run: str, trained: Path, tmp_path: Path) -> None:
+    for name, message in {
+        "none/out.parquet": "there is no folder .*none for out.parquet; create it",
+        "out.xlsx": "files of predictions end with .parquet",
+        "out.csv": r"a field of CSV cannot hold probabilities, float \(10,\); write .parquet",
+        "out.npy": "holds one column, but there are digit, probabilities",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            predict(run, tmp_path / name, Options(trust=True))
+    with pytest.raises(UsageError, match=f"{Path.cwd()} is not the experiment of digits/run_001, .* --code stored"):
+        predict(run, tmp_path / "out.parquet", Options())
+    assert list(tmp_path.iterdir()) == []
+
+
+IN_A_PROCESS = """
+import json, resource, signal, sys
+from pathlib import Path
+from mlx_runtime.companions.serving.offline import Options, predict
+from mlx_runtime.errors import MlxError
+run, folder, limit, *names = sys.argv[1:]
+if int(limit):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+peaks = []
+for name in names:
+    output = Path(folder, f"{name}.out.parquet")
+    try:
+        predict(run, output, Options(dataset=str(Path(folder, name)), keep=("id",), batch_size=64, trust=True))
+    except MlxError as error:
+        print(type(error).__name__, error)
+        sys.exit(error.exit_code)
+    status = Path("/proc/self/status").read_text()  # ru_maxrss begins with the memory of the parent
+    peaks.append(int(status.partition("VmHWM:")[2].split()[0]) >> 10)
+print(json.dumps(peaks))
+"""
+
+
+def in_a_process(run: str, folder: Path, limit: int, *names: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", IN_A_PROCESS, run, str(folder), str(limit), *names]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_memory_does_not_grow_with_the_file(run: str, images: np.ndarray, tmp_path: Path) -> None:
+    """Each row has 20 KB, so that the large files would take 60 MB more in memory."""
+    rows = 4_000
+    many = np.tile(images, (rows // 270 + 1, 1, 1, 1))[:rows]
+    text = [f"{number:020000d}" for number in range(rows)]
+    names = []
+    for count in (1_024, rows):
+        nested = pa.array(many[:count].reshape(-1))
+        for size in (8, 8, 1):
+            nested = pa.FixedSizeListArray.from_arrays(nested, size)
+        names += [f"{count}.parquet", f"{count}.npz"]
+        table = pa.table({"image": nested, "id": text[:count]})
+        parquet.write_table(table, tmp_path / names[-2], use_dictionary=False)
+        np.savez(tmp_path / names[-1], image=many[:count], id=np.array(text[:count], "S"))
+    done = in_a_process(run, tmp_path, 0, *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert peaks[-1] - peaks[1] < 30, peaks
+    assert parquet.ParquetFile(tmp_path / f"{names[2]}.out.parquet").metadata.num_rows == rows
+
+
+def test_a_full_disk(run: str, images: np.ndarray, tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", image=images, id=["0" * 1000] * 270)
+    done = in_a_process(run, tmp_path, 1 << 17, "in.npz")
+    assert done.returncode == StorageError.exit_code
+    wanted = f"StorageError cannot write {tmp_path / 'in.npz.out.parquet'}: File too large; to continue, type the same"
+    assert done.stdout.startswith(wanted), done.stdout + done.stderr
+    assert not (tmp_path / "in.npz.out.parquet").exists()
