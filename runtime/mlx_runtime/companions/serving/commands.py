@@ -13,6 +13,7 @@ from mlx_runtime.cli import options
 from mlx_runtime.cli.options import FOLDER, PAGE, say, word
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import queries
+from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.serving.cluster import Deployment
@@ -261,7 +262,7 @@ def serve_update(
         folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
         spec = cluster.spec_of(folder, checkpoint, stored=stored)
         with _detached(name, servers.option):
-            _show(servers.update(name, spec, upload, write=say), servers.option)
+            _show(servers.update(name, spec, upload, write=_progress), servers.option)
         return
     if checkpoint or code:
         raise UsageError("--checkpoint and --code go with --ray-address; a server keeps the options that it has")
@@ -311,7 +312,12 @@ def serve_launch(
     folder = queries.resolve_run(name, run)
     spec = cluster.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
     with _detached(spec.name, servers.option):
-        _show(servers.launch(spec, upload, host, port, write=say), servers.option)
+        _show(servers.launch(spec, upload, host, port, write=_progress), servers.option)
+
+
+def _progress(line: str) -> None:
+    if not Settings.read().quiet:
+        say(line)
 
 
 @contextlib.contextmanager
