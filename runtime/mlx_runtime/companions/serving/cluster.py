@@ -132,7 +132,7 @@ class Cluster:
                     continue
                 shown = HOST if is_loopback(host) else urlsplit(self.dashboard.address.url).hostname
                 url = f"http://{shown}:{port}{spec.route.rstrip('/')}"
-                message = application.get("message") or details.get("message") or ""
+                message = details.get("message") or application.get("message") or ""
                 reason = last_lines(message.strip(), 1).strip()
                 found[name] = Deployment(spec, url, application["status"], details, reason, listening)
         return found
