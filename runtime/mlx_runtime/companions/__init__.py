@@ -29,7 +29,10 @@ COMPANIONS = {
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "services": Companion(),
     "serving": Companion(
-        ("train predict", "xp export", "serve run", "serve ls", "serve logs", "serve stop", "serve update")
+        (
+            *("train predict", "xp export", "serve run", "serve launch"),
+            *("serve ls", "serve logs", "serve stop", "serve update"),
+        )
     ),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),

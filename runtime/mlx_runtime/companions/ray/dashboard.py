@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from mlx_runtime.companions.ray import addresses
 from mlx_runtime.companions.ray.addresses import DASHBOARD_PORT, Address
@@ -32,6 +33,7 @@ Timeout = float | tuple[float, float]
 
 ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
+STATE_S = 20.0  # timeout of a request that the dashboard passes on to actors
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # maximum silence of a cluster while following a log
 SILENCE_S = 8.0  # maximum silence of a cluster while checking it
@@ -184,6 +186,29 @@ class Dashboard:
     def stop(self, job: str) -> None:
         """Send SIGTERM to a job, and SIGKILL after the `RAY_JOB_STOP_WAIT_TIME_S` of its environment."""
         self._request("POST", f"jobs/{job}/stop", refusal=f"cannot stop {job}")
+
+    def serve_state(self) -> dict[str, Any]:
+        """Return the state of Ray Serve: its `applications` and `proxies`, and its `http_options` if it runs."""
+        answer = self._request("GET", "serve/applications/", STATE_S)
+        if answer.status_code == 501:  # https://docs.ray.io/en/latest/serve/api/index.html#serve-rest-api
+            problem = f"the head node of {self.address.url} lacks the libraries of Ray Serve"
+            raise _unreachable_error(problem, 'Install them in the environment of the nodes: pip install "ray[serve]"')
+        if answer.status_code != 200:
+            raise ClusterError(f"{self.address.url} cannot list the applications of Ray Serve: {_reason(answer)}")
+        return dict(answer.json())
+
+    def resources(self) -> tuple[dict[str, tuple[float, float]], list[dict[str, float]]]:
+        """Return how much of each resource, like `CPU`, is used and exists, and the demands that wait for a node."""
+        answer = self._request("GET", "cluster_status", STATE_S, refusal=f"{self.address.url} has no status").json()
+        report = answer["data"]["clusterStatus"]["loadMetricsReport"] or {}
+        usage = {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
+        return usage, [demand for demand, _ in report.get("resourceDemand", ())]
+
+    def node_log(self, node: str, file: str, lines: int) -> str:
+        """Return the last lines of a file in the log folder of a node."""
+        query = urlencode({"node_id": node, "filename": file, "lines": lines})
+        path, refusal = f"v0/logs/file?{query}", f"{self.address.url} has no {file} of that node"
+        return self._request("GET", path, TRANSFER_S, refusal=refusal).text
 
     async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
         """Write a log after its first `skip` characters, until the connection ends.

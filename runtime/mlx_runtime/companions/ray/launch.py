@@ -166,6 +166,22 @@ class Launch:
         return records.Record(run, kept, **facts)
 
 
+def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dashboard, Upload]:
+    """Connect to a cluster that accepts jobs from here, and collect the `files` of a folder, or only the runtime.
+
+    Raises `ClusterError` if it does not answer, has another version of Ray, or does not accept as many files.
+    """
+    dashboard, checks = preflight.check_cluster(address)
+    upload = Upload.of(folder) if files else Upload(folder, (), {})
+    for check in [*checks, preflight.check_upload(upload)]:
+        if not check.ok:
+            error = ClusterError(check.text)
+            error.hint = check.hint or ""
+            raise error
+    assert dashboard is not None, "it has answered"
+    return dashboard, upload
+
+
 def prepare(
     folder: Path,
     address: Address,

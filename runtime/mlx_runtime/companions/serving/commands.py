@@ -1,18 +1,32 @@
 """Commands that answer with trained models."""
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import FOLDER, PAGE, say, word
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import queries
+from mlx_runtime.settings import Settings
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.serving.cluster import Deployment
 
 FORMATS = ("pt2", "safetensors", "onnx", "aoti")
 
 port_option = click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, if there are several.")
+
+cluster_option = click.option(
+    "--ray-address", metavar="URL", help="Models on this cluster, like http://head:8265, instead of this machine."
+)
+
+application_argument = click.argument("name", type=word, required=False)
 
 checkpoint_option = click.option(
     "--checkpoint", metavar="WHICH", type=word, help="best, latest or epoch_0004. Default: best, or latest."
@@ -159,12 +173,26 @@ def serve_run(
 
 
 @click.command("ls")
+@cluster_option
 @options.json
-def serve_ls(as_json: bool) -> None:
-    """List the servers of this user on this machine."""
+def serve_ls(ray_address: str | None, as_json: bool) -> None:
+    """List the servers of this user on this machine, or the models on a cluster."""
     from mlx_runtime.companions.serving import registry
     from mlx_runtime.storage import to_json
 
+    if ray_address is not None:
+        from mlx_runtime.companions.serving.cluster import Cluster
+
+        found = [*Cluster.connect(ray_address).deployments().values()]
+        if as_json:
+            click.echo(to_json([item.document() for item in found]), nl=False)
+            return
+        for item in found:
+            facts = (item.url, item.title, item.status, f"{item.running} of {item.wanted} replicas", item.reason)
+            say("  ".join(filter(None, facts)))
+        if not found:
+            say("no model is deployed there; deploy one: mlx serve launch NAME", err=True)
+        return
     servers = registry.running()
     if as_json:
         click.echo(to_json(servers), nl=False)
@@ -177,21 +205,39 @@ def serve_ls(as_json: bool) -> None:
 
 
 @click.command("logs")
+@application_argument
 @port_option
-def serve_logs(port: int | None) -> None:
-    """Print the log of a server: updates and errors."""
+@cluster_option
+def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> None:
+    """Print the log of a server, or the last lines of each replica of NAME on a cluster."""
     from mlx_runtime.companions.serving import registry
 
+    if ray_address is not None:
+        from mlx_runtime.companions.serving.cluster import Cluster
+
+        for text in Cluster.connect(ray_address).logs(_named(name)):
+            for line in text.splitlines():
+                say(line)
+        return
+    _refuse_name(name)
     for line in Path(registry.find(port)["log"]).read_text(errors="replace").splitlines():
         say(line)
 
 
 @click.command("stop")
+@application_argument
 @port_option
-def serve_stop(port: int | None) -> None:
-    """Stop a server, after it has answered what it has accepted."""
+@cluster_option
+def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
+    """Stop a server, or NAME on a cluster, after it has answered what it has accepted."""
     from mlx_runtime.companions.serving import registry
 
+    if ray_address is not None:
+        from mlx_runtime.companions.serving.cluster import Cluster
+
+        say(f"stopped {Cluster.connect(ray_address).stop(_named(name)).url}")
+        return
+    _refuse_name(name)
     record = registry.find(port)
     registry.ask(record, {"action": "stop"}, registry.ANSWER_S)
     registry.wait_for_end(record)
@@ -202,10 +248,109 @@ def serve_stop(port: int | None) -> None:
 @click.argument("name", type=word)
 @click.argument("run", type=word)
 @port_option
-def serve_update(name: str, run: str, port: int | None) -> None:
-    """Answer with another RUN, or export, as NAME of a server, without a failed request."""
+@cluster_option
+@click.option(
+    "--checkpoint", metavar="WHICH", type=word, help="On a cluster: best (the default), latest or epoch_0004."
+)
+@click.option("--code", type=click.Choice(["stored"]), help="On a cluster: use the code stored with the run.")
+def serve_update(
+    name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
+) -> None:
+    """Answer with another RUN, or export, as NAME of a server, or of a cluster, without a failed request."""
     from mlx_runtime.companions.serving import registry
 
+    if ray_address is not None:
+        from mlx_runtime.companions.serving import cluster
+
+        stored = code is not None
+        servers, upload = cluster.connect(ray_address, stored=stored)
+        former = servers.find(name)
+        folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
+        spec = cluster.spec_of(folder, checkpoint, stored=stored)
+        with _detached(name, servers.option):
+            _show(servers.update(name, spec, upload, write=_progress), servers.option)
+        return
+    if checkpoint or code:
+        raise UsageError("--checkpoint and --code go with --ray-address; a server keeps the options that it has")
     record = registry.find(port, name)
     source = str(Path(run).resolve()) if Path(run).is_dir() else run
     say(registry.ask(record, {"action": "update", "name": name, "run": source}, registry.UPDATE_S))
+
+
+@click.command("launch")
+@options.name()
+@options.run("latest")
+@checkpoint_option
+@code_option
+@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Processes that answer.")
+@click.option("--max-replicas", type=click.IntRange(1), help="Start up to this many under load.")
+@click.option("--gpu", is_flag=True, help="Give each replica a GPU.")
+@click.option("--route", metavar="/PATH", type=word, help="Path and name of the application. Default: /NAME.")
+@click.option("--host", type=word, help="Address to listen on, like 0.0.0.0, with MLX_SERVE_TOKEN. Default: 127.0.0.1.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on. Default: 8000.")
+@options.address
+@options.verbosity
+def serve_launch(
+    name: str,
+    run: str,
+    checkpoint: str | None,
+    code: str | None,
+    replicas: int,
+    max_replicas: int | None,
+    gpu: bool,
+    route: str | None,
+    host: str | None,
+    port: int | None,
+    ray_address: str | None,
+) -> None:
+    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME on a Ray cluster, detached.
+
+    Clients need the token in MLX_SERVE_TOKEN, if it is set.
+    """
+    from mlx_runtime.companions.serving import cluster
+
+    if max_replicas is not None and max_replicas < replicas:
+        raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
+    stored = code is not None
+    servers, upload = cluster.connect(ray_address, stored=stored)
+    token = os.environ.get("MLX_SERVE_TOKEN") or None
+    settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
+    folder = queries.resolve_run(name, run)
+    spec = cluster.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
+    with _detached(spec.name, servers.option):
+        _show(servers.launch(spec, upload, host, port, write=_progress), servers.option)
+
+
+def _progress(line: str) -> None:
+    if not Settings.read().quiet:
+        say(line)
+
+
+@contextlib.contextmanager
+def _detached(name: str, option: str) -> Iterator[None]:
+    """Print after Ctrl-C that the cluster may continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        say(f"the cluster may continue to deploy {name}; to end that: mlx serve stop {name} {option}", err=True)
+        sys.exit(130)
+
+
+def _show(deployed: "Deployment", option: str) -> None:
+    name = deployed.spec.name
+    facts = deployed.facts() | {"log": f"mlx serve logs {name} {option}"}
+    facts |= {"update": f"mlx serve update {name} RUN {option}", "stop": f"mlx serve stop {name} {option}"}
+    for title, text in facts.items():
+        say(f"{title:<9} {text}")
+
+
+def _named(name: str | None) -> str:
+    if name is None:
+        raise UsageError("which model? Pass its name: mlx serve ls --ray-address URL lists them")
+    return name
+
+
+def _refuse_name(name: str | None) -> None:
+    if name is not None:
+        raise UsageError(f"{name} is the name of a model on a cluster; add --ray-address, or leave it out")
