@@ -5,8 +5,9 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     "commands",
-    exported="load_export",
-    loading="load_predictor",
-    predictor="Predictor",
-    server="serve",
+    exports="load_export",
+    http="serve",
+    loading="by_preference choose_checkpoint load_parts load_predictor shard_of",
+    predictor="Outputs PredictError Predictor part_of rows_in",
+    schema="STRING TYPES Column RowError Schema",
 )

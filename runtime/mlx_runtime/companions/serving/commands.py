@@ -16,7 +16,7 @@ from mlx_runtime.runs import queries
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.serving.cluster import Deployment
+    from mlx_runtime.companions.serving.cluster import client
 
 FORMATS = ("pt2", "safetensors", "onnx", "aoti")
 
@@ -74,7 +74,7 @@ def train_predict(
 
     RUN is run_003, 3 or latest (the default), or name/run_003, or the folder or URI of a run.
     """
-    from mlx_runtime.companions.serving.offline import Options, predict
+    from mlx_runtime.companions.serving.predictions import Options, predict
 
     chosen = Options(checkpoint, dataset, workers, batch_size, device, _columns(keep), force, code is not None)
     try:
@@ -116,7 +116,7 @@ def xp_export(
 
     The outputs of the exported program are compared with those of `predict`, in a process without this package.
     """
-    from mlx_runtime.companions.serving.export import export
+    from mlx_runtime.companions.serving.exports import export
 
     folder = None if output is None else Path(output)
     run_folder = queries.resolve_run(name, run)
@@ -154,8 +154,7 @@ def serve_run(
     NAME is by default the experiment in the working directory. Further models are added as OTHER=RUN, such as
     small=digits/run_004. The first one answers at /predict, each at /models/NAME/predict.
     """
-    from mlx_runtime.companions.serving import running
-    from mlx_runtime.companions.serving.http import Limits
+    from mlx_runtime.companions.serving.http import Limits, running
 
     if threads is not None:
         import torch
@@ -177,13 +176,13 @@ def serve_run(
 @options.json
 def serve_ls(ray_address: str | None, as_json: bool) -> None:
     """List the servers of this user on this machine, or the models on a cluster."""
-    from mlx_runtime.companions.serving import registry
+    from mlx_runtime.companions.serving.http import registry
     from mlx_runtime.storage import to_json
 
     if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import Cluster
+        from mlx_runtime.companions.serving.cluster import client
 
-        found = [*Cluster.connect(ray_address).deployments().values()]
+        found = [*client.Cluster.connect(ray_address).deployments().values()]
         if as_json:
             click.echo(to_json([item.document() for item in found]), nl=False)
             return
@@ -210,12 +209,12 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
 @cluster_option
 def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> None:
     """Print the log of a server, or the last lines of each replica of NAME on a cluster."""
-    from mlx_runtime.companions.serving import registry
+    from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import Cluster
+        from mlx_runtime.companions.serving.cluster import client
 
-        for text in Cluster.connect(ray_address).logs(_named(name)):
+        for text in client.Cluster.connect(ray_address).logs(_named(name)):
             for line in text.splitlines():
                 say(line)
         return
@@ -230,12 +229,12 @@ def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> N
 @cluster_option
 def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
     """Stop a server, or NAME on a cluster, after it has answered what it has accepted."""
-    from mlx_runtime.companions.serving import registry
+    from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import Cluster
+        from mlx_runtime.companions.serving.cluster import client
 
-        say(f"stopped {Cluster.connect(ray_address).stop(_named(name)).url}")
+        say(f"stopped {client.Cluster.connect(ray_address).stop(_named(name)).url}")
         return
     _refuse_name(name)
     record = registry.find(port)
@@ -257,16 +256,16 @@ def serve_update(
     name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
 ) -> None:
     """Answer with another RUN, or export, as NAME of a server, or of a cluster, without a failed request."""
-    from mlx_runtime.companions.serving import registry
+    from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
-        from mlx_runtime.companions.serving import cluster
+        from mlx_runtime.companions.serving.cluster import client
 
         stored = code is not None
-        servers, upload = cluster.connect(ray_address, stored=stored)
+        servers, upload = client.connect(ray_address, stored=stored)
         former = servers.find(name)
         folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
-        spec = cluster.spec_of(folder, checkpoint, stored=stored)
+        spec = client.spec_of(folder, checkpoint, stored=stored)
         with _detached(name, servers.option):
             _show(servers.update(name, spec, upload, write=_progress), servers.option)
         return
@@ -307,16 +306,16 @@ def serve_launch(
 
     Clients need the token in MLX_SERVE_TOKEN, if it is set.
     """
-    from mlx_runtime.companions.serving import cluster
+    from mlx_runtime.companions.serving.cluster import client
 
     if max_replicas is not None and max_replicas < replicas:
         raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
     stored = code is not None
-    servers, upload = cluster.connect(ray_address, stored=stored)
+    servers, upload = client.connect(ray_address, stored=stored)
     token = os.environ.get("MLX_SERVE_TOKEN") or None
     settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
     folder = queries.resolve_run(name, run)
-    spec = cluster.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
+    spec = client.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
     with _detached(spec.name, servers.option):
         _show(servers.launch(spec, upload, host, port, write=_progress), servers.option)
 
@@ -337,7 +336,7 @@ def _detached(name: str, option: str) -> Iterator[None]:
         sys.exit(130)
 
 
-def _show(deployed: "Deployment", option: str) -> None:
+def _show(deployed: "client.Deployment", option: str) -> None:
     name = deployed.spec.name
     facts = deployed.facts() | {"log": f"mlx serve logs {name} {option}"}
     facts |= {"update": f"mlx serve update {name} RUN {option}", "stop": f"mlx serve stop {name} {option}"}

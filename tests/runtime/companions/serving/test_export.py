@@ -14,7 +14,7 @@ from conftest import Mlx, edit
 from safetensors.torch import load_file
 
 from mlx_runtime import load_export, open_run
-from mlx_runtime.companions.serving import proof
+from mlx_runtime.companions.serving.exports import proof
 from mlx_runtime.companions.serving.schema import RowError
 from mlx_runtime.errors import StorageError, UsageError
 
@@ -127,7 +127,7 @@ def test_a_damaged_export_is_refused(here: Path, file: str, damage: bytes | None
 
 
 def test_an_export_whose_hash_was_rewritten_is_refused_if_its_content_is_damaged(here: Path) -> None:
-    from mlx_runtime.companions.serving.exported import sha256_of
+    from mlx_runtime.companions.serving.exports.exported import sha256_of
 
     for file, message in (
         ("program.pt2", "program.pt2 does not load: "),

@@ -18,13 +18,13 @@ import pytest
 import torch
 from hostile import BROKEN_JSON
 
-from mlx_runtime.companions.serving import connections as slow_clients
-from mlx_runtime.companions.serving import http as interface
-from mlx_runtime.companions.serving.access import Access
-from mlx_runtime.companions.serving.http import Limits, application
+from mlx_runtime.companions.serving.http import application as interface
+from mlx_runtime.companions.serving.http import connections as slow_clients
+from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http.asgi import Limits, application
+from mlx_runtime.companions.serving.http.server import Server
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
-from mlx_runtime.companions.serving.server import Server
 
 pytestmark = pytest.mark.process
 

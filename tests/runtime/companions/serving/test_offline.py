@@ -19,7 +19,7 @@ from conftest import Mlx, Start
 from pyarrow import parquet
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.serving.offline import Options, predict
+from mlx_runtime.companions.serving.predictions.offline import Options, predict
 from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import RowError
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError, StorageError, UsageError
@@ -358,7 +358,7 @@ def test_outputs_that_cannot_be_written(run: str, trained: Path, tmp_path: Path)
 IN_A_PROCESS = """
 import json, resource, signal, sys
 from pathlib import Path
-from mlx_runtime.companions.serving.offline import Options, predict
+from mlx_runtime.companions.serving.predictions.offline import Options, predict
 from mlx_runtime.errors import MlxError
 run, folder, limit, *names = sys.argv[1:]
 if int(limit):

@@ -14,11 +14,18 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from mlx_runtime.companions.serving.parts import Parts, part_name
-from mlx_runtime.companions.serving.results import array_of, join, refuse_columns, rows_of_part, table_of, write_part
+from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
+from mlx_runtime.companions.serving.predictions.results import (
+    array_of,
+    join,
+    refuse_columns,
+    rows_of_part,
+    table_of,
+    write_part,
+)
+from mlx_runtime.companions.serving.predictions.sources import select
+from mlx_runtime.companions.serving.predictions.tables import checked, open_rows
 from mlx_runtime.companions.serving.schema import Column, RowError
-from mlx_runtime.companions.serving.sources import select
-from mlx_runtime.companions.serving.tables import checked, open_rows
 from mlx_runtime.errors import ConfigError, MlxError, UsageError
 
 pytestmark = pytest.mark.pure

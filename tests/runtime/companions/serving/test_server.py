@@ -17,11 +17,11 @@ from browser import Browser
 from conftest import Mlx, Start, edit
 from forkserver import Command
 
+from mlx_runtime.companions.serving.http.running import Source, parse
+from mlx_runtime.companions.serving.http.server import serve
+from mlx_runtime.companions.serving.http.shadow import agree
 from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.running import Source, parse
 from mlx_runtime.companions.serving.schema import Column, Schema
-from mlx_runtime.companions.serving.server import serve
-from mlx_runtime.companions.serving.shadow import agree
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.local
@@ -202,7 +202,7 @@ def test_a_long_example_is_read_from_the_server(script: Any, trained: Path, tmp_
         "import os, subprocess\n"
         f"os.environ['MLX_CACHE'] = {str(tmp_path)!r}\n"
         "from mlx_runtime.companions.serving import running\n"
-        "from mlx_runtime.companions.serving.http import Limits\n"
+        "from mlx_runtime.companions.serving.http.asgi import Limits\n"
         "running.LONGEST_EXAMPLE = 10\n"
         "served = running.Running({'digits': running.Source('digits')}, Limits(), '127.0.0.1', 0)\n"
         "with served.server:\n"

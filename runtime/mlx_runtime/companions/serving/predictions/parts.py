@@ -70,7 +70,7 @@ class Parts:
 
     def find(self) -> int:
         """Find the finished blocks, and remove damaged ones. Return their number of rows."""
-        from mlx_runtime.companions.serving.results import rows_of_part
+        from mlx_runtime.companions.serving.predictions.results import rows_of_part
 
         for path in self._files():
             number, _, rows = path.stem.partition("-")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-from mlx_runtime.companions.serving.sizes import fixed_sizes
+from mlx_runtime.companions.serving.exports.sizes import fixed_sizes
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 

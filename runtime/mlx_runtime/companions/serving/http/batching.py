@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving.bodies import Part
-from mlx_runtime.companions.serving.predictor import PredictError, Predictor, part_of
+from mlx_runtime.companions.serving import PredictError, Predictor, part_of
+from mlx_runtime.companions.serving.http.bodies import Part
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import located
 

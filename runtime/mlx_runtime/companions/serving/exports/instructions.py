@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.companions.serving import Schema
 from mlx_runtime.runs.tables import format_number
 
 PT2 = """import torch

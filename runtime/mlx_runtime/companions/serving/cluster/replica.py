@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.serving.access import Access
-from mlx_runtime.companions.serving.http import Application, Limits, application
+from mlx_runtime.companions.serving.http import Access, Application, Limits, application
 from mlx_runtime.errors import MlxError, full_message, short_message
 from mlx_runtime.extras import require
 from mlx_runtime.runs.queries import open_run

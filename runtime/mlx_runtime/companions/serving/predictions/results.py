@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from pyarrow import csv, parquet
 
-from mlx_runtime.companions.serving.tables import values_of
+from mlx_runtime.companions.serving.predictions.tables import values_of
 from mlx_runtime.data import dtype_name
 from mlx_runtime.errors import MlxError, UsageError, short_message
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions import is_remote
-from mlx_runtime.companions.serving import openapi, registry
-from mlx_runtime.companions.serving.http import Application, Limits, application
-from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.server import Server, access_for, is_loopback
-from mlx_runtime.companions.serving.shadow import Shadow, refuse_other_columns
+from mlx_runtime.companions.serving import Predictor
+from mlx_runtime.companions.serving.http import openapi, registry
+from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
+from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
+from mlx_runtime.companions.serving.http.shadow import Shadow, refuse_other_columns
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import queries
 from mlx_runtime.storage.local import write_atomic
@@ -59,9 +59,9 @@ class Source:
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
         if self.is_export:
-            from mlx_runtime.companions.serving import exported
+            from mlx_runtime.companions.serving.exports import load_export
 
-            loaded: Predictor = exported.load_export(Path(self.text))
+            loaded: Predictor = load_export(Path(self.text))
             return loaded
         if is_remote(self.text):
             return queries.open_run(self.text).predictor(checkpoint, trust=trust)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.serving import proof
-from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.schema import STRING, TYPES, Schema
+from mlx_runtime.companions.serving import STRING, TYPES, Predictor, Schema
+from mlx_runtime.companions.serving.exports import proof
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.companions.serving.negotiation import JSON, NPY, BodyError
-from mlx_runtime.companions.serving.schema import STRING, Column, RowError, Schema
+from mlx_runtime.companions.serving import STRING, Column, RowError, Schema
+from mlx_runtime.companions.serving.http.negotiation import JSON, NPY, BodyError
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import short_message
 
@@ -109,7 +109,7 @@ class RowParser:
         return {self._columns[0].name: array}, len(array)
 
     def _arrow(self, body: bytes) -> tuple[Mapping[str, Any], int]:
-        from mlx_runtime.companions.serving import arrow
+        from mlx_runtime.companions.serving.http import arrow
 
         table = arrow.read(body, self._limit)
         for name in table.column_names:

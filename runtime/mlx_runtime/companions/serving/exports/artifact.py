@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 from mlx_runtime.companions.hub import screen
-from mlx_runtime.companions.serving import instructions, origins, programs
-from mlx_runtime.companions.serving.evidence import SIZES, Evidence, collect, prove
-from mlx_runtime.companions.serving.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
-from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
-from mlx_runtime.companions.serving.predictor import Outputs, Predictor, rows_in
-from mlx_runtime.companions.serving.sizes import size_limits
+from mlx_runtime.companions.serving import Outputs, Predictor, choose_checkpoint, load_parts, rows_in
+from mlx_runtime.companions.serving.exports import instructions, origins, programs
+from mlx_runtime.companions.serving.exports.evidence import SIZES, Evidence, collect, prove
+from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
+from mlx_runtime.companions.serving.exports.sizes import size_limits
 from mlx_runtime.companions.sharding import consolidate, tensor_files
 from mlx_runtime.data import Batch, dtype_name
 from mlx_runtime.errors import UsageError

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving.loading import choose_checkpoint
-from mlx_runtime.companions.serving.parts import Parts, code_digest, part_name
-from mlx_runtime.companions.serving.predictor import PredictError
-from mlx_runtime.companions.serving.schema import STRING
-from mlx_runtime.companions.serving.sources import SUFFIXES, Rows, Selection, select
+from mlx_runtime.companions.serving import STRING, PredictError, choose_checkpoint
+from mlx_runtime.companions.serving.predictions.parts import Parts, code_digest, part_name
+from mlx_runtime.companions.serving.predictions.sources import SUFFIXES, Rows, Selection, select
 from mlx_runtime.config.projects import AN_EXPERIMENT, EXPERIMENT, main_class
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed.randomness import temporary_seed
@@ -163,7 +161,7 @@ def _work(job: Job, parts: Parts, progress: "Progress") -> list[str]:
             server.close()
     if not progress.done:
         raise UsageError(f"{job.rows.title} has no rows; {job.output} was not written")
-    from mlx_runtime.companions.serving.results import join
+    from mlx_runtime.companions.serving.predictions.results import join
 
     with _writing(job.output):
         return join(parts.files(), job.output, parts.folder / f".{job.output.name}")
@@ -255,7 +253,7 @@ class BlockWriter:
 
     def write(self, number: int) -> Done:
         """Write a block, which is empty behind the last row."""
-        from mlx_runtime.companions.serving import results
+        from mlx_runtime.companions.serving.predictions import results
 
         first, size = number * self._job.block_rows, self._job.options.batch_size
         outputs, kept, count = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0

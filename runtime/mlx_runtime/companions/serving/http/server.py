@@ -9,9 +9,9 @@ from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any
 
-from mlx_runtime.companions.serving.access import Access
-from mlx_runtime.companions.serving.http import Application, Limits, application
-from mlx_runtime.companions.serving.predictor import Predictor
+from mlx_runtime.companions.serving import Predictor
+from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
 
@@ -36,7 +36,7 @@ class Server:
             require(library, "serving")
         import uvicorn
 
-        from mlx_runtime.companions.serving.connections import Connection, sweeper
+        from mlx_runtime.companions.serving.http.connections import Connection, sweeper
 
         self.app = app
         self._socket = _listen(host, port)

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving import proof
-from mlx_runtime.companions.serving.faults import ExportError, fault_of_rows
-from mlx_runtime.companions.serving.loading import by_preference, shard_of
-from mlx_runtime.companions.serving.predictor import Outputs, PredictError, Predictor
-from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.companions.serving import Outputs, PredictError, Predictor, Schema, by_preference, shard_of
+from mlx_runtime.companions.serving.exports import proof
+from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of_rows
 from mlx_runtime.data import Batch, dtype_name, stream_names, trains
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS

@@ -11,12 +11,20 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_runtime.companions.serving import bodies, openapi
-from mlx_runtime.companions.serving.access import Access
-from mlx_runtime.companions.serving.batching import Batcher, QueueFullError
-from mlx_runtime.companions.serving.bodies import Part, RowParser
-from mlx_runtime.companions.serving.negotiation import ARROW, JSON, NPY, Refusal, kind_of, wanted_kind, wanted_output
-from mlx_runtime.companions.serving.predictor import PredictError, Predictor
+from mlx_runtime.companions.serving import PredictError, Predictor
+from mlx_runtime.companions.serving.http import bodies, openapi
+from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http.batching import Batcher, QueueFullError
+from mlx_runtime.companions.serving.http.bodies import Part, RowParser
+from mlx_runtime.companions.serving.http.negotiation import (
+    ARROW,
+    JSON,
+    NPY,
+    Refusal,
+    kind_of,
+    wanted_kind,
+    wanted_output,
+)
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 
@@ -92,7 +100,7 @@ class Application:
     """An ASGI application that answers rows with models; see `application`."""
 
     def __init__(self, models: Mapping[str, Predictor], limits: Limits, access: Access) -> None:
-        from mlx_runtime.companions.serving.counters import Counters
+        from mlx_runtime.companions.serving.http.counters import Counters
 
         self.limits, self.access, self.counters = limits, access, Counters()
         self.endpoints: dict[str, Endpoint] = {}
@@ -174,7 +182,7 @@ class Application:
         if path == "/healthz":
             found: Answer | None = self._health()
         elif path == "/metrics":
-            from mlx_runtime.companions.serving.counters import CONTENT_TYPE
+            from mlx_runtime.companions.serving.http.counters import CONTENT_TYPE
 
             found = 200, [(b"content-type", CONTENT_TYPE.encode())], self.counters.text()
         else:
@@ -194,7 +202,7 @@ class Application:
         return 200, [(b"content-type", JSON.encode())], b'{"status":"ok"}'
 
     def _described(self) -> dict[str, Answer]:
-        from mlx_runtime.companions.serving import page
+        from mlx_runtime.companions.serving.http import page
 
         models = {name: endpoint.predictor for name, endpoint in self.endpoints.items()}
         documents = {"/schema": openapi.models_document(models), "/openapi.json": openapi.openapi_document(models)}
@@ -225,7 +233,7 @@ class Application:
             logger.warning("%s: %s", endpoint.name, rows[0])
         wanted = wanted_kind(headers)
         if wanted == ARROW and rows and status == 200:
-            from mlx_runtime.companions.serving import arrow
+            from mlx_runtime.companions.serving.http import arrow
 
             return status, [(b"content-type", ARROW.encode())], arrow.write(rows)
         if wanted == NPY and rows and not failed:

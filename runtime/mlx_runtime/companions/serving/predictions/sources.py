@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset
 
-from mlx_runtime.companions.serving.loading import by_preference
-from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.companions.serving import Schema, by_preference
 from mlx_runtime.config import build, parse_overrides
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.data import Batch, BatchReader, adopt_dataset, construction, dataset_error, mix_seeds, rows_of
@@ -146,7 +145,7 @@ class FileSource:
     """Rows of a file, checked by the schema."""
 
     def __init__(self, path: Path, schema: Schema, keep: tuple[str, ...], size: int) -> None:
-        from mlx_runtime.companions.serving import tables
+        from mlx_runtime.companions.serving.predictions import tables
 
         self.title, self._path, self._columns, self._keep = str(path), path, schema.columns, keep
         self._tables, self._file = tables, tables.open_rows(path, schema.columns, keep, size)

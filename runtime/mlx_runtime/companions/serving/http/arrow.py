@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mlx_runtime.companions.serving.negotiation import BodyError
+from mlx_runtime.companions.serving.http.negotiation import BodyError
 
 RECORD_BATCH = 3
 """Type of messages with rows, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""

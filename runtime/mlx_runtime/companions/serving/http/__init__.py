@@ -1,0 +1,11 @@
+"""Servers on this machine: one ASGI application with dynamic batching, and the commands that control it."""
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    "registry running",
+    access="Access",
+    asgi="NAME Application Limits application",
+    server="is_loopback serve",
+)

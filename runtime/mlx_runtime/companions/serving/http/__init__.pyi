@@ -1,0 +1,8 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.companions.serving.http.access import Access as Access
+from mlx_runtime.companions.serving.http.asgi import NAME as NAME
+from mlx_runtime.companions.serving.http.asgi import Application as Application
+from mlx_runtime.companions.serving.http.asgi import Limits as Limits
+from mlx_runtime.companions.serving.http.asgi import application as application
+from mlx_runtime.companions.serving.http.server import is_loopback as is_loopback
+from mlx_runtime.companions.serving.http.server import serve as serve
