@@ -230,7 +230,8 @@ class Cluster:
                         cure = f"mlx serve stop {spec.name} {self.option}, and launch it with another --port"
                         raise ClusterError(f"no node can listen on {host}:{port}; {cure}")
                 if found.status == "DEPLOY_FAILED":
-                    raise ClusterError(f"{spec.name} cannot start: {found.reason}")
+                    former = f" ({found.running} of the former replicas keep answering)" * (found.running > 0)
+                    raise ClusterError(f"{spec.name} cannot start{former}: {found.reason}")
                 line = self._progress(found, time.monotonic() - began)
                 if line and line != said:
                     write(line)
