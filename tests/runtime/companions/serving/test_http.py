@@ -18,7 +18,7 @@ import pytest
 import torch
 from hostile import BROKEN_JSON
 
-from mlx_runtime.companions.serving.http import application as interface
+from mlx_runtime.companions.serving.http import asgi as interface
 from mlx_runtime.companions.serving.http import connections as slow_clients
 from mlx_runtime.companions.serving.http.access import Access
 from mlx_runtime.companions.serving.http.asgi import Limits, application

@@ -201,7 +201,7 @@ def test_a_long_example_is_read_from_the_server(script: Any, trained: Path, tmp_
         trained,
         "import os, subprocess\n"
         f"os.environ['MLX_CACHE'] = {str(tmp_path)!r}\n"
-        "from mlx_runtime.companions.serving import running\n"
+        "from mlx_runtime.companions.serving.http import running\n"
         "from mlx_runtime.companions.serving.http.asgi import Limits\n"
         "running.LONGEST_EXAMPLE = 10\n"
         "served = running.Running({'digits': running.Source('digits')}, Limits(), '127.0.0.1', 0)\n"
