@@ -128,7 +128,7 @@ def xp_export(
 @checkpoint_option
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free port.")
 @click.option("--host", type=word, default="127.0.0.1", show_default=True, help="Others need a token: MLX_SERVE_TOKEN.")
-@click.option("--max-batch", type=click.IntRange(1), default=64, show_default=True, help="Rows computed at once.")
+@click.option("--max-batch", type=click.IntRange(1), default=32, show_default=True, help="Rows computed at once.")
 @click.option("--max-wait-ms", type=click.FloatRange(0), default=0, help="Time that a batch waits for further rows.")
 @click.option("--max-queue", type=click.IntRange(1), default=1024, show_default=True, help="Rows that may wait.")
 @click.option("--timeout", type=click.FloatRange(0.1), default=30, show_default=True, help="Seconds per request.")

@@ -63,7 +63,7 @@ class Limits:
         timeout_s: Time in which a request is answered, otherwise its status is 503.
     """
 
-    max_batch: int = 64
+    max_batch: int = 32
     max_wait_s: float = 0.0
     max_queue: int = 1024
     max_rows: int = 1024
