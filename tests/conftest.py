@@ -40,6 +40,7 @@ LONGEST = (
     *("test_template.py", "test_cluster_job.py", "test_runs_from_python.py", "test_runs.py", "test_mirrors.py"),
     *("test_examples.py", "test_setup.py", "test_driver.py", "test_notebook.py", "test_waterline.py", "test_tuning.py"),
     *("test_backends.py", "test_function_sweeps.py", "test_sources.py", "test_light.py"),
+    *("test_export.py", "test_serving_on_a_cluster.py", "test_offline.py", "test_predictor.py", "test_server.py"),
     *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_optimization.py", "test_listing.py"),
 )
 """The slowest files, slowest first. Each process runs one file after another."""
