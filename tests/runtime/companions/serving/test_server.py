@@ -130,7 +130,7 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     for thread in threads:
         thread.start()
     done = mlx(trained, "serve", "update", "digits", "run_002", **cache)
-    assert done.stdout == "digits is digits/run_002 epoch_0001\n", done.stderr
+    assert done.stdout == "digits is now digits/run_002 epoch_0001\n", done.stderr
     stop.set()
     for thread in threads:
         thread.join()
@@ -139,7 +139,7 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     assert digits
     assert all(item in known for item in digits)
     assert ask(f"{url}/predict", example)["outputs"][0]["probabilities"] == pytest.approx(second[0]["probabilities"])
-    assert "digits is digits/run_002" in mlx(trained, "serve", "logs", **cache).stdout
+    assert "digits is now digits/run_002" in mlx(trained, "serve", "logs", **cache).stdout
     done = mlx(trained, "serve", "update", "digits", "run_009", **cache)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     done = mlx(trained, "serve", "update", "third", "run_001", **cache)
@@ -149,7 +149,7 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     text, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert re.search(r"shadow digits/run_002 epoch_0001 differs on \d+ of [\d,]+ rows", text)
-    assert mlx(trained, "serve", "ls", **cache).stderr == "no server runs; start one: mlx serve run NAME\n"
+    assert mlx(trained, "serve", "ls", **cache).stderr == "no server is running; start one: mlx serve run NAME\n"
 
 
 def test_killed_servers_are_not_listed(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def parse(words: Sequence[str]) -> dict[str, Source]:
         own = queries.conf_value("cfg.name")
         plain = [own, *plain] if own else []
     if len(plain) > 2 or not (plain or words):
-        raise UsageError("which model? mlx serve run NAME [RUN], or the folder of an export; further ones as NAME=RUN")
+        raise UsageError("which model? mlx serve run NAME [RUN], or the folder of an export; add more as OTHER=RUN")
     sources: list[tuple[str, Source]] = []
     if plain:
         source = Source(*plain)
@@ -203,8 +203,8 @@ class Running:
         self.server.call(replace())
         self._sources[name] = source
         self._control_file.write()
-        logging.getLogger(__package__).warning("%s is %s", name, predictor.title)
-        return f"{name} is {predictor.title}"
+        logging.getLogger(__package__).warning("%s is now %s", name, predictor.title)
+        return f"{name} is now {predictor.title}"
 
     def _titles(self) -> dict[str, str]:
         return {name: endpoint.predictor.title for name, endpoint in self.app.endpoints.items()}
