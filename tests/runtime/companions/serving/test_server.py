@@ -251,6 +251,11 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
     assert parse([str(export)]) == {"export": Source(str(export))}
     assert Source(str(export)).is_export
     assert not Source("digits/run_001").is_export
+    assert Source("digits").sibling("run_002") == Source("digits", "run_002")
+    assert Source("digits/run_001").sibling("2") == Source("digits", "2")
+    assert Source(str(export)).sibling("x/run_002") == Source("x/run_002")
+    with pytest.raises(UsageError, match="is an export, so name the experiment of run_002, too, as in digits/run_002"):
+        Source(str(export)).sibling("run_002")
     with pytest.raises(UsageError, match="which model"):
         parse(["a", "b", "c"])
 

@@ -129,7 +129,7 @@ def _preparation(origin: str | None, has_code: bool) -> str:
     where = ", in the folder `code`" if has_code else ""
     if origin is None:
         return f"Prepare samples as the dataset of the run does; see its class{where}."
-    return f"In the run, {origin}{where}, prepared the columns. Prepare new samples in the same way."
+    return f"New samples need the same preparation as in the run, by {origin}{where}."
 
 
 def _tokenizing(tokenizers: Mapping[str, type]) -> list[str]:

@@ -56,6 +56,19 @@ class Source:
         parts = self.text.rstrip("/").split("/")
         return parts[-1] if self.is_export or len(parts) != 2 else parts[0]
 
+    def sibling(self, text: str) -> "Source":
+        """Return another model by `run_004`, of the same experiment, `digits/run_004`, or the folder of an export.
+
+        Raises:
+            UsageError: this model is an export, which has no other runs.
+        """
+        other = Source(text)
+        if "/" in text or other.is_export:
+            return other
+        if self.is_export:
+            raise UsageError(f"{self.text} is an export, so name the experiment of {text}, too, as in digits/{text}")
+        return Source(self.text if self.run is not None else self.text.split("/")[0], text)
+
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
         if self.is_export:
@@ -217,11 +230,7 @@ class Running:
         def update(message: Mapping[str, Any]) -> str:
             name, run = str(message["name"]), str(message["run"])
             own = self._sources.get(name)
-            source = Source(run)
-            if own is not None and "/" not in run:
-                experiment = own.text if own.run is not None or "/" not in own.text else own.text.split("/")[0]
-                source = Source(experiment, run)
-            return self.update(name, source)
+            return self.update(name, Source(run) if own is None else own.sibling(run))
 
         actions = {"status": lambda _: self.summary(), "stop": stop, "update": update}
         record = {"port": self.server.port, "url": self.server.url, "log": str(self.log)}
