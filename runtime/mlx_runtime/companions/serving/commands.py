@@ -1,4 +1,4 @@
-"""Commands that answer with trained models."""
+"""Commands that use trained models: predictions, exports and servers."""
 
 import contextlib
 import os
@@ -29,7 +29,10 @@ cluster_option = click.option(
 application_argument = click.argument("name", type=word, required=False)
 
 checkpoint_option = click.option(
-    "--checkpoint", metavar="WHICH", type=word, help="best, latest or epoch_0004. Default: best, or latest."
+    "--checkpoint",
+    metavar="WHICH",
+    type=word,
+    help="best, latest or epoch_0004. Default: best, or latest if there is none.",
 )
 code_option = click.option(
     "--code",
@@ -47,14 +50,29 @@ def _columns(text: str | None) -> tuple[str, ...]:
 @click.argument("run", type=word, default="latest", metavar="[RUN]")
 @checkpoint_option
 @click.option(
-    "--dataset", metavar="ROWS", type=word, help="test, src.datasets.Digits(split=test), or a file. Default: test."
+    "--dataset",
+    metavar="ROWS",
+    type=word,
+    help="test, src.datasets.Digits(split=test), or a file. Default: predict or test.",
 )
 @click.option(
-    "-o", "--output", type=PAGE, default="predictions.parquet", show_default=True, help="Or .jsonl, .csv, .npz."
+    "-o",
+    "--output",
+    type=PAGE,
+    default="predictions.parquet",
+    show_default=True,
+    help="A .parquet, .jsonl, .csv, .npz or .npy file.",
 )
-@click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. Default: one, or one per GPU.")
-@click.option("--batch-size", metavar="N", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--device", metavar="D", type=word, help="Like cpu, or cuda:1. Default: a GPU if there is one.")
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. Default: 1, or one per GPU.")
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Rows per call of predict.",
+)
+@click.option("--device", metavar="D", type=word, help="Such as cpu or cuda:1. Default: a GPU if there is one.")
 @click.option("--keep", metavar="COLUMN,...", help="Copy these columns of the rows to the output.")
 @click.option("--force", is_flag=True, help="Replace the output if it exists.")
 @code_option
@@ -70,9 +88,9 @@ def train_predict(
     force: bool,
     code: str | None,
 ) -> None:
-    """Write what predict returns for every row of a dataset or file. An interrupted command continues if repeated.
+    """Write the outputs of predict for every row of a dataset or file. Repeat an interrupted command to continue it.
 
-    RUN is run_003, 3 or latest (the default), or name/run_003, or the folder or URI of a run.
+    RUN is run_003, 3, latest (the default), name/run_003, or the folder or URI of a run.
     """
     from mlx_runtime.companions.serving.predictions import Options, predict
 
@@ -95,7 +113,7 @@ def formats(context: click.Context, option: click.Parameter, values: tuple[str, 
 @click.command("export")
 @options.name()
 @options.run("latest")
-@click.option("-o", "--output", type=FOLDER, help="Default: a folder in this one, named after the checkpoint.")
+@click.option("-o", "--output", type=FOLDER, help="Default: NAME_RUN_CHECKPOINT in the working directory.")
 @checkpoint_option
 @click.option(
     "--format",
@@ -112,9 +130,9 @@ def formats(context: click.Context, option: click.Parameter, values: tuple[str, 
 def xp_export(
     name: str, run: str, output: str | None, checkpoint: str | None, chosen: list[str], code: str | None, force: bool
 ) -> None:
-    """Write a RUN (run_003, 3 or latest) of NAME to a folder that needs nothing of this project, and prove it.
+    """Export a RUN (run_003, 3 or latest) of NAME as a program that runs without this project.
 
-    The outputs of the exported program are compared with those of `predict`, in a process without this package.
+    The outputs of the program are compared with those of `predict`, in a process that cannot import mlx_runtime.
     """
     from mlx_runtime.companions.serving.exports import export
 
@@ -127,13 +145,27 @@ def xp_export(
 @click.argument("models", type=word, nargs=-1, metavar="[NAME] [RUN] [OTHER=RUN]...")
 @checkpoint_option
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free port.")
-@click.option("--host", type=word, default="127.0.0.1", show_default=True, help="Others need a token: MLX_SERVE_TOKEN.")
-@click.option("--max-batch", type=click.IntRange(1), default=32, show_default=True, help="Rows computed at once.")
-@click.option("--max-wait-ms", type=click.FloatRange(0), default=0, help="Time that a batch waits for further rows.")
-@click.option("--max-queue", type=click.IntRange(1), default=1024, show_default=True, help="Rows that may wait.")
-@click.option("--timeout", type=click.FloatRange(0.1), default=30, show_default=True, help="Seconds per request.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of torch. Default: OMP_NUM_THREADS, or 1.")
-@click.option("--shadow", metavar="OTHER", type=word, help="A run that answers the same rows, to count differences.")
+@click.option(
+    "--host",
+    type=word,
+    default="127.0.0.1",
+    show_default=True,
+    help="0.0.0.0 to listen for other machines, which need a token: MLX_SERVE_TOKEN.",
+)
+@click.option(
+    "--max-batch", type=click.IntRange(1), default=32, show_default=True, help="Maximum number of rows in a batch."
+)
+@click.option(
+    "--max-wait-ms", type=click.FloatRange(0), default=0, help="Time that a batch waits for more rows. Default: 0."
+)
+@click.option(
+    "--max-queue", type=click.IntRange(1), default=1024, show_default=True, help="Maximum number of waiting rows."
+)
+@click.option(
+    "--timeout", type=click.FloatRange(0.1), default=30, show_default=True, help="Seconds to answer a request."
+)
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of torch. Default: OMP_NUM_THREADS, or 1.")
+@click.option("--shadow", metavar="OTHER", type=word, help="A run to compare on the same rows, such as run_004.")
 @code_option
 @options.debug
 def serve_run(
@@ -149,10 +181,10 @@ def serve_run(
     shadow: str | None,
     code: str | None,
 ) -> None:
-    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME, or with the folder of an export.
+    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME, or with an export.
 
-    NAME is by default the experiment in the working directory. Further models are added as OTHER=RUN, such as
-    small=digits/run_004. The first one answers at /predict, each at /models/NAME/predict.
+    NAME is the folder of an export, or an experiment; the default is the one in the working directory. More models are
+    added as OTHER=RUN, such as small=digits/run_004. The first answers at /predict, each at /models/NAME/predict.
     """
     from mlx_runtime.companions.serving.http import Limits, running
 
@@ -162,11 +194,7 @@ def serve_run(
         torch.set_num_threads(threads)
     sources = running.parse(models)
     limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
-    other = None
-    if shadow is not None:
-        first = next(iter(sources.values()))
-        experiment = first.text.split("/")[0] if not first.is_export else first.text
-        other = running.Source(shadow) if "/" in shadow else running.Source(experiment, shadow)
+    other = None if shadow is None else next(iter(sources.values())).sibling(shadow)
     server = running.Running(sources, limits, host, port, checkpoint=checkpoint, trust=code is not None, shadow=other)
     sys.exit(server.run(say))
 
@@ -175,7 +203,7 @@ def serve_run(
 @cluster_option
 @options.json
 def serve_ls(ray_address: str | None, as_json: bool) -> None:
-    """List the servers of this user on this machine, or the models on a cluster."""
+    """List your servers on this machine, or the models on a cluster."""
     from mlx_runtime.companions.serving.http import registry
     from mlx_runtime.storage import to_json
 
@@ -200,7 +228,7 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
         models = ", ".join(f"{name}={title}" for name, title in record["models"].items())
         say(f"{record['url']}  {models}  {record['status']}")
     if not servers:
-        say("no server runs; start one: mlx serve run NAME", err=True)
+        say("no server is running; start one: mlx serve run NAME", err=True)
 
 
 @click.command("logs")
@@ -208,7 +236,7 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
 @port_option
 @cluster_option
 def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> None:
-    """Print the log of a server, or the last lines of each replica of NAME on a cluster."""
+    """Print the log of a server, or the last lines of the logs of NAME on a cluster."""
     from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
@@ -228,7 +256,7 @@ def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> N
 @port_option
 @cluster_option
 def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
-    """Stop a server, or NAME on a cluster, after it has answered what it has accepted."""
+    """Stop a server, or NAME on a cluster, after the requests that it has accepted are answered."""
     from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
@@ -255,7 +283,10 @@ def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> N
 def serve_update(
     name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
 ) -> None:
-    """Answer with another RUN, or export, as NAME of a server, or of a cluster, without a failed request."""
+    """Replace the model NAME by another RUN without failing a request.
+
+    On this machine, RUN can also be the folder of an export.
+    """
     from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
@@ -270,7 +301,9 @@ def serve_update(
             _show(servers.update(name, spec, upload, write=_progress), servers.option)
         return
     if checkpoint or code:
-        raise UsageError("--checkpoint and --code go with --ray-address; a server keeps the options that it has")
+        raise UsageError(
+            "--checkpoint and --code need --ray-address; a server keeps the options that it was started with"
+        )
     record = registry.find(port, name)
     source = str(Path(run).resolve()) if Path(run).is_dir() else run
     say(registry.ask(record, {"action": "update", "name": name, "run": source}, registry.UPDATE_S))
@@ -284,7 +317,9 @@ def serve_update(
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Processes that answer.")
 @click.option("--max-replicas", type=click.IntRange(1), help="Start up to this many under load.")
 @click.option("--gpu", is_flag=True, help="Give each replica a GPU.")
-@click.option("--route", metavar="/PATH", type=word, help="Path and name of the application. Default: /NAME.")
+@click.option(
+    "--route", metavar="/PATH", type=word, help="Path of the URL, and name for other commands. Default: /NAME."
+)
 @click.option("--host", type=word, help="Address to listen on, like 0.0.0.0, with MLX_SERVE_TOKEN. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on. Default: 8000.")
 @options.address
@@ -302,9 +337,9 @@ def serve_launch(
     port: int | None,
     ray_address: str | None,
 ) -> None:
-    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME on a Ray cluster, detached.
+    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME on a Ray cluster, in the background.
 
-    Clients need the token in MLX_SERVE_TOKEN, if it is set.
+    If MLX_SERVE_TOKEN is set, clients need this token.
     """
     from mlx_runtime.companions.serving.cluster import client
 
@@ -332,7 +367,7 @@ def _detached(name: str, option: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         click.echo(err=True)
-        say(f"the cluster may continue to deploy {name}; to end that: mlx serve stop {name} {option}", err=True)
+        say(f"the cluster may continue to deploy {name}; to stop it: mlx serve stop {name} {option}", err=True)
         sys.exit(130)
 
 
@@ -346,10 +381,10 @@ def _show(deployed: "client.Deployment", option: str) -> None:
 
 def _named(name: str | None) -> str:
     if name is None:
-        raise UsageError("which model? Pass its name: mlx serve ls --ray-address URL lists them")
+        raise UsageError("which model? Pass its name; list them: mlx serve ls --ray-address URL")
     return name
 
 
 def _refuse_name(name: str | None) -> None:
     if name is not None:
-        raise UsageError(f"{name} is the name of a model on a cluster; add --ray-address, or leave it out")
+        raise UsageError(f"{name} names a model on a cluster, which needs --ray-address; without one, leave it out")

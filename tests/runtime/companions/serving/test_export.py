@@ -161,7 +161,7 @@ def test_an_export_replaces_only_an_export_and_only_with_force(here: Path, mlx: 
     assert [file for file in here.iterdir() if ".part-" in file.name or ".old-" in file.name] == []
 
 
-BATCH = "write x.shape[0] or -1 in place of a number, and neither int(), a loop over rows nor an if about their number"
+BATCH = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and conditions on their number fix it"
 
 
 @pytest.mark.parametrize(
@@ -189,16 +189,16 @@ BATCH = "write x.shape[0] or -1 in place of a number, and neither int(), a loop 
             "branch",
             1,
             "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:69: "
-            'if self.kind == "branch" and hidden.sum() > 0:\na program has no branch that depends on values; use '
+            'if self.kind == "branch" and hidden.sum() > 0:\na program cannot branch on values of tensors; use '
             "torch.where, a mask, or torch.cond",
         ),
         (
             "recurrent",
             1,
             "predict cannot be exported: dimension 1 of 'ids', which varies, is fixed to 7 at src/experiment.py:78: "
-            "hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 in place of a number; recurrent layers and "
-            "loops over positions fix a length: let the dataset pad all rows to one, or export only the weights with "
-            "--format safetensors",
+            "hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 instead of a number; recurrent layers and "
+            "loops over positions fix a length: pad all rows to one length in the dataset, or export only the weights "
+            "with --format safetensors",
         ),
         (
             "numpy",
@@ -210,13 +210,13 @@ BATCH = "write x.shape[0] or -1 in place of a number, and neither int(), a loop 
         (
             "random",
             1,
-            "predict returns other values of 'label' each time, because it draws random numbers, so that the export "
-            'cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]',
+            "predict returns different values of 'label' each time, because it draws random numbers, so that the "
+            'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]',
         ),
         (
             "strings",
             2,
-            "predict reads 'text', a column of strings, which programs do not have; tokenize it in ray_map_batches or "
+            "predict reads 'text', a column of strings, which programs cannot read; tokenize it in ray_map_batches or "
             "collate of the dataset, and let predict read the tokens",
         ),
     ],
@@ -277,18 +277,18 @@ def test_the_proof_hides_the_package_and_notices_other_outputs(here: Path, tmp_p
 
     other = outputs | {"label": outputs["label"] + 1}
     found = prove(here / NAME, tmp_path, {3: [batch, other]})
-    assert found["programs"]["pt2"]["problem"] == "differs from predict with 3 rows: label has 3 other values"  # type: ignore[index]
+    assert found["programs"]["pt2"]["problem"] == "differs from predict with 3 rows: label differs in 3 values"  # type: ignore[index]
 
 
 def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:
     one = torch.tensor([100.0, 1.0])
     assert proof.difference({"y": one}, {"y": one + torch.tensor([0.0, 0.5])}) == (0.005, "y")
     assert proof.difference({"y": one / 100}, {"y": one / 100 + 0.5})[0] == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="NaN or infinity in other places"):
+    with pytest.raises(ValueError, match="NaN or infinity at other positions"):
         proof.difference({"y": one}, {"y": one / 0})
-    with pytest.raises(ValueError, match=r"y is torch.float64 \(2,\) in place of torch.float32 \(2,\)"):
+    with pytest.raises(ValueError, match=r"y is torch.float64 \(2,\) instead of torch.float32 \(2,\)"):
         proof.difference({"y": one}, {"y": one.double()})
-    with pytest.raises(ValueError, match="it returns z in place of y"):
+    with pytest.raises(ValueError, match="it returns z instead of y"):
         proof.difference({"y": one}, {"z": one})
 
 

@@ -130,7 +130,7 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     for thread in threads:
         thread.start()
     done = mlx(trained, "serve", "update", "digits", "run_002", **cache)
-    assert done.stdout == "digits is digits/run_002 epoch_0001\n", done.stderr
+    assert done.stdout == "digits is now digits/run_002 epoch_0001\n", done.stderr
     stop.set()
     for thread in threads:
         thread.join()
@@ -139,17 +139,17 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     assert digits
     assert all(item in known for item in digits)
     assert ask(f"{url}/predict", example)["outputs"][0]["probabilities"] == pytest.approx(second[0]["probabilities"])
-    assert "digits is digits/run_002" in mlx(trained, "serve", "logs", **cache).stdout
+    assert "digits is now digits/run_002" in mlx(trained, "serve", "logs", **cache).stdout
     done = mlx(trained, "serve", "update", "digits", "run_009", **cache)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     done = mlx(trained, "serve", "update", "third", "run_001", **cache)
-    assert (done.returncode, "serves digits, other" in done.stderr) == (2, True)
+    assert (done.returncode, "no server serves 'third'; " in done.stderr) == (2, True)
 
     assert mlx(trained, "serve", "stop", **cache).stdout == f"stopped {url}\n"
     text, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert re.search(r"shadow digits/run_002 epoch_0001 differs on \d+ of [\d,]+ rows", text)
-    assert mlx(trained, "serve", "ls", **cache).stderr == "no server runs; start one: mlx serve run NAME\n"
+    assert mlx(trained, "serve", "ls", **cache).stderr == "no server is running; start one: mlx serve run NAME\n"
 
 
 def test_killed_servers_are_not_listed(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:
@@ -251,6 +251,11 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
     assert parse([str(export)]) == {"export": Source(str(export))}
     assert Source(str(export)).is_export
     assert not Source("digits/run_001").is_export
+    assert Source("digits").sibling("run_002") == Source("digits", "run_002")
+    assert Source("digits/run_001").sibling("2") == Source("digits", "2")
+    assert Source(str(export)).sibling("x/run_002") == Source("x/run_002")
+    with pytest.raises(UsageError, match="is an export, so name the experiment of run_002, too, as in digits/run_002"):
+        Source(str(export)).sibling("run_002")
     with pytest.raises(UsageError, match="which model"):
         parse(["a", "b", "c"])
 

@@ -65,7 +65,7 @@ def _refuse_randomness(expected: Outputs, again: Outputs) -> None:
     for name, value in expected.items():
         if not torch.equal(value.nan_to_num(), again[name].nan_to_num()):
             raise ExportError(
-                f"predict returns other values of {name!r} each time, because it draws random numbers, so that the "
+                f"predict returns different values of {name!r} each time, because it draws random numbers, so that the "
                 'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]'
             )
 

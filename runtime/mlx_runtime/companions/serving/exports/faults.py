@@ -17,12 +17,12 @@ from mlx_runtime.companions.serving.exports.sizes import fixed_sizes
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
-FIXED = "write x.shape[0] or -1 in place of a number, and neither int(), a loop over rows nor an if about their number"
+FIXED = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and conditions on their number fix it"
 FIXED_LENGTH = (
-    "write x.shape[1] or -1 in place of a number; recurrent layers and loops over positions fix a length: let the "
-    "dataset pad all rows to one, or export only the weights with --format safetensors"
+    "write x.shape[1] or -1 instead of a number; recurrent layers and loops over positions fix a length: pad all "
+    "rows to one length in the dataset, or export only the weights with --format safetensors"
 )
-BRANCHES = "a program has no branch that depends on values; use torch.where, a mask, or torch.cond"
+BRANCHES = "a program cannot branch on values of tensors; use torch.where, a mask, or torch.cond"
 NOT_TORCH = "write it with operations of torch on tensors, without NumPy, and without attributes that predict changes"
 
 EQUAL_SIZES = re.compile(r"Eq\(s\d+, s\d+\)")

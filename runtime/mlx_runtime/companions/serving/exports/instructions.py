@@ -128,8 +128,8 @@ def _size(size: int | None) -> str:
 def _preparation(origin: str | None, has_code: bool) -> str:
     where = ", in the folder `code`" if has_code else ""
     if origin is None:
-        return f"The dataset of the run made the columns from samples; see its class{where}, and do the same."
-    return f"The columns come from {origin}{where}. Prepare new samples in the same way."
+        return f"Prepare samples as the dataset of the run does; see its class{where}."
+    return f"New samples need the same preparation as in the run, by {origin}{where}."
 
 
 def _tokenizing(tokenizers: Mapping[str, type]) -> list[str]:
@@ -169,15 +169,15 @@ def _expression(node: Any, imports: set[str]) -> str:
 
 
 def _contents(about: Mapping[str, Any]) -> str:
-    lines = ["## Files", "", "- `export.json`: the run, its metrics, and the sizes and SHA-256 of these files"]
-    if proof := about["proof"]:
-        sizes = ", ".join(map(str, proof["batch_sizes"]))
-        lines[-1] += (
-            f", and the proof: outputs of the program and of `predict` on rows of {proof['rows_of']} in batches of "
-            f"{sizes} rows differ by less than {proof['tolerance']:g}"
-        )
+    lines = ["## Files", "", "- `export.json`: the run, its metrics, and the size and SHA-256 of each file"]
     lines += ["- `schema.json`: columns that the program reads; `examples.safetensors`: example rows"]
     lines += ["- `weights.safetensors`: weights of all models, named `model.parameter`"]
     lines += ["- `code/`: the code of the run"] * about["code"]
+    if proof := about["proof"]:
+        sizes = ", ".join(map(str, proof["batch_sizes"]))
+        lines += [
+            f"\nThe outputs were compared with those of `predict` on batches of {sizes} rows of {proof['rows_of']}, "
+            f"with a tolerance of {proof['tolerance']:g}; `export.json` has the differences under `proof`."
+        ]
     lines += [f"\nLicense: {about['license'] or 'not stated'}."]
     return "\n".join(lines)

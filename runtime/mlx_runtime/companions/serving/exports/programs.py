@@ -46,7 +46,7 @@ def refuse_strings(schema: Schema) -> None:
     """Raise UsageError if `predict` reads strings."""
     if texts := [column.name for column in schema.columns if column.dtype == STRING]:
         raise UsageError(
-            f"predict reads {texts[0]!r}, a column of strings, which programs do not have; tokenize it in "
+            f"predict reads {texts[0]!r}, a column of strings, which programs cannot read; tokenize it in "
             "ray_map_batches or collate of the dataset, and let predict read the tokens"
         )
 

@@ -66,22 +66,22 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[f
     import torch
 
     if set(found) != set(expected):
-        raise ValueError(f"it returns {', '.join(found)} in place of {', '.join(expected)}")
+        raise ValueError(f"it returns {', '.join(found)} instead of {', '.join(expected)}")
     largest = (0.0, next(iter(expected)))
     for name, wanted in expected.items():
         value = found[name]
         if value.shape != wanted.shape or value.dtype != wanted.dtype:
             kinds = [f"{item.dtype} {tuple(item.shape)}" for item in (value, wanted)]
-            raise ValueError(f"{name} is {kinds[0]} in place of {kinds[1]}")
+            raise ValueError(f"{name} is {kinds[0]} instead of {kinds[1]}")
         if not wanted.numel():
             continue
         if not (wanted.is_floating_point() or wanted.is_complex()):
             if not torch.equal(value, wanted):
-                raise ValueError(f"{name} has {int((value != wanted).sum())} other values")
+                raise ValueError(f"{name} differs in {int((value != wanted).sum())} values")
             continue
         finite = torch.isfinite(wanted)
         if not torch.equal(finite, torch.isfinite(value)):
-            raise ValueError(f"{name} has NaN or infinity in other places")
+            raise ValueError(f"{name} has NaN or infinity at other positions")
         exact = torch.complex128 if wanted.is_complex() else torch.float64
         value, wanted = value.to(exact)[finite], wanted.to(exact)[finite]
         if wanted.numel():

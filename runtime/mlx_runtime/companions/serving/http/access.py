@@ -25,7 +25,7 @@ class Access:
         """Return the status and reason with which a request is refused, or None. `public` ones need no token."""
         host = headers.get(b"host", b"").lower()
         if self.hosts is not None and _name(host) not in self.hosts:
-            return 403, "this server is for programs on its machine; call it as localhost or 127.0.0.1"
+            return 403, "this server answers only requests for localhost or 127.0.0.1"
         origin = headers.get(b"origin")
         if origin is not None and origin.lower().partition(b"://")[2] != host:
             return 403, "pages of other sites may not call this server"

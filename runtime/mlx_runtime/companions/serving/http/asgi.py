@@ -112,7 +112,7 @@ class Application:
     def replace(self, name: str, predictor: Predictor) -> Endpoint | None:
         """Answer later requests for a name with another model. Return the former endpoint, which finishes its queue."""
         if NAME.fullmatch(name) is None:
-            raise UsageError(f"{name!r} is no name of a model in a URL; expected letters, digits, and . _ -")
+            raise UsageError(f"{name!r} cannot be the name of a model in a URL; expected letters, digits, and . _ -")
         former = self.endpoints.get(name)
         endpoint = Endpoint(name, predictor, self.limits, self.counters)
         if former is not None:
@@ -255,7 +255,7 @@ class Application:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Refusal(400, "the client has gone")
+                raise Refusal(400, "the client disconnected")
             piece = message.get("body", b"")
             pieces.append(piece)
             size += len(piece)
@@ -265,7 +265,10 @@ class Application:
                 raise Refusal(413, f"the body has more than {limit:,} bytes", (b"connection", b"close"))
             if self._held > HELD * limit:
                 raise Refusal(
-                    429, "too many bytes wait; try again later", (b"retry-after", b"1"), (b"connection", b"close")
+                    429,
+                    "too many bytes are waiting; try again later",
+                    (b"retry-after", b"1"),
+                    (b"connection", b"close"),
                 )
             if not message.get("more_body"):
                 return piece if len(pieces) == 1 else b"".join(pieces)
@@ -277,7 +280,7 @@ class Application:
         except QueueFullError:
             for future in futures:
                 future.cancel()
-            raise Refusal(429, "too many rows wait; try again later", (b"retry-after", b"1")) from None
+            raise Refusal(429, "too many rows are waiting; try again later", (b"retry-after", b"1")) from None
         if not futures:
             return
         loop = asyncio.get_running_loop()

@@ -117,7 +117,7 @@ class RowParser:
                 raise BodyError(f"there is no column {name!a:.60}; this model reads {', '.join(self._schema.names)}")
         for name in self._schema.names:
             if table.column_names.count(name) != 1:
-                raise BodyError(f"the column {name} is missing, or there several times")
+                raise BodyError(f"the column {name} is missing, or occurs more than once")
         try:
             return {name: arrow.values(name, table.column(name)) for name in self._schema.names}, table.num_rows
         except (ValueError, TypeError, OverflowError, MemoryError) as error:  # ArrowInvalid is a ValueError
@@ -133,7 +133,7 @@ def json_rows(body: bytes) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise BodyError(f"the body is not JSON: {short_message(error)}; {WHAT_TO_SEND}") from error
     if not isinstance(document, dict) or document.keys() != {"rows"} or not isinstance(document["rows"], list):
-        raise BodyError(f"the body has another form; {WHAT_TO_SEND}")
+        raise BodyError(f"the body is not an object with a list of rows; {WHAT_TO_SEND}")
     rows: list[Any] = document["rows"]
     return rows
 
@@ -155,7 +155,7 @@ def npy_array(body: bytes) -> "np.ndarray[Any, Any]":
     for length in shape:
         count *= length
     if count * dtype.itemsize != size:
-        raise BodyError(f"the .npy file ends at byte {size:,} of {count * dtype.itemsize:,}")
+        raise BodyError(f"the .npy file holds {size:,} bytes of numbers; its header says {count * dtype.itemsize:,}")
     flat = np.frombuffer(body, dtype, count, file.tell())
     array = flat.reshape(shape, order="F" if fortran else "C")
     return np.array(array, dtype.newbyteorder("="), order="C")

@@ -128,8 +128,11 @@ def find(port: int | None, model: str | None = None) -> dict[str, Any]:
     if len(chosen) == 1:
         return chosen[0]
     if not servers:
-        raise UsageError("there is no server on this machine; start one: mlx serve run NAME")
+        raise UsageError("no server is running; start one: mlx serve run NAME")
     known = "; ".join(f"{record['port']} serves {', '.join(record['models'])}" for record in servers)
+    if not chosen:
+        wanted = " ".join([f"serves {model!r}"] * (model is not None) + [f"at port {port}"] * (port is not None))
+        raise UsageError(f"no server {wanted}; {known}")
     raise UsageError(f"which server? Add --port with one of these: {known}")
 
 

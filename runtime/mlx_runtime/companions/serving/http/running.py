@@ -56,6 +56,19 @@ class Source:
         parts = self.text.rstrip("/").split("/")
         return parts[-1] if self.is_export or len(parts) != 2 else parts[0]
 
+    def sibling(self, text: str) -> "Source":
+        """Return another model by `run_004`, of the same experiment, `digits/run_004`, or the folder of an export.
+
+        Raises:
+            UsageError: this model is an export, which has no other runs.
+        """
+        other = Source(text)
+        if "/" in text or other.is_export:
+            return other
+        if self.is_export:
+            raise UsageError(f"{self.text} is an export, so name the experiment of {text}, too, as in digits/{text}")
+        return Source(self.text if self.run is not None else self.text.split("/")[0], text)
+
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
         if self.is_export:
@@ -82,7 +95,7 @@ def parse(words: Sequence[str]) -> dict[str, Source]:
         own = queries.conf_value("cfg.name")
         plain = [own, *plain] if own else []
     if len(plain) > 2 or not (plain or words):
-        raise UsageError("which model? mlx serve run NAME [RUN], or the folder of an export; further ones as NAME=RUN")
+        raise UsageError("which model? mlx serve run NAME [RUN], or the folder of an export; add more as OTHER=RUN")
     sources: list[tuple[str, Source]] = []
     if plain:
         source = Source(*plain)
@@ -203,8 +216,8 @@ class Running:
         self.server.call(replace())
         self._sources[name] = source
         self._control_file.write()
-        logging.getLogger(__package__).warning("%s is %s", name, predictor.title)
-        return f"{name} is {predictor.title}"
+        logging.getLogger(__package__).warning("%s is now %s", name, predictor.title)
+        return f"{name} is now {predictor.title}"
 
     def _titles(self) -> dict[str, str]:
         return {name: endpoint.predictor.title for name, endpoint in self.app.endpoints.items()}
@@ -217,11 +230,7 @@ class Running:
         def update(message: Mapping[str, Any]) -> str:
             name, run = str(message["name"]), str(message["run"])
             own = self._sources.get(name)
-            source = Source(run)
-            if own is not None and "/" not in run:
-                experiment = own.text if own.run is not None or "/" not in own.text else own.text.split("/")[0]
-                source = Source(experiment, run)
-            return self.update(name, source)
+            return self.update(name, Source(run) if own is None else own.sibling(run))
 
         actions = {"status": lambda _: self.summary(), "stop": stop, "update": update}
         record = {"port": self.server.port, "url": self.server.url, "log": str(self.log)}

@@ -96,8 +96,8 @@ def predict(run: str, output: Path, options: Options) -> str:
     config = open_run(folder.location).config
     if not options.trust and not Path(EXPERIMENT).is_file():
         raise UsageError(
-            f"{Path.cwd()} is not the experiment of {folder.title}, whose code predicts. Change to it or, if you trust "
-            "everyone who can write to that storage, use the stored code: --code stored"
+            f"{Path.cwd()} is not the experiment of {folder.title}, whose code is needed. Change to it or, if you "
+            "trust everyone who can write to that storage, use the stored code: --code stored"
         )
     if "models" not in config:
         raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
