@@ -43,7 +43,6 @@ from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.secrets import redact_tree
 from mlx_runtime.training.loop import BaseModule
 
-FORMATS = ("pt2", "safetensors", "onnx", "aoti")
 LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"), "aoti": ("safetensors",)}
 """Libraries that the export of a format needs, besides torch."""
 
@@ -75,7 +74,7 @@ def export(
         folder: the run.
         output: default: a folder in the working directory, named after the checkpoint.
         checkpoint: `best`, `latest` or its name; default: the best, or the latest if there is none.
-        formats: some of `FORMATS`; the weights are always written.
+        formats: some of `PROGRAMS`, or `safetensors` for code that builds the models; the weights are always written.
         trust: use the stored code of the run.
         force: replace an earlier export.
 
