@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,11 +95,7 @@ class Schema:
 
     columns: tuple[Column, ...]
     ignored: tuple[str, ...] = ()
-    examples: Mapping[str, Any] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.examples is None:
-            object.__setattr__(self, "examples", {})
+    examples: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
