@@ -159,10 +159,10 @@ def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: 
     if evidence is not None:
         about["proof"]["programs"] = prove(staged, wanted, evidence, (examples, outputs), scratch)
     shutil.rmtree(staged / "__pycache__", ignore_errors=True)
-    files = sorted(file for file in staged.rglob("*") if file.is_file())
-    about["files"] = {
-        str(file.relative_to(staged)): {"size_bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in files
-    }
+    about["files"] = {}
+    for file in sorted(file for file in staged.rglob("*") if file.is_file()):
+        sha256, size = sha256_of(file)
+        about["files"][str(file.relative_to(staged))] = {"size_bytes": size, "sha256": sha256}
     return about
 
 
