@@ -245,6 +245,16 @@ def test_a_program_with_other_outputs_is_not_published(here: Path, mlx: Mlx) -> 
     assert not (here / "export").exists()
 
 
+def test_a_project_may_have_a_folder_of_licenses(here: Path, mlx: Mlx) -> None:
+    """As https://reuse.software asks for. Only files are copied."""
+    (here / "LICENSE").unlink()
+    (here / "LICENSES").mkdir()
+    (here / "LICENSES" / "MIT.txt").write_text("MIT License\n")
+    done = mlx(here, "xp", "export", "exports", "-o", "licensed", "--format", "safetensors")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((here / "licensed" / "export.json").read_text())["license"] is None
+
+
 def test_missing_tools_are_named_before_anything_is_read(here: Path, mlx: Mlx) -> None:
     done = mlx(here, "xp", "export", "exports", "-o", "new", "--format", "aoti", PATH=str(here))
     line = "error: --format aoti needs a C++ compiler, and there is no g++ or clang++ here; use pt2\n"

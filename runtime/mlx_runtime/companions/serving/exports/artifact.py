@@ -181,7 +181,7 @@ def _description(
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "license": license_of(parts.project, staged),
+        "license": copy_license(parts.project, staged),
         "programs": wanted,
         "inputs": limits,  # sizes by column: a number, or minimum and maximum
         "outputs": {name: [dtype_name(value), list(value.shape[1:])] for name, value in outputs.items()},
@@ -250,17 +250,16 @@ def _builds(staged: Path) -> bool:
     return done.returncode == 0
 
 
-def license_of(project: Path, staged: Path | None = None) -> str | None:
-    """Return the license of a project: of its pyproject.toml, or the first line of its LICENSE, which is copied."""
+def copy_license(project: Path, staged: Path) -> str | None:
+    """Copy the license files of a project. Return its license in pyproject.toml, or the first line of a file."""
     named = None
     if (project / "pyproject.toml").is_file():
         section = (project / "pyproject.toml").read_text(encoding="utf-8").partition("[project]")[2].partition("\n[")[0]
         found = re.search(r'^license\s*=\s*(?:\{\s*text\s*=\s*)?"([^"\n]+)"', section, re.MULTILINE)
         named = found and found[1]
-    for file in sorted(project.glob("LICEN[CS]E*")):
+    for file in sorted(filter(Path.is_file, project.glob("LICEN[CS]E*"))):
         text = file.read_text(encoding="utf-8", errors="replace")
-        if staged is not None:
-            shutil.copy(file, staged / file.name)
+        shutil.copy(file, staged / file.name)
         named = named or next((line.strip() for line in text.splitlines() if line.strip()), None)
     return named
 
