@@ -20,7 +20,7 @@ from hostile import BROKEN_JSON
 
 from mlx_runtime.companions.serving.http import asgi as interface
 from mlx_runtime.companions.serving.http import connections as slow_clients
-from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http.access import Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Limits, application
 from mlx_runtime.companions.serving.http.server import Server
 from mlx_runtime.companions.serving.predictor import Predictor
@@ -297,7 +297,7 @@ def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) ->
     assert client.ask("GET", "/schema", Origin="http://evil.example")[0] == 403
     assert client.ask("GET", "/schema", Origin="null")[0] == 403
     assert client.ask("GET", "/schema", Origin=client.server.url)[0] == 200
-    client = serve(access=Access("secret", hosts=None))
+    client = serve(access=Access(digest_of("secret"), hosts=None))
     assert client.ask("GET", "/healthz", Host="models.example")[0] == 200
     for path in ("/schema", "/metrics", "/openapi.json", "/example", "/predict"):
         assert client.ask("GET", path)[0] == 401

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_runtime.companions.serving import Predictor
-from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http.access import Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
@@ -124,11 +124,12 @@ def serve(models: Mapping[str, Predictor], limits: Limits = Limits(), port: int 
 
 def access_for(host: str, token: str | None) -> Access:
     """Return the requests that a server on an address answers. Beyond this machine, it needs a token."""
+    digest = None if token is None else digest_of(token)
     if is_loopback(host):
-        return Access(token)
+        return Access(digest)
     if token is None:
         raise UsageError(f"a server on {host} needs a token; set MLX_SERVE_TOKEN")
-    return Access(token, hosts=None)
+    return Access(digest, hosts=None)
 
 
 def is_loopback(host: str) -> bool:
