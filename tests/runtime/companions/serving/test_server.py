@@ -1,6 +1,7 @@
 """`mlx serve`: a server in a process of its own, found, updated and stopped by other commands."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,12 +18,15 @@ from browser import Browser
 from conftest import Mlx, Start, edit
 from forkserver import Command
 
+from mlx_runtime.companions.serving.http import registry
 from mlx_runtime.companions.serving.http.running import Source, parse
 from mlx_runtime.companions.serving.http.server import serve
 from mlx_runtime.companions.serving.http.shadow import agree
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
 from mlx_runtime.errors import UsageError
+from mlx_runtime.storage import leases
+from mlx_runtime.storage.documents import now
 
 pytestmark = pytest.mark.local
 
@@ -162,6 +166,31 @@ def test_killed_servers_are_not_listed(run: Run, mlx: Mlx, trained: Path, tmp_pa
     assert len([*folder.glob("*.json")]) == 3
     assert mlx(trained, "serve", "ls", "--json", MLX_CACHE=str(tmp_path / "cache")).stdout.strip() == "[]"
     assert len([*folder.glob("*.json")]) == 2
+
+
+def test_records_of_other_machines_are_kept(mlx: Mlx, trained: Path, tmp_path: Path) -> None:
+    """The cache may be in a home folder that several machines mount."""
+    folder = tmp_path / "cache" / "servers"
+    folder.mkdir(parents=True)
+    record = leases.this_process() | {"port": 1, "url": "http://x", "socket": "/x", "log": "/x", "models": {}}
+    for number, fields in enumerate(({"host": "other", "boot": "other"}, {"pid_started": "0"})):
+        (folder / f"{number}.json").write_text(json.dumps(record | {"heartbeat": "2026-01-01T00:00:00+00:00"} | fields))
+    assert mlx(trained, "serve", "ls", "--json", MLX_CACHE=str(tmp_path / "cache")).stdout.strip() == "[]"
+    assert [file.name for file in folder.glob("*.json")] == ["0.json"]
+
+
+@pytest.mark.pure
+def test_a_server_has_ended_even_if_nobody_has_collected_its_exit_code() -> None:
+    """Containers often have no process that does."""
+    process = subprocess.Popen(["sleep", "60"])
+    record = {"port": 1, **leases.this_process(), "heartbeat": now()}
+    record |= {"pid": process.pid, "pid_started": leases.start_time_of(process.pid)}
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    began = time.monotonic()
+    registry.wait_for_end(record)
+    assert time.monotonic() - began < 5
+    process.wait()
 
 
 def test_other_machines_need_a_token(run: Run) -> None:
