@@ -290,17 +290,17 @@ def test_a_shadow_that_hangs_does_not_keep_the_server(monkeypatch: pytest.Monkey
 
 
 def test_a_request_that_arrives_while_its_model_is_replaced_leaves_no_thread() -> None:
-    async def work() -> int:
-        before = threading.active_count()
+    async def work() -> set[threading.Thread]:
+        before = set(threading.enumerate())
         batcher = Batcher(Predictor(model, SCHEMA, "x"), 4, 4)
         await batcher.drain()
         await batcher.submit(Part({"image": images(1)}, 1, [0]))
         until = time.monotonic() + 5
-        while threading.active_count() > before and time.monotonic() < until:
+        while (added := set(threading.enumerate()) - before) and time.monotonic() < until:
             await asyncio.sleep(0.01)
-        return threading.active_count() - before
+        return added
 
-    assert asyncio.run(work()) == 0
+    assert asyncio.run(work()) == set()
 
 
 def test_limits_of_bodies(serve: Serve) -> None:
