@@ -89,16 +89,8 @@ class RowParser:
         return [Part(batch, rows, range(rows))] if rows else [], [None] * rows
 
     def _one_by_one(self, rows: Sequence[Any]) -> tuple[list[Part], list[Any]]:
-        errors: list[Any] = [None] * len(rows)
-        checked = {}
-        for number, row in enumerate(rows):
-            try:
-                checked[number] = self._schema.row(row)
-            except RowError as error:
-                errors[number] = error
-        known = list(checked)
-        batches = self._schema.batches(list(checked.values()), self._max_rows)
-        return [Part(batch, len(own), [known[number] for number in own]) for own, batch in batches], errors
+        batches, errors = self._schema.batches(rows, self._max_rows)
+        return [Part(batch, len(numbers), numbers) for numbers, batch in batches], errors
 
     def _npy(self, body: bytes) -> tuple[Mapping[str, Any], int]:
         if len(self._columns) != 1:
