@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import logging.handlers
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 from mlx_runtime.companions import is_remote
 from mlx_runtime.companions.serving import Predictor
-from mlx_runtime.companions.serving.http import openapi, registry
+from mlx_runtime.companions.serving.http import registry
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
 from mlx_runtime.companions.serving.http.shadow import Shadow, refuse_other_columns
@@ -147,7 +146,7 @@ class Running:
         if self._token is not None:
             value = f"$(cat {shlex.quote(str(self._token_file))})" if self._own_token else "$MLX_SERVE_TOKEN"
             token = f' -H "Authorization: Bearer {value}"'
-        row = json.dumps({"rows": [openapi.example_row(next(iter(self.app.endpoints.values())).predictor.schema)]})
+        row = next(iter(self.app.endpoints.values())).example.decode()
         post = f"curl -s {url}/predict{token} -H 'Content-Type: application/json'"
         if len(row) <= LONGEST_EXAMPLE:
             return f"{post} -d {shlex.quote(row)}"
