@@ -280,6 +280,11 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
     assert parse([str(export)]) == {"export": Source(str(export))}
     assert Source(str(export)).is_export
     assert not Source("digits/run_001").is_export
+    assert [Source(*words).other("3") for words in (("a",), ("a", "1"), ("a/1",))] == [Source("a", "3")] * 3
+    assert Source("a").other("b/3") == Source("b/3")
+    for text in (str(export), "s3://bucket/runs/a/run_001", "/runs/a/run_001"):
+        with pytest.raises(UsageError, match="does not name an experiment; write NAME/3 in place of 3"):
+            Source(text).other("3")
     with pytest.raises(UsageError, match="which model"):
         parse(["a", "b", "c"])
 

@@ -55,6 +55,15 @@ class Source:
         parts = self.text.rstrip("/").split("/")
         return parts[-1] if self.is_export or len(parts) != 2 else parts[0]
 
+    def other(self, word: str) -> "Source":
+        """Return another model: a run of the same experiment, or, with a `/`, any other."""
+        if "/" in word:
+            return Source(word)
+        experiment, _, run = self.text.partition("/")
+        if self.is_export or not experiment or "/" in run:
+            raise UsageError(f"{self.text} does not name an experiment; write NAME/{word} in place of {word}")
+        return Source(experiment, word)
+
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
         if self.is_export:
@@ -190,8 +199,6 @@ class Running:
 
     def update(self, name: str, source: Source) -> str:
         """Load another model beside the one of a name, and answer with it from then on."""
-        if name not in self._sources:
-            raise UsageError(f"there is no model {name!r}; there are {', '.join(self._sources)}")
         predictor = source.load(self._checkpoint, trust=self._trust)
 
         async def replace() -> None:
@@ -215,12 +222,9 @@ class Running:
 
         def update(message: Mapping[str, Any]) -> str:
             name, run = str(message["name"]), str(message["run"])
-            own = self._sources.get(name)
-            source = Source(run)
-            if own is not None and "/" not in run:
-                experiment = own.text if own.run is not None or "/" not in own.text else own.text.split("/")[0]
-                source = Source(experiment, run)
-            return self.update(name, source)
+            if name not in self._sources:
+                raise UsageError(f"there is no model {name!r}; there are {', '.join(self._sources)}")
+            return self.update(name, self._sources[name].other(run))
 
         actions = {"status": lambda _: self.summary(), "stop": stop, "update": update}
         record = {"port": self.server.port, "url": self.server.url, "log": str(self.log)}
