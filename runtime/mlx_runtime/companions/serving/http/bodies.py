@@ -139,7 +139,7 @@ def npy_array(body: bytes) -> "np.ndarray[Any, Any]":
         shape, fortran, dtype = readers[version](file, MAX_NPY_HEADER)
     except Exception as error:  # literal_eval of a hostile header raises many types
         raise BodyError(f"the body is not an .npy file: {short_message(error)}") from error
-    if dtype.kind not in "biuf" or dtype.itemsize > 8 or dtype.subdtype is not None:
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise BodyError(f"the .npy file holds {dtype!s:.60}; expected numbers")
     if not shape or any(type(size) is not int or size < 0 for size in shape) or len(shape) > 32:
         raise BodyError("the .npy file holds no rows; expected an array (rows, ...)")
