@@ -194,7 +194,7 @@ def serve_run(
         torch.set_num_threads(threads)
     sources = running.parse(models)
     limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
-    other = None if shadow is None else next(iter(sources.values())).sibling(shadow)
+    other = None if shadow is None else next(iter(sources.values())).other(shadow)
     server = running.Running(sources, limits, host, port, checkpoint=checkpoint, trust=code is not None, shadow=other)
     sys.exit(server.run(say))
 

@@ -74,17 +74,10 @@ class Predictor:
 
         If a batch fails, its rows are answered one by one, so that a row does not spoil the others.
         """
-        answers: list[Any] = [None] * len(rows)
-        checked: dict[int, Any] = {}
-        for number, row in enumerate(rows):
-            try:
-                checked[number] = self.schema.row(row)
-            except RowError as error:
-                answers[number] = error
-        known = list(checked)
-        for numbers, batch in self.schema.batches(list(checked.values()), self.max_rows):
+        batches, answers = self.schema.batches(rows, self.max_rows)
+        for numbers, batch in batches:
             for number, answer in zip(numbers, self.answer_batch(batch, len(numbers)), strict=True):
-                answers[known[number]] = answer
+                answers[number] = answer
         return answers
 
     def answer_batch(self, batch: Batch, rows: int) -> list[Any]:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,11 +95,7 @@ class Schema:
 
     columns: tuple[Column, ...]
     ignored: tuple[str, ...] = ()
-    examples: Mapping[str, Any] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.examples is None:
-            object.__setattr__(self, "examples", {})
+    examples: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,15 +144,25 @@ class Schema:
                 raise RowError(f"{column.name} is missing; expected {column.text}")
         return {column.name: column.tensor(row[column.name]) for column in self.columns}
 
-    def batches(self, rows: Sequence[Mapping[str, torch.Tensor | str]], limit: int) -> list[tuple[list[int], Batch]]:
-        """Group checked rows of equal shapes into batches of at most `limit` rows, each with its row numbers."""
+    def batches(self, rows: Sequence[Any], limit: int) -> tuple[list[tuple[list[int], Batch]], list[Any]]:
+        """Check rows one by one, and group those of equal shapes.
+
+        Return batches of at most `limit` rows, each with its row numbers, and the error of each row, None if it fits.
+        """
+        checked: dict[int, dict[str, Any]] = {}
+        errors: list[RowError | None] = [None] * len(rows)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for number, row in enumerate(rows):
-            groups.setdefault(tuple(getattr(value, "shape", None) for value in row.values()), []).append(number)
+            try:
+                values = checked[number] = self.row(row)
+            except RowError as error:
+                errors[number] = error
+                continue
+            groups.setdefault(tuple(getattr(value, "shape", None) for value in values.values()), []).append(number)
         parts = [
             numbers[start : start + limit] for numbers in groups.values() for start in range(0, len(numbers), limit)
         ]
-        return [(numbers, self.stack([rows[number] for number in numbers])) for numbers in parts]
+        return [(numbers, self.stack([checked[number] for number in numbers])) for numbers in parts], errors
 
     def stack(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """Return a batch of checked rows with equal shapes."""

@@ -1,6 +1,7 @@
 """Exports prove themselves: what is published answers as `predict` does, and what cannot be exported is located."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,15 @@ def test_a_damaged_export_is_refused(here: Path, file: str, damage: bytes | None
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("file", ["schema.json", "program.pt2", "examples.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused(here: Path, file: str) -> None:
+    """Reading it would block forever."""
+    (here / NAME / file).unlink()
+    os.mkfifo(here / NAME / file)
+    with pytest.raises(StorageError, match=f"cannot read .*{file}: .*not a regular file"):
+        load_export(here / NAME)
+
+
 def test_an_export_whose_hash_was_rewritten_is_refused_if_its_content_is_damaged(here: Path) -> None:
     from mlx_runtime.companions.serving.exports.exported import sha256_of
 
@@ -137,7 +147,7 @@ def test_an_export_whose_hash_was_rewritten_is_refused_if_its_content_is_damaged
         folder = Path(shutil.copytree(here / NAME, here / f"damaged_{file}"))
         (folder / file).write_bytes(b"\xff" * 64)
         about = json.loads((folder / "export.json").read_text())
-        about["files"][file] = {"size_bytes": 64, "sha256": sha256_of(folder / file)}
+        about["files"][file] = {"size_bytes": 64, "sha256": sha256_of(folder / file)[0]}
         (folder / "export.json").write_text(json.dumps(about))
         with pytest.raises(StorageError, match=message):
             load_export(folder)
@@ -233,6 +243,16 @@ def test_a_program_with_other_outputs_is_not_published(here: Path, mlx: Mlx) -> 
     assert done.stderr.startswith("error: the exported program (pt2) differs from predict with ")
     assert done.stderr.endswith(", with a tolerance of 0.0001\n")
     assert not (here / "export").exists()
+
+
+def test_a_project_may_have_a_folder_of_licenses(here: Path, mlx: Mlx) -> None:
+    """As https://reuse.software asks for. Only files are copied."""
+    (here / "LICENSE").unlink()
+    (here / "LICENSES").mkdir()
+    (here / "LICENSES" / "MIT.txt").write_text("MIT License\n")
+    done = mlx(here, "xp", "export", "exports", "-o", "licensed", "--format", "safetensors")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((here / "licensed" / "export.json").read_text())["license"] is None
 
 
 def test_missing_tools_are_named_before_anything_is_read(here: Path, mlx: Mlx) -> None:

@@ -1,5 +1,6 @@
 """Models answer over real HTTP on this machine: in every format, within limits, and to hostile requests."""
 
+import asyncio
 import http.client
 import io
 import json
@@ -20,9 +21,13 @@ from hostile import BROKEN_JSON
 
 from mlx_runtime.companions.serving.http import asgi as interface
 from mlx_runtime.companions.serving.http import connections as slow_clients
-from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http import shadow
+from mlx_runtime.companions.serving.http.access import Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Limits, application
-from mlx_runtime.companions.serving.http.server import Server
+from mlx_runtime.companions.serving.http.batching import Batcher
+from mlx_runtime.companions.serving.http.bodies import Part
+from mlx_runtime.companions.serving.http.counters import Counters
+from mlx_runtime.companions.serving.http.server import Server, access_for
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
 
@@ -265,6 +270,39 @@ def test_a_model_that_hangs_does_not_keep_the_server(
     assert time.monotonic() - began < 10
 
 
+def test_a_shadow_that_hangs_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, counters = threading.Event(), Counters()
+
+    def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        release.wait(20)
+        return model(batch)
+
+    monkeypatch.setattr(shadow, "CLOSE_S", 0.2)
+    other = shadow.Shadow("first", Predictor(function, SCHEMA, "x"), counters)
+    for _ in range(shadow.WAITING + 2):  # one is computed, and the last one finds no room
+        other([Part({"image": images(1)}, 1, [0], model({"image": images(1)}))])
+    began = time.monotonic()
+    other.close()
+    assert not release.is_set()
+    assert time.monotonic() - began < 10
+    release.set()
+    assert counters.total("mlx_shadow_rows_total", outcome="skipped")
+
+
+def test_a_request_that_arrives_while_its_model_is_replaced_leaves_no_thread() -> None:
+    async def work() -> set[threading.Thread]:
+        before = set(threading.enumerate())
+        batcher = Batcher(Predictor(model, SCHEMA, "x"), 4, 4)
+        await batcher.drain()
+        await batcher.submit(Part({"image": images(1)}, 1, [0]))
+        until = time.monotonic() + 5
+        while (added := set(threading.enumerate()) - before) and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        return added
+
+    assert asyncio.run(work()) == set()
+
+
 def test_limits_of_bodies(serve: Serve) -> None:
     client = serve(limits=Limits(max_body=10_000, max_rows=3))
     row = {"image": [[0, 0, 0], [0, 0, 0]]}
@@ -297,12 +335,20 @@ def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) ->
     assert client.ask("GET", "/schema", Origin="http://evil.example")[0] == 403
     assert client.ask("GET", "/schema", Origin="null")[0] == 403
     assert client.ask("GET", "/schema", Origin=client.server.url)[0] == 200
-    client = serve(access=Access("secret", hosts=None))
+    client = serve(access=Access(digest_of("secret"), hosts=None))
     assert client.ask("GET", "/healthz", Host="models.example")[0] == 200
     for path in ("/schema", "/metrics", "/openapi.json", "/example", "/predict"):
         assert client.ask("GET", path)[0] == 401
         assert client.ask("GET", path, Authorization="Bearer Secret")[0] == 401
     assert client.ask("GET", "/schema", Authorization="Bearer secret")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost"])
+def test_a_server_on_any_loopback_address_is_called_by_it(host: str) -> None:
+    access = access_for(host, None)
+    shown = f"[{host}]" if ":" in host else host
+    assert access.refusal({b"host": f"{shown}:8000".encode()}, public=False) is None
+    assert access.refusal({b"host": b"evil.example"}, public=False) is not None
 
 
 def test_documents(serve: Serve) -> None:

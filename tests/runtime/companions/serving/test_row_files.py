@@ -156,7 +156,11 @@ def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
     assert problems["a.csv"].startswith("a.csv ")
     np.save(tmp_path / "o.npy", np.array([{}, None]), allow_pickle=True)
     np.save(tmp_path / "f.npy", np.asfortranarray(IMAGES))
-    for name, problem in {"o.npy": "it holds object", "f.npy": "in C order", "no.npy": "No such file"}.items():
+    with (tmp_path / "n.npy").open("wb") as file:  # a size of -1 would be read as that of the whole file
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (20, -1)})
+        file.write(IMAGES.tobytes())
+    wrong = {"o.npy": "it holds object", "f.npy": "in C order", "n.npy": "in C order", "no.npy": "No such file"}
+    for name, problem in wrong.items():
         with pytest.raises(UsageError, match=problem):
             open_rows(tmp_path / name, [IMAGE], (), 4)
     with pytest.raises(UsageError, match="it is cut off"):

@@ -69,9 +69,10 @@ def test_small_integers_must_be_in_range() -> None:
 
 
 def test_rows_of_equal_shapes_share_a_batch_and_limits_split_it() -> None:
-    rows = [SCHEMA.row(ROW | {"tokens": list(range(length))}) for length in (2, 3, 2, 2)]
-    batches = SCHEMA.batches(rows, 2)
-    assert [numbers for numbers, _ in batches] == [[0, 2], [3], [1]]
+    rows = [ROW | {"tokens": list(range(length))} for length in (2, 3, 2, 2)]
+    batches, errors = SCHEMA.batches([*rows[:2], {}, *rows[2:]], 2)
+    assert [numbers for numbers, _ in batches] == [[0, 3], [4], [1]]
+    assert [str(error)[:16] for error in errors] == ["None", "None", "image is missing", "None", "None"]
     assert [tuple(batch["tokens"].shape) for _, batch in batches] == [(2, 2), (1, 2), (1, 3)]
     assert batches[0][1]["text"] == ["six", "six"]
 

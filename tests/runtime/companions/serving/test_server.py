@@ -1,6 +1,7 @@
 """`mlx serve`: a server in a process of its own, found, updated and stopped by other commands."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,12 +18,15 @@ from browser import Browser
 from conftest import Mlx, Start, edit
 from forkserver import Command
 
+from mlx_runtime.companions.serving.http import registry
 from mlx_runtime.companions.serving.http.running import Source, parse
 from mlx_runtime.companions.serving.http.server import serve
 from mlx_runtime.companions.serving.http.shadow import agree
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
 from mlx_runtime.errors import UsageError
+from mlx_runtime.storage import leases
+from mlx_runtime.storage.documents import now
 
 pytestmark = pytest.mark.local
 
@@ -164,6 +168,31 @@ def test_killed_servers_are_not_listed(run: Run, mlx: Mlx, trained: Path, tmp_pa
     assert len([*folder.glob("*.json")]) == 2
 
 
+def test_records_of_other_machines_are_kept(mlx: Mlx, trained: Path, tmp_path: Path) -> None:
+    """The cache may be in a home folder that several machines mount."""
+    folder = tmp_path / "cache" / "servers"
+    folder.mkdir(parents=True)
+    record = leases.this_process() | {"port": 1, "url": "http://x", "socket": "/x", "log": "/x", "models": {}}
+    for number, fields in enumerate(({"host": "other", "boot": "other"}, {"pid_started": "0"})):
+        (folder / f"{number}.json").write_text(json.dumps(record | {"heartbeat": "2026-01-01T00:00:00+00:00"} | fields))
+    assert mlx(trained, "serve", "ls", "--json", MLX_CACHE=str(tmp_path / "cache")).stdout.strip() == "[]"
+    assert [file.name for file in folder.glob("*.json")] == ["0.json"]
+
+
+@pytest.mark.pure
+def test_a_server_has_ended_even_if_nobody_has_collected_its_exit_code() -> None:
+    """Containers often have no process that does."""
+    process = subprocess.Popen(["sleep", "60"])
+    record = {"port": 1, **leases.this_process(), "heartbeat": now()}
+    record |= {"pid": process.pid, "pid_started": leases.start_time_of(process.pid)}
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    began = time.monotonic()
+    registry.wait_for_end(record)
+    assert time.monotonic() - began < 5
+    process.wait()
+
+
 def test_other_machines_need_a_token(run: Run) -> None:
     """It is in a file that only its user can read, or in MLX_SERVE_TOKEN."""
     process, lines = run("digits", "--host", "0.0.0.0")
@@ -251,11 +280,11 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
     assert parse([str(export)]) == {"export": Source(str(export))}
     assert Source(str(export)).is_export
     assert not Source("digits/run_001").is_export
-    assert Source("digits").sibling("run_002") == Source("digits", "run_002")
-    assert Source("digits/run_001").sibling("2") == Source("digits", "2")
-    assert Source(str(export)).sibling("x/run_002") == Source("x/run_002")
-    with pytest.raises(UsageError, match="is an export, so name the experiment of run_002, too, as in digits/run_002"):
-        Source(str(export)).sibling("run_002")
+    assert [Source(*words).other("3") for words in (("a",), ("a", "1"), ("a/1",))] == [Source("a", "3")] * 3
+    assert Source("a").other("b/3") == Source("b/3")
+    for text in (str(export), "s3://bucket/runs/a/run_001", "/runs/a/run_001"):
+        with pytest.raises(UsageError, match="does not name an experiment; write NAME/3 in place of 3"):
+            Source(text).other("3")
     with pytest.raises(UsageError, match="which model"):
         parse(["a", "b", "c"])
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from mlx_runtime.companions.ray import Address, Dashboard, JobSpec, launch
 from mlx_runtime.companions.serving import choose_checkpoint
 from mlx_runtime.companions.serving.cluster import replica
-from mlx_runtime.companions.serving.cluster.replica import MARKER, TASK, Spec, digest_of
-from mlx_runtime.companions.serving.http import NAME, is_loopback
+from mlx_runtime.companions.serving.cluster.replica import MARKER, TASK, Spec
+from mlx_runtime.companions.serving.http import NAME, digest_of, is_loopback
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import RunFolder, Upload
 from mlx_runtime.runs.logs import last_lines

@@ -4,7 +4,6 @@ The job runs on the head node, and ends when Ray Serve has accepted its task. It
 which has the error for the user, if there is one.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.serving.http import Access, Application, Limits, application
+from mlx_runtime.companions.serving.http import LOOPBACK, Access, Application, Limits, application
 from mlx_runtime.errors import MlxError, full_message, short_message
 from mlx_runtime.extras import require
 from mlx_runtime.runs.queries import open_run
@@ -90,20 +89,6 @@ class Spec:
         return asdict(self)
 
 
-def digest_of(token: str) -> str:
-    """Return the hash of a token by which replicas recognize it. Only this hash is sent to the cluster."""
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
-class DigestAccess(Access):
-    """An `Access` whose `token` is the digest of the token that requests have."""
-
-    def refusal(self, headers: Mapping[bytes, bytes], *, public: bool) -> tuple[int, str] | None:
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        given = scheme + b" " + hashlib.sha256(token).hexdigest().encode()
-        return super().refusal({**headers, b"authorization": given}, public=public)
-
-
 class Replica:
     """One process that answers, built by Ray Serve. Its working directory has the code of the experiment."""
 
@@ -114,7 +99,7 @@ class Replica:
             sys.path.insert(0, folder)
         device = "cuda" if spec.gpus else "cpu"  # without GPUs, Ray may not hide those of the node
         predictor = open_run(spec.run).predictor(spec.checkpoint, device=device, trust=spec.stored)
-        access = DigestAccess(spec.digest, None if spec.public else DigestAccess.hosts)
+        access = Access(spec.digest, None if spec.public else LOOPBACK)
         self.application = application({spec.name: predictor}, Limits(**spec.limits), access)  # type: ignore[arg-type]
 
     def __serve_build_asgi_app__(self) -> Application:

@@ -43,7 +43,6 @@ from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.secrets import redact_tree
 from mlx_runtime.training.loop import BaseModule
 
-FORMATS = ("pt2", "safetensors", "onnx", "aoti")
 LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"), "aoti": ("safetensors",)}
 """Libraries that the export of a format needs, besides torch."""
 
@@ -75,7 +74,7 @@ def export(
         folder: the run.
         output: default: a folder in the working directory, named after the checkpoint.
         checkpoint: `best`, `latest` or its name; default: the best, or the latest if there is none.
-        formats: some of `FORMATS`; the weights are always written.
+        formats: some of `PROGRAMS`, or `safetensors` for code that builds the models; the weights are always written.
         trust: use the stored code of the run.
         force: replace an earlier export.
 
@@ -160,10 +159,10 @@ def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: 
     if evidence is not None:
         about["proof"]["programs"] = prove(staged, wanted, evidence, (examples, outputs), scratch)
     shutil.rmtree(staged / "__pycache__", ignore_errors=True)
-    files = sorted(file for file in staged.rglob("*") if file.is_file())
-    about["files"] = {
-        str(file.relative_to(staged)): {"size_bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in files
-    }
+    about["files"] = {}
+    for file in sorted(file for file in staged.rglob("*") if file.is_file()):
+        sha256, size = sha256_of(file)
+        about["files"][str(file.relative_to(staged))] = {"size_bytes": size, "sha256": sha256}
     return about
 
 
@@ -182,7 +181,7 @@ def _description(
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "license": license_of(parts.project, staged),
+        "license": copy_license(parts.project, staged),
         "programs": wanted,
         "inputs": limits,  # sizes by column: a number, or minimum and maximum
         "outputs": {name: [dtype_name(value), list(value.shape[1:])] for name, value in outputs.items()},
@@ -251,17 +250,16 @@ def _builds(staged: Path) -> bool:
     return done.returncode == 0
 
 
-def license_of(project: Path, staged: Path | None = None) -> str | None:
-    """Return the license of a project: of its pyproject.toml, or the first line of its LICENSE, which is copied."""
+def copy_license(project: Path, staged: Path) -> str | None:
+    """Copy the license files of a project. Return its license in pyproject.toml, or the first line of a file."""
     named = None
     if (project / "pyproject.toml").is_file():
         section = (project / "pyproject.toml").read_text(encoding="utf-8").partition("[project]")[2].partition("\n[")[0]
         found = re.search(r'^license\s*=\s*(?:\{\s*text\s*=\s*)?"([^"\n]+)"', section, re.MULTILINE)
         named = found and found[1]
-    for file in sorted(project.glob("LICEN[CS]E*")):
+    for file in sorted(filter(Path.is_file, project.glob("LICEN[CS]E*"))):
         text = file.read_text(encoding="utf-8", errors="replace")
-        if staged is not None:
-            shutil.copy(file, staged / file.name)
+        shutil.copy(file, staged / file.name)
         named = named or next((line.strip() for line in text.splitlines() if line.strip()), None)
     return named
 

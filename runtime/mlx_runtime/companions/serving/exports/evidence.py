@@ -35,10 +35,6 @@ class Evidence:
     cases: Mapping[int, tuple[Batch, Outputs]]
     tolerance: float
 
-    @property
-    def rows(self) -> int:
-        return sum(self.cases)
-
 
 def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predictor, project: Path) -> Evidence:
     """Read held-out rows, and call `predict` on them.

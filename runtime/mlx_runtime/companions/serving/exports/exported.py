@@ -1,7 +1,6 @@
 """Exports on disk: their description, and the predictor of one."""
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
 from mlx_runtime.extras import require
+from mlx_runtime.storage import HashingReader, storage_at
 from mlx_runtime.storage.documents import (
     COUNT,
     NAME,
@@ -23,14 +23,12 @@ from mlx_runtime.storage.documents import (
     one_of,
     stays_below,
 )
+from mlx_runtime.storage.local import open_regular
 
 EXPORT = "export.json"
 VERSION = 1
 PROGRAMS = {"pt2": "program.pt2", "aoti": "program_aoti.pt2", "onnx": "program.onnx"}
 """Names of programs in the folder, in the order in which `load_export` prefers them."""
-
-LARGEST_JSON = 16 << 20
-"""Size of the largest document to read, in bytes."""
 
 DOCUMENT = {
     "version": COUNT,
@@ -130,13 +128,10 @@ def _examples(folder: Path) -> Batch:
 
 
 def _document(folder: Path, name: str, shape: Mapping[str, Any], needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    file = folder / name
     try:
-        if file.stat().st_size > LARGEST_JSON:
-            raise ValueError(f"it has more than {LARGEST_JSON:,} bytes")
-        return from_json(file.read_bytes(), shape, needs)
+        return from_json(storage_at(str(folder)).document(name), shape, needs)
     except (OSError, ValueError) as error:
-        raise StorageError(f"{file} is damaged: {short_message(error)}") from error
+        raise StorageError(f"{folder / name} is damaged: {short_message(error)}") from error
 
 
 def _check_file(folder: Path, name: str, files: Mapping[str, Any]) -> None:
@@ -145,16 +140,14 @@ def _check_file(folder: Path, name: str, files: Mapping[str, Any]) -> None:
     if known is None or not stays_below(name):
         raise StorageError(f"{folder / EXPORT} is damaged: it does not list {name}")
     try:
-        size, found = file.stat().st_size, sha256_of(file)
+        found, size = sha256_of(file)
     except OSError as error:
         raise StorageError(f"cannot read {file}: {short_message(error)}") from error
     if size != known["size_bytes"] or found != known["sha256"]:
         raise StorageError(f"{file} is damaged: it is not the file that was exported; export it again")
 
 
-def sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while part := stream.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+def sha256_of(file: Path) -> tuple[str, int]:
+    """Return the SHA-256 of a file, in hexadecimal, and its size in bytes."""
+    with open_regular(str(file)) as stream:
+        return HashingReader(stream).finish()

@@ -5,7 +5,7 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     "registry running",
-    access="Access",
+    access="LOOPBACK Access digest_of",
     asgi="NAME Application Limits application",
     server="is_loopback serve",
 )

@@ -1,5 +1,6 @@
 """Who may use a server: holders of its token, and on a loopback address only pages of its own."""
 
+import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ class Access:
     """The requests that a server answers.
 
     Attributes:
-        token: Bearer token that requests must have; None for none.
+        digest: `digest_of` the bearer token that requests must have; None for none.
         hosts: Names in the header `Host`, without a port; None for any. A page of another site whose name resolves to
             this machine (DNS rebinding) has another.
     """
 
-    token: str | None = None
+    digest: str | None = None
     hosts: frozenset[bytes] | None = LOOPBACK
 
     def refusal(self, headers: Mapping[bytes, bytes], *, public: bool) -> tuple[int, str] | None:
@@ -29,12 +30,17 @@ class Access:
         origin = headers.get(b"origin")
         if origin is not None and origin.lower().partition(b"://")[2] != host:
             return 403, "pages of other sites may not call this server"
-        if self.token is None or public:
+        if self.digest is None or public:
             return None
-        given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + self.token.encode()):
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme != b"Bearer" or not hmac.compare_digest(hashlib.sha256(token).hexdigest(), self.digest):
             return 401, "a token is needed; send the header Authorization: Bearer TOKEN"
         return None
+
+
+def digest_of(token: str) -> str:
+    """Return the hash of a token by which a server recognizes it. Only this hash is sent to a cluster."""
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _name(host: bytes) -> bytes:

@@ -56,6 +56,7 @@ class Batcher:
         self._credit = 0.0
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._drained = False
         self._idle: list[asyncio.Future[None]] = []
 
     def submit(self, part: Part) -> "asyncio.Future[None]":
@@ -85,10 +86,10 @@ class Batcher:
         while self.busy_since is not None or self._groups:
             self._idle.append(asyncio.get_running_loop().create_future())
             await self._idle[-1]
-        self.close()
+        self._drained = True
+        self._end_thread()
 
-    def close(self) -> None:
-        """End the thread after the batch that it computes."""
+    def _end_thread(self) -> None:
         if self._thread is not None:
             self._work.put(None)
             self._thread = None
@@ -154,6 +155,8 @@ class Batcher:
         self._observe([part for part, _ in taken], seconds)
         if self._timer is None and (self._groups or self._idle):
             self._timer = asyncio.get_running_loop().call_soon(self._start)
+        elif self._drained:  # the part was submitted after its model had been replaced
+            self._end_thread()
 
 
 def merged(parts: Sequence[Part]) -> Batch:

@@ -89,16 +89,8 @@ class RowParser:
         return [Part(batch, rows, range(rows))] if rows else [], [None] * rows
 
     def _one_by_one(self, rows: Sequence[Any]) -> tuple[list[Part], list[Any]]:
-        errors: list[Any] = [None] * len(rows)
-        checked = {}
-        for number, row in enumerate(rows):
-            try:
-                checked[number] = self._schema.row(row)
-            except RowError as error:
-                errors[number] = error
-        known = list(checked)
-        batches = self._schema.batches(list(checked.values()), self._max_rows)
-        return [Part(batch, len(own), [known[number] for number in own]) for own, batch in batches], errors
+        batches, errors = self._schema.batches(rows, self._max_rows)
+        return [Part(batch, len(numbers), numbers) for numbers, batch in batches], errors
 
     def _npy(self, body: bytes) -> tuple[Mapping[str, Any], int]:
         if len(self._columns) != 1:
@@ -147,7 +139,7 @@ def npy_array(body: bytes) -> "np.ndarray[Any, Any]":
         shape, fortran, dtype = readers[version](file, MAX_NPY_HEADER)
     except Exception as error:  # literal_eval of a hostile header raises many types
         raise BodyError(f"the body is not an .npy file: {short_message(error)}") from error
-    if dtype.kind not in "biuf" or dtype.itemsize > 8 or dtype.subdtype is not None:
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise BodyError(f"the .npy file holds {dtype!s:.60}; expected numbers")
     if not shape or any(type(size) is not int or size < 0 for size in shape) or len(shape) > 32:
         raise BodyError("the .npy file holds no rows; expected an array (rows, ...)")

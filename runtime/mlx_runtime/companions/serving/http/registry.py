@@ -15,13 +15,17 @@ from typing import Any
 from mlx_runtime.errors import MlxError, UsageError, short_message
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import to_json
-from mlx_runtime.storage.documents import COUNT, TEXT, from_json, mapping_of
+from mlx_runtime.storage.documents import COUNT, TEXT, TIME, from_json, mapping_of, now
+from mlx_runtime.storage.leases import is_alive, this_process
 from mlx_runtime.storage.local import read_regular, write_atomic
 
 RECORD = {
     "port": COUNT,
     "url": TEXT,
     "pid": COUNT,
+    "host": TEXT,
+    **dict.fromkeys(("boot", "pid_started"), TEXT.or_null()),
+    "heartbeat": TIME,
     "socket": TEXT,
     "log": TEXT,
     "models": mapping_of(TEXT),
@@ -65,7 +69,7 @@ class Control:
         self._path.chmod(0o600)
         self._listener.listen(8)
         self._file = servers_folder() / f"{record['port']}-{os.getpid()}.json"
-        self._record = dict(record) | {"pid": os.getpid(), "socket": str(self._path)}
+        self._record = this_process() | {"heartbeat": now(), "socket": str(self._path)} | dict(record)
         self.write()
         threading.Thread(target=self._serve, name="control", daemon=True).start()
 
@@ -102,13 +106,13 @@ class Control:
 
 
 def running() -> list[dict[str, Any]]:
-    """Return the records of the servers that answer, by port. Records of others are removed."""
+    """Return the records of the servers that answer, by port. Records of those that have ended are removed."""
     found = []
     for file, record in _records():
         try:
             status = ask(record, {"action": "status"}, ANSWER_S)
         except MlxError:
-            if not _exists(record["pid"]):
+            if not is_alive(record):
                 file.unlink(missing_ok=True)
             continue
         found.append(record | {"status": status})
@@ -158,7 +162,7 @@ def ask(record: Mapping[str, Any], message: Mapping[str, Any], timeout_s: float)
 def wait_for_end(record: Mapping[str, Any]) -> None:
     """Wait until a server has ended. Raises MlxError if it does not."""
     until = time.monotonic() + STOP_S
-    while _exists(record["pid"]):
+    while is_alive(record):
         if time.monotonic() > until:
             raise MlxError(f"the server at port {record['port']} still answers requests; process {record['pid']}")
         time.sleep(0.05)
@@ -167,7 +171,9 @@ def wait_for_end(record: Mapping[str, Any]) -> None:
 def _records() -> Iterator[tuple[Path, dict[str, Any]]]:
     for file in sorted(servers_folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError, MlxError):
-            yield file, from_json(read_regular(file, MlxError), RECORD, needs=tuple(RECORD))
+            record = from_json(read_regular(file, MlxError), RECORD, needs=tuple(RECORD))
+            if record["host"] == socket.gethostname():  # several machines may share a home folder
+                yield file, record
 
 
 def _receive(connection: socket.socket) -> bytes:
@@ -178,13 +184,3 @@ def _receive(connection: socket.socket) -> bytes:
             raise ValueError("the message is cut off")
         data += piece
     return data
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import logging.handlers
 import os
@@ -18,7 +17,7 @@ from typing import Any
 
 from mlx_runtime.companions import is_remote
 from mlx_runtime.companions.serving import Predictor
-from mlx_runtime.companions.serving.http import openapi, registry
+from mlx_runtime.companions.serving.http import registry
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
 from mlx_runtime.companions.serving.http.shadow import Shadow, refuse_other_columns
@@ -56,18 +55,14 @@ class Source:
         parts = self.text.rstrip("/").split("/")
         return parts[-1] if self.is_export or len(parts) != 2 else parts[0]
 
-    def sibling(self, text: str) -> "Source":
-        """Return another model by `run_004`, of the same experiment, `digits/run_004`, or the folder of an export.
-
-        Raises:
-            UsageError: this model is an export, which has no other runs.
-        """
-        other = Source(text)
-        if "/" in text or other.is_export:
-            return other
-        if self.is_export:
-            raise UsageError(f"{self.text} is an export, so name the experiment of {text}, too, as in digits/{text}")
-        return Source(self.text if self.run is not None else self.text.split("/")[0], text)
+    def other(self, word: str) -> "Source":
+        """Return another model: a run of the same experiment, the folder of an export, or, with a `/`, any other."""
+        if "/" in word or Source(word).is_export:
+            return Source(word)
+        experiment, _, run = self.text.partition("/")
+        if self.is_export or not experiment or "/" in run:
+            raise UsageError(f"{self.text} does not name an experiment; write NAME/{word} in place of {word}")
+        return Source(experiment, word)
 
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
@@ -160,7 +155,7 @@ class Running:
         if self._token is not None:
             value = f"$(cat {shlex.quote(str(self._token_file))})" if self._own_token else "$MLX_SERVE_TOKEN"
             token = f' -H "Authorization: Bearer {value}"'
-        row = json.dumps({"rows": [openapi.example_row(next(iter(self.app.endpoints.values())).predictor.schema)]})
+        row = next(iter(self.app.endpoints.values())).example.decode()
         post = f"curl -s {url}/predict{token} -H 'Content-Type: application/json'"
         if len(row) <= LONGEST_EXAMPLE:
             return f"{post} -d {shlex.quote(row)}"
@@ -204,8 +199,6 @@ class Running:
 
     def update(self, name: str, source: Source) -> str:
         """Load another model beside the one of a name, and answer with it from then on."""
-        if name not in self._sources:
-            raise UsageError(f"there is no model {name!r}; there are {', '.join(self._sources)}")
         predictor = source.load(self._checkpoint, trust=self._trust)
 
         async def replace() -> None:
@@ -229,8 +222,9 @@ class Running:
 
         def update(message: Mapping[str, Any]) -> str:
             name, run = str(message["name"]), str(message["run"])
-            own = self._sources.get(name)
-            return self.update(name, Source(run) if own is None else own.sibling(run))
+            if name not in self._sources:
+                raise UsageError(f"there is no model {name!r}; there are {', '.join(self._sources)}")
+            return self.update(name, self._sources[name].other(run))
 
         actions = {"status": lambda _: self.summary(), "stop": stop, "update": update}
         record = {"port": self.server.port, "url": self.server.url, "log": str(self.log)}

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_runtime.companions.serving import Predictor
-from mlx_runtime.companions.serving.http.access import Access
+from mlx_runtime.companions.serving.http.access import LOOPBACK, Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
@@ -41,8 +41,7 @@ class Server:
         self.app = app
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self.port}"
+        self.url = f"http://{_shown(host)}:{self.port}"
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -124,11 +123,12 @@ def serve(models: Mapping[str, Predictor], limits: Limits = Limits(), port: int 
 
 def access_for(host: str, token: str | None) -> Access:
     """Return the requests that a server on an address answers. Beyond this machine, it needs a token."""
+    digest = None if token is None else digest_of(token)
     if is_loopback(host):
-        return Access(token)
+        return Access(digest, LOOPBACK | {_shown(host).encode()})
     if token is None:
         raise UsageError(f"a server on {host} needs a token; set MLX_SERVE_TOKEN")
-    return Access(token, hosts=None)
+    return Access(digest, hosts=None)
 
 
 def is_loopback(host: str) -> bool:
@@ -141,6 +141,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _shown(host: str) -> str:
+    """Return an address as it is written in URLs."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,5 +1,6 @@
 """A shadow: another model answers the same rows off the path of requests, and differences are counted."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from mlx_runtime.companions.serving.http.batching import answers, as_list
 from mlx_runtime.companions.serving.http.bodies import Part
 from mlx_runtime.companions.serving.http.counters import Counters
 from mlx_runtime.errors import UsageError
+
+CLOSE_S = 5.0
+"""Time in which the shadow has to finish at the end."""
 
 WAITING = 64
 """Batches that may wait for the shadow; further ones are skipped."""
@@ -40,9 +44,10 @@ class Shadow:
             self._counters.compared(self._model, "skipped", sum(part.rows for part in parts))
 
     def close(self) -> None:
-        """Compare what waits, and end."""
-        self._waiting.put(None)
-        self._thread.join()
+        """Compare what waits, and end. A model that hangs does not keep the server."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
 
     def line(self) -> str:
         """Return how many rows differ, like `shadow digits/run_002 differs on 3 of 120 rows`."""

@@ -295,7 +295,7 @@ class _Array:
         shape, fortran, self._dtype = header(file)
         if self._dtype.kind not in "biufUSM" or (self._dtype.kind == "f" and self._dtype.itemsize > 8):
             raise ValueError(f"it holds {self._dtype}; save numbers or texts")
-        if not shape or (fortran and len(shape) > 1):
+        if not shape or min(shape) < 0 or (fortran and len(shape) > 1):
             raise ValueError("save an array (rows, ...) in C order: numpy.ascontiguousarray")
         self.rows = int(shape[0])
         self._shape, self._file, self._position = shape[1:], file, 0
