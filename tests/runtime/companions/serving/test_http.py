@@ -132,6 +132,16 @@ def test_a_row_that_fails_has_an_error_in_its_place(serve: Serve) -> None:
     assert client.predict([poison, {}])[0] == 500
 
 
+def test_the_log_has_the_failure_of_the_model_and_not_rows_of_clients(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, _ = serve().predict([{"image": "a secret"}, {"image": [[13, 0, 0], [0, 0, 0]]}])
+    assert status == 500
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "first: predict failed: ValueError: no 13, please"
+    ]
+
+
 def test_npy_and_arrow_in_and_out(serve: Serve) -> None:
     client, rows = serve(), images(4)
     expected = model({"image": rows})

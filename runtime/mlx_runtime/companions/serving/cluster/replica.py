@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ class Spec:
         gpus: GPUs of each replica.
         digest: `digest_of` the token that requests must have; None for none.
         public: True if requests may come from other machines.
-        limits: fields of `Limits` that differ from their defaults.
     """
 
     name: str
@@ -72,7 +71,6 @@ class Spec:
     gpus: float = 0
     digest: str | None = None
     public: bool = False
-    limits: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, document: Any) -> "Spec | None":
@@ -100,7 +98,7 @@ class Replica:
         device = "cuda" if spec.gpus else "cpu"  # without GPUs, Ray may not hide those of the node
         predictor = open_run(spec.run).predictor(spec.checkpoint, device=device, trust=spec.stored)
         access = Access(spec.digest, None if spec.public else LOOPBACK)
-        self.application = application({spec.name: predictor}, Limits(**spec.limits), access)  # type: ignore[arg-type]
+        self.application = application({spec.name: predictor}, access=access)
 
     def __serve_build_asgi_app__(self) -> Application:
         return self.application
@@ -150,7 +148,7 @@ def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
     if spec.max_replicas is not None:
         limits = {"min_replicas": spec.replicas, "max_replicas": spec.max_replicas}
         number = {"autoscaling_config": limits | {"target_ongoing_requests": BUSY_REQUESTS}}
-    timeout_s = Limits(**spec.limits).timeout_s  # type: ignore[arg-type]
+    timeout_s = Limits().timeout_s
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name=spec.name,
         user_config=spec.document(),

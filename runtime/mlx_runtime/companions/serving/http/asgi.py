@@ -25,7 +25,7 @@ from mlx_runtime.companions.serving.http.negotiation import (
     wanted_kind,
     wanted_output,
 )
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import UsageError, short_message
 from mlx_runtime.extras import require
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -228,9 +228,10 @@ class Application:
         self.counters.answered(endpoint.name, len(rows), failed, time.monotonic() - began)
         status = 200
         if failed and failed == len(rows):
-            status = 500 if any(isinstance(row, PredictError) for row in rows) else 422
-        if status == 500:
-            logger.warning("%s: %s", endpoint.name, rows[0])
+            failure = next((row for row in rows if isinstance(row, PredictError)), None)
+            status = 422 if failure is None else 500
+            if failure is not None:
+                logger.warning("%s: %s", endpoint.name, short_message(failure))
         wanted = wanted_kind(headers)
         if wanted == ARROW and rows and status == 200:
             from mlx_runtime.companions.serving.http import arrow

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_runtime.companions.serving import Predictor
 from mlx_runtime.companions.serving.http.access import LOOPBACK, Access, digest_of
-from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
+from mlx_runtime.companions.serving.http.asgi import Application, application
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
 
@@ -83,9 +83,9 @@ class Server:
         """Accept no more connections; answer what was accepted, and end. Returns at once."""
         self._server.should_exit = True
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end. Return True if it has come."""
-        return self._ended.wait(timeout_s)
+    def wait(self) -> None:
+        """Wait for the end."""
+        self._ended.wait()
 
     def stop(self) -> None:
         """Answer what was accepted, and end."""
@@ -116,9 +116,9 @@ class Server:
         self.stop()
 
 
-def serve(models: Mapping[str, Predictor], limits: Limits = Limits(), port: int = 0) -> Server:  # noqa: B008 - immutable
+def serve(models: Mapping[str, Predictor]) -> Server:
     """Return a server of models for programs on this machine: `with serve({"digits": predictor}) as url:`."""
-    return Server(application(models, limits), port=port)
+    return Server(application(models))
 
 
 def access_for(host: str, token: str | None) -> Access:

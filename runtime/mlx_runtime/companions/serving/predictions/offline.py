@@ -6,7 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection
 from pathlib import Path
@@ -53,6 +53,10 @@ class Options:
     force: bool = False  # replace the output
     trust: bool = False  # use the stored code
 
+    @property
+    def block_rows(self) -> int:
+        return BLOCK_BATCHES * self.batch_size
+
 
 @dataclass(frozen=True)
 class Job:
@@ -66,10 +70,6 @@ class Job:
     options: Options
     workers: int
     devices: tuple[str | None, ...]  # of the workers, in turn
-
-    @property
-    def block_rows(self) -> int:
-        return BLOCK_BATCHES * self.options.batch_size
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,6 @@ def predict(run: str, output: Path, options: Options) -> str:
     gpus = 0 if config["cfg"].get("use_gpu") is False or options.device else torch.cuda.device_count()
     devices = tuple(f"cuda:{number}" for number in range(gpus)) if gpus > 1 else (options.device,)
     workers = options.workers or len(devices)
-    job = Job(folder.location, checkpoint.name, rows, output, Path(), options, workers, devices)
     manifest = {
         "run": folder.location,
         "checkpoint": [checkpoint.name, checkpoint.sha256, checkpoint.index_sha256],
@@ -114,10 +113,10 @@ def predict(run: str, output: Path, options: Options) -> str:
         "batch size": options.batch_size,
         "device": options.device or ("cuda" if gpus else "cpu"),
         "code": "stored" if options.trust else code_digest(Path.cwd()),
-        "block": job.block_rows,
+        "block": options.block_rows,
     }
-    parts = Parts(output, manifest, job.block_rows)
-    job = replace(job, parts=parts.folder)
+    parts = Parts(output, manifest, options.block_rows)
+    job = Job(folder.location, checkpoint.name, rows, output, parts.folder, options, workers, devices)
     control = StopRequests()
     progress = Progress(f"{folder.title} {checkpoint.name} on {rows.title}")
     try:
@@ -255,9 +254,10 @@ class BlockWriter:
         """Write a block, which is empty behind the last row."""
         from mlx_runtime.companions.serving.predictions import results
 
-        first, size = number * self._job.block_rows, self._job.options.batch_size
+        options = self._job.options
+        first, size = number * options.block_rows, options.batch_size
         outputs, kept, count = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0
-        for start in range(first, first + self._job.block_rows, size):
+        for start in range(first, first + options.block_rows, size):
             rows = self._source.read(start, size)
             if not rows.size:
                 break
