@@ -160,7 +160,7 @@ def test_npy_and_arrow_in_and_out(serve: Serve) -> None:
         pa.FixedSizeListArray.from_arrays(pa.array(rows.numpy().reshape(-1)), 3), 2
     )
     tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(rows.numpy())
-    for column in (nested, tensors):
+    for column in (nested, tensors, pa.array(rows.tolist(), pa.list_(pa.list_(pa.float64())))):
         status, headers, body = client.ask(
             "POST", "/predict", stream(pa.table({"image": column})), Content_Type=ARROW, Accept=ARROW
         )

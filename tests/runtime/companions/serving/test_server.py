@@ -19,7 +19,8 @@ from conftest import Mlx, Start, edit
 from forkserver import Command
 
 from mlx_runtime.companions.serving.http import registry
-from mlx_runtime.companions.serving.http.running import Source, parse
+from mlx_runtime.companions.serving.http.asgi import Limits
+from mlx_runtime.companions.serving.http.running import Running, Source, parse
 from mlx_runtime.companions.serving.http.server import serve
 from mlx_runtime.companions.serving.http.shadow import agree
 from mlx_runtime.companions.serving.predictor import Predictor
@@ -154,6 +155,26 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     assert process.returncode == 0
     assert re.search(r"shadow digits/run_002 epoch_0001 differs on \d+ of [\d,]+ rows", text)
     assert mlx(trained, "serve", "ls", **cache).stderr == "no server is running; start one: mlx serve run NAME\n"
+
+
+class Loaded(Source):
+    """A model of one column, which has its name."""
+
+    def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
+        return Predictor(lambda batch: batch, Schema((Column(self.text, "float32"),)), f"model {self.text}")
+
+
+def test_a_model_is_not_replaced_by_one_that_reads_other_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path))
+    running = Running({"x": Loaded("x")}, Limits(), "127.0.0.1", 0)
+    try:
+        with pytest.raises(UsageError, match=r"^model y reads different columns than model x: y: float32$"):
+            running.update("x", Loaded("y"))
+        assert running.app.endpoints["x"].predictor.title == "model x"
+    finally:
+        running.server.stop()
 
 
 def test_killed_servers_are_not_listed(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:

@@ -43,8 +43,12 @@ from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.secrets import redact_tree
 from mlx_runtime.training.loop import BaseModule
 
-LIBRARIES = {"onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"), "aoti": ("safetensors",)}
-"""Libraries that the export of a format needs, besides torch."""
+LIBRARIES = {
+    "onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
+    "aoti": ("safetensors",),
+    "safetensors": ("safetensors",),
+}
+"""Libraries that the code in the README of a format needs, besides torch."""
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,11 @@ def text(
     }
     lines += ["| column | shape and type |", "|---|---|"]
     lines += [f"| `{name}` | {description} |" for name, description in columns.items()] + [""]
-    batch = "; ".join(f"{name} {description}" for name, description in columns.items())
+    batch = ", ".join(f'"{name}": {description}' for name, description in columns.items())
     for program in programs:
         code, needs = TITLES[program]
         facts = {"torch": about["torch"].partition("+")[0], "machine": about["machine"]}
-        filled = code.format(batch=batch, names=tuple(columns)).rstrip()
+        filled = code.format(batch=f"{{{batch}}}", names=tuple(columns)).rstrip()
         lines += [
             f"## Run the program ({program})",
             "",

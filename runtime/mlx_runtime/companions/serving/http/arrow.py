@@ -85,8 +85,12 @@ def values(name: str, column: "pa.ChunkedArray") -> Any:
         return array.to_pylist()
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         _refuse_nulls(name, array)
-        flat, offsets = _fixed(name, array.flatten()), np.asarray(array.offsets)
+        flat, offsets = values(name, pa.chunked_array([array.flatten()])), np.asarray(array.offsets)
+        if isinstance(flat, list):
+            raise BodyError(f"{name} has lists of different lengths within rows, or strings; expected numbers")
         offsets = offsets - (offsets[0] if len(offsets) else 0)
+        if len({*np.diff(offsets).tolist()}) == 1:
+            return flat.reshape(len(array), -1, *flat.shape[1:])
         return [flat[start:end] for start, end in itertools.pairwise(offsets)]
     return _fixed(name, array)
 

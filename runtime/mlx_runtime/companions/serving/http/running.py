@@ -200,6 +200,7 @@ class Running:
     def update(self, name: str, source: Source) -> str:
         """Load another model beside the one of a name, and answer with it from then on."""
         predictor = source.load(self._checkpoint, trust=self._trust)
+        refuse_other_columns(self.app.endpoints[name].predictor, predictor)
 
         async def replace() -> None:
             former = self.app.replace(name, predictor)

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection
@@ -32,6 +32,9 @@ BATCH_SIZE = 256
 
 BLOCK_BATCHES = 8
 """Batches per block: the outputs that are in memory, and are lost when the command is killed."""
+
+ALONE = 8
+"""Rows that are also answered alone, to find out whether padding changes outputs."""
 
 EXIT_S = 5.0
 """Seconds within which the exit code of a lost worker is known."""
@@ -79,6 +82,7 @@ class Done:
     number: int
     rows: int  # fewer than in other blocks, or 0, at the end
     total: int | None  # rows of all blocks, or an estimate of them
+    note: str = ""  # warning about the outputs
 
 
 def predict(run: str, output: Path, options: Options) -> str:
@@ -230,7 +234,7 @@ def work(job: Job, rank: int, channel: Any) -> int:
         writer = BlockWriter(job, rank)
         while (number := channel.recv()) is not None:
             channel.send(writer.write(number))
-    except EOFError:
+    except (EOFError, ConnectionError):  # the command was killed
         return 0
     except MlxError as error:
         channel.send(error)
@@ -256,12 +260,14 @@ class BlockWriter:
 
         options = self._job.options
         first, size = number * options.block_rows, options.batch_size
-        outputs, kept, count = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0
+        outputs, kept, count, note = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0, ""
         for start in range(first, first + options.block_rows, size):
             rows = self._source.read(start, size)
             if not rows.size:
                 break
-            for values, batch in ((outputs, self._answer(rows, start)), (kept, rows.kept)):
+            answers = self._answer(rows, start)
+            note = note or (self._warn_of_padding(rows, answers) if start == 0 else "")
+            for values, batch in ((outputs, answers), (kept, rows.kept)):
                 for name, value in batch.items():
                     values[name].append(value)
             count += rows.size
@@ -273,11 +279,32 @@ class BlockWriter:
             else:
                 results.refuse_columns(table.schema, self._job.output)
                 results.write_part(path, table)
-        return Done(number, count, self._source.total())
+        return Done(number, count, self._source.total(), note)
 
     def close(self) -> None:
         """Close the source."""
         self._source.close()
+
+    def _warn_of_padding(self, rows: Rows, outputs: Mapping[str, Any]) -> str:
+        """Return a warning if the first rows of the dataset have other outputs alone, where they are not padded."""
+        for row in range(min(rows.size, ALONE)):
+            alone = self._source.alone(row)
+            if alone is None:
+                break
+            shapes = {
+                name: (getattr(value[0], "shape", None), getattr(rows.columns[name][row], "shape", None))
+                for name, value in alone.columns.items()
+            }
+            padded = [name for name, (own, shared) in shapes.items() if own != shared]
+            for name, values in self._answer(alone, row).items() if padded else ():
+                one, other = values[0].double(), outputs[name][row].double()
+                if one.shape == other.shape and not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
+                    apart = float((one - other).abs().max())
+                    return (
+                        f"warning: padding changes the outputs: {name} of row {row} differs by {apart:.3g} from that "
+                        f"of the row alone, because predict reads padded {padded[0]}; use a mask, or --batch-size 1"
+                    )
+        return ""
 
     def _answer(self, rows: Rows, start: int) -> dict[str, Any]:
         """Return the outputs of rows: tensors (rows, ...), or a list of one tensor per row if shapes differ.
@@ -324,6 +351,8 @@ class Progress:
     def advance(self, block: Done) -> None:
         """Count the rows of a block."""
         self.done += block.rows
+        if block.note:
+            self._print(block.note)
         now = time.monotonic()
         if now - self._printed_at < LINE_S[not self._live]:
             return

@@ -38,6 +38,10 @@ class Source(Protocol):
         """Return the rows from `start` on: `count`, or fewer at the end. `start` never decreases."""
         ...
 
+    def alone(self, row: int) -> Rows | None:
+        """Return one row, prepared without others; None if rows are not padded, or cannot be read again."""
+        ...
+
     def total(self) -> int | None:
         """Return the number of rows, or an estimate of it; None if it is unknown."""
         ...
@@ -157,6 +161,9 @@ class FileSource:
         batch = self._tables.checked(values, self._columns, self._path, start)
         return Rows(count, batch, {name: values[name] for name in self._keep})
 
+    def alone(self, row: int) -> Rows | None:
+        return None  # rows of a file are not padded
+
     def total(self) -> int | None:
         return self._file.total()
 
@@ -190,6 +197,9 @@ class DatasetSource:
                 raise UsageError(f"{self.title} has the columns {', '.join(batch)}, but {reader} {name}")
         named = [{name: batch[name] for name in names} for names in (self._names, self._keep)]
         return Rows(len(numbers), *named)
+
+    def alone(self, row: int) -> Rows | None:
+        return None if self._samples is not None else self.read(row, 1)
 
     def total(self) -> int | None:
         try:
