@@ -70,7 +70,7 @@ def train_predict(
     force: bool,
     code: str | None,
 ) -> None:
-    """Write what predict returns for every row of a dataset or file. An interrupted command continues if repeated.
+    """Write the outputs of predict for every row of a dataset or file. Repeat an interrupted command to resume it.
 
     RUN is run_003, 3 or latest (the default), or name/run_003, or the folder or URI of a run.
     """
@@ -224,7 +224,7 @@ def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> N
 @port_option
 @cluster_option
 def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
-    """Stop a server, or NAME on a cluster, after it has answered what it has accepted."""
+    """Stop a server, or NAME on a cluster, once all accepted requests are answered."""
     from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:
