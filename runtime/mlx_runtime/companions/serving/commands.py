@@ -88,7 +88,7 @@ def train_predict(
     force: bool,
     code: str | None,
 ) -> None:
-    """Write the outputs of predict for every row of a dataset or file. Repeat an interrupted command to continue it.
+    """Write the outputs of predict for every row of a dataset or file. Repeat an interrupted command to resume it.
 
     RUN is run_003, 3, latest (the default), name/run_003, or the folder or URI of a run.
     """
@@ -256,7 +256,7 @@ def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> N
 @port_option
 @cluster_option
 def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
-    """Stop a server, or NAME on a cluster, after the requests that it has accepted are answered."""
+    """Stop a server, or NAME on a cluster, once all accepted requests are answered."""
     from mlx_runtime.companions.serving.http import registry
 
     if ray_address is not None:

@@ -34,7 +34,7 @@ from mlx_runtime.storage import join_path
 from mlx_runtime.training import TrainConfig
 from mlx_runtime.training.loop import EXAMPLES, BaseModule, prepare_models
 
-WHAT_TO_WRITE = (
+PREDICT_HINT = (
     'write it in src/experiment.py, like: def predict(self, batch): return {"logits": self.models.net(batch["image"])}'
 )
 
@@ -96,7 +96,7 @@ def load_experiment(
     with matching_code(folder, "predictor", "the experiment", tree, trust=trust) as nodes:
         cls = object_at(nodes.pop("class")["_target_"])
         if getattr(cls, "predict", BaseModule.predict) is BaseModule.predict:
-            raise UsageError(f"{cls.__name__} of {folder.title} has no predict; {WHAT_TO_WRITE}")
+            raise UsageError(f"{cls.__name__} of {folder.title} has no predict; {PREDICT_HINT}")
         state = run.state(checkpoint)
         groups: dict[str, Any] = {"cfg": build_cfg(nodes["cfg"], TrainConfig)}
         with temporary_seed(groups["cfg"].seed):  # as in the run, for buffers that checkpoints do not contain

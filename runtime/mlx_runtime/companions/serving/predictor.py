@@ -113,7 +113,7 @@ def user_line(error: BaseException) -> str:
 
 
 def checked_outputs(outputs: Any, rows: int) -> Outputs:
-    """Return what `predict` has returned, on the CPU. Raises PredictError if it is not rows of outputs."""
+    """Return the outputs of `predict` on the CPU. Raises PredictError if they are not rows of outputs."""
     wanted = "it must return {name: tensor (rows, ...)}"
     if not isinstance(outputs, Mapping) or not outputs:
         raise PredictError(f"predict returned {type(outputs).__name__}; {wanted}")

@@ -181,6 +181,25 @@ def stream(table: pa.Table, **options: Any) -> bytes:
     return file.getvalue()
 
 
+def test_a_compressed_dictionary_of_arrow_is_refused(serve: Serve) -> None:
+    """The rows of the stream are not compressed, and the column is ignored."""
+    flat = pa.array(np.arange(6, dtype=np.float32))
+    image = pa.FixedSizeListArray.from_arrays(pa.FixedSizeListArray.from_arrays(flat, 3), 2)
+    table = pa.table({"image": image, "label": pa.array(["x" * 100_000]).dictionary_encode()})
+    messages = {}
+    for compression in (None, "zstd"):
+        file = io.BytesIO()
+        with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
+            stream.write_table(table)
+        found = pa.ipc.MessageReader.open_stream(file.getvalue())
+        messages[compression] = {message.type: message.serialize().to_pybytes() for message in found}
+    client = serve()
+    for compression, status in ((None, 200), ("zstd", 400)):
+        pieces = messages[None] | {"dictionary": messages[compression]["dictionary"]}
+        found_status, _, body = client.ask("POST", "/predict", b"".join(pieces.values()), Content_Type=ARROW)
+        assert (found_status, b"compressed Arrow streams" in body) == (status, status == 400), body
+
+
 def test_rows_of_different_lengths_and_texts(serve: Serve) -> None:
     """They are computed in separate batches, and their answers keep the order of the rows."""
     seen = []

@@ -115,7 +115,7 @@ class Cluster:
 
     @classmethod
     def connect(cls, address: str | None) -> "Cluster":
-        """Connect to a cluster, by default that in `RAY_ADDRESS`, to read or change what runs there."""
+        """Connect to a cluster, by default that in `RAY_ADDRESS`, to read or change its models."""
         return cls(Dashboard.connect(Address.parse(address)))
 
     def deployments(self) -> dict[str, Deployment]:
@@ -199,7 +199,7 @@ class Cluster:
         return self._deploy(dataclasses.replace(former.spec, **new), upload, host, port, write)
 
     def stop(self, name: str) -> Deployment:
-        """Stop and return an application when it has answered what it has accepted, and Ray Serve with the last one."""
+        """Stop an application after its accepted requests, and Ray Serve with the last one. Return it."""
         deployment = self.find(name)
         self._run("stop", Upload(Path(), (), {}), {}, name=deployment.spec.name)
         return deployment

@@ -1,4 +1,4 @@
-"""The line of a project at which torch.export gave up, and what to write there instead."""
+"""The line of a project at which torch.export gave up, and its cure."""
 
 import linecache
 import os
@@ -26,7 +26,7 @@ BRANCHES = "a program cannot branch on values of tensors; use torch.where, a mas
 NOT_TORCH = "write it with operations of torch on tensors, without NumPy, and without attributes that predict changes"
 
 EQUAL_SIZES = re.compile(r"Eq\(s\d+, s\d+\)")
-"""The condition that two columns have the same size, which is none of the problems."""
+"""Condition that two columns have the same size; it is not a problem."""
 
 
 class ExportError(MlxError):

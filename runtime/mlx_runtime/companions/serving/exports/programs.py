@@ -134,7 +134,7 @@ def _last_cause(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop the progress, warnings and graphs that exporters print; what matters becomes one line."""
+    """Drop the progress, warnings and graphs that exporters print. Errors are reported in one line."""
     before, ignored = logging.root.manager.disable, warnings.catch_warnings()
     logging.disable(logging.ERROR)
     try:

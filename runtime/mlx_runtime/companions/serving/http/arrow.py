@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from mlx_runtime.companions.serving.http.negotiation import BodyError
 
-RECORD_BATCH = 3
-"""Type of messages with rows, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""
+DICTIONARY_BATCH, RECORD_BATCH = 2, 3
+"""Types of messages with values, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""
 
 COMPRESSION = 3
 """Position of the field `compression` in their header."""
@@ -44,16 +44,24 @@ def read(body: bytes, limit: Callable[[int], None]) -> "pa.Table":
 
 
 def _header(data: bytes) -> tuple[int, bool] | None:
-    """Return the number of rows in a message with rows, and whether it is compressed; None for other messages."""
+    """Return the number of rows in a message with values, and True if it is compressed; None for other messages."""
     message = struct.unpack_from("<I", data)[0]
-    kind, header = _field(data, message, 1), _field(data, message, 2)
-    if kind is None or header is None or data[kind] != RECORD_BATCH:
+    kind, batch = _field(data, message, 1), _field(data, message, 2)
+    if kind is None or data[kind] not in (DICTIONARY_BATCH, RECORD_BATCH):
         return None
-    table = header + struct.unpack_from("<I", data, header)[0]
-    length = _field(data, table, 0)
-    return (0 if length is None else max(0, struct.unpack_from("<q", data, length)[0])), (
-        _field(data, table, COMPRESSION) is not None
-    )
+    if data[kind] == DICTIONARY_BATCH and batch is not None:
+        batch = _field(data, _target(data, batch), 1)
+    if batch is None:
+        return None
+    table = _target(data, batch)
+    length = _field(data, table, 0) if data[kind] == RECORD_BATCH else None
+    rows = 0 if length is None else max(0, struct.unpack_from("<q", data, length)[0])
+    return rows, _field(data, table, COMPRESSION) is not None
+
+
+def _target(data: bytes, field: int) -> int:
+    """Return the position of the table that a field of a flatbuffer refers to."""
+    return field + int(struct.unpack_from("<I", data, field)[0])
 
 
 def _field(data: bytes, table: int, number: int) -> int | None:

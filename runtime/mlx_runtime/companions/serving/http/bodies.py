@@ -15,7 +15,7 @@ from mlx_runtime.errors import short_message
 
 MAX_NPY_HEADER = 10_000
 
-WHAT_TO_SEND = 'send {"rows": [{column: value, ...}, ...]}; GET /example returns such a body'
+BODY_HINT = 'send {"rows": [{column: value, ...}, ...]}; GET /example returns such a body'
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class RowParser:
         """Return the parts of a request, and the error of each row, None for rows that fit the schema.
 
         Raises:
-            BodyError: the body is not what its type says, or has too many rows.
+            BodyError: the body is not of its type, or has too many rows.
         """
         if kind == JSON:
             rows = json_rows(body)
@@ -123,9 +123,9 @@ def json_rows(body: bytes) -> list[Any]:
     try:
         document = orjson.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BodyError(f"the body is not JSON: {short_message(error)}; {WHAT_TO_SEND}") from error
+        raise BodyError(f"the body is not JSON: {short_message(error)}; {BODY_HINT}") from error
     if not isinstance(document, dict) or document.keys() != {"rows"} or not isinstance(document["rows"], list):
-        raise BodyError(f"the body is not an object with a list of rows; {WHAT_TO_SEND}")
+        raise BodyError(f"the body has another form; {BODY_HINT}")
     rows: list[Any] = document["rows"]
     return rows
 

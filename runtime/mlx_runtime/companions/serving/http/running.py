@@ -190,7 +190,7 @@ class Running:
         return 128 + received[0] if received else 0
 
     def summary(self) -> str:
-        """Return what the server has done so far, in one line."""
+        """Return the numbers of requests and rows so far, in one line."""
         count = self.app.counters.total
         rows, failed = count("mlx_rows_total", outcome="answered"), count("mlx_rows_total", outcome="failed")
         text = f"{count('mlx_requests_total'):,} requests, {rows:,} rows answered"

@@ -80,7 +80,7 @@ class Server:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def request_stop(self) -> None:
-        """Accept no more connections; answer what was accepted, and end. Returns at once."""
+        """Accept no more connections, answer accepted requests, and end. Returns at once."""
         self._server.should_exit = True
 
     def wait(self) -> None:
@@ -88,7 +88,7 @@ class Server:
         self._ended.wait()
 
     def stop(self) -> None:
-        """Answer what was accepted, and end."""
+        """Stop as `request_stop` does, and wait for the end."""
         self.request_stop()
         if self._thread.ident is not None:
             self._thread.join()

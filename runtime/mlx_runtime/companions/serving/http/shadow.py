@@ -44,7 +44,7 @@ class Shadow:
             self._counters.compared(self._model, "skipped", sum(part.rows for part in parts))
 
     def close(self) -> None:
-        """Compare what waits, and end. A model that hangs does not keep the server."""
+        """Compare the waiting batches, and end. A model that hangs does not keep the server."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)

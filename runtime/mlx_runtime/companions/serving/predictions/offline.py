@@ -76,7 +76,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
+class Block:
     """A block that has been written."""
 
     number: int
@@ -134,8 +134,8 @@ def predict(run: str, output: Path, options: Options) -> str:
         parts.close() if parts.files() else parts.remove()
     parts.remove()
     took = format_duration(time.monotonic() - started)
-    what = f"{plural(progress.done, 'row')} of {', '.join(names)}"
-    return f"wrote {output}: {what}, in {took}, by {folder.title} {checkpoint.name}"
+    columns = f"{plural(progress.done, 'row')} of {', '.join(names)}"
+    return f"wrote {output}: {columns}, in {took}, by {folder.title} {checkpoint.name}"
 
 
 def check_output(output: Path, *, force: bool) -> None:
@@ -179,7 +179,7 @@ def _writing(output: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {output}: {reason}; to continue, type the same command again") from error
 
 
-def _blocks(job: Job, numbers: Iterator[int]) -> Iterator[Done]:
+def _blocks(job: Job, numbers: Iterator[int]) -> Iterator[Block]:
     """Write blocks in this process."""
     with contextlib.ExitStack() as stack:
         writer = None
@@ -188,7 +188,7 @@ def _blocks(job: Job, numbers: Iterator[int]) -> Iterator[Done]:
             yield writer.write(number)
 
 
-def _blocks_of_workers(server: ForkServer, job: Job, numbers: Iterator[int]) -> Iterator[Done]:
+def _blocks_of_workers(server: ForkServer, job: Job, numbers: Iterator[int]) -> Iterator[Block]:
     """Write blocks in several processes, each of which has one in hand at a time."""
     channels: dict[Any, int] = {}
     try:
@@ -254,7 +254,7 @@ class BlockWriter:
         size, schema = options.batch_size, self._predictor.schema
         self._source = job.rows.open(resolve_run(job.run), schema, options.keep, size, trust=options.trust)
 
-    def write(self, number: int) -> Done:
+    def write(self, number: int) -> Block:
         """Write a block, which is empty behind the last row."""
         from mlx_runtime.companions.serving.predictions import results
 
@@ -279,7 +279,7 @@ class BlockWriter:
             else:
                 results.refuse_columns(table.schema, self._job.output)
                 results.write_part(path, table)
-        return Done(number, count, self._source.total(), note)
+        return Block(number, count, self._source.total(), note)
 
     def close(self) -> None:
         """Close the source."""
@@ -348,7 +348,7 @@ class Progress:
         more = f", continuing after {plural(done, 'row')}" if done else ""
         self._print(f"predicting with {self._title}{more}")
 
-    def advance(self, block: Done) -> None:
+    def advance(self, block: Block) -> None:
         """Count the rows of a block."""
         self.done += block.rows
         if block.note:
