@@ -51,7 +51,8 @@ def test_an_unknown_option_names_what_was_meant(
 
 
 def test_a_command_without_its_group_is_named_with_it() -> None:
-    for word, meant in {"sweep": "mlx train sweep", "run": "mlx train run or mlx data run", "ls": "mlx xp ls"}.items():
+    of_all = "mlx train run or mlx serve run or mlx data run"
+    for word, meant in {"sweep": "mlx train sweep", "run": of_all, "ls": "mlx xp ls or mlx serve ls"}.items():
         done = CliRunner().invoke(mlx, [word])
         assert (done.exit_code, f"No such command '{word}'. Did you mean {meant}?" in done.output) == (2, True)
 
