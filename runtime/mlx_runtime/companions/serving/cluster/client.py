@@ -199,7 +199,7 @@ class Cluster:
         return self._deploy(dataclasses.replace(former.spec, **new), upload, host, port, write)
 
     def stop(self, name: str) -> Deployment:
-        """Stop an application once it has answered all accepted requests, and Ray Serve with the last one. Return it."""
+        """Stop and return an application that has answered all accepted requests, and Ray Serve with the last one."""
         deployment = self.find(name)
         self._run("stop", Upload(Path(), (), {}), {}, name=deployment.spec.name)
         return deployment
