@@ -19,7 +19,8 @@ from conftest import Mlx, Start, edit
 from forkserver import Command
 
 from mlx_runtime.companions.serving.http import registry
-from mlx_runtime.companions.serving.http.running import Source, parse
+from mlx_runtime.companions.serving.http.asgi import Limits
+from mlx_runtime.companions.serving.http.running import Running, Source, parse
 from mlx_runtime.companions.serving.http.server import serve
 from mlx_runtime.companions.serving.http.shadow import agree
 from mlx_runtime.companions.serving.predictor import Predictor
@@ -287,6 +288,20 @@ def test_models_on_the_command_line(tmp_path: Path) -> None:
             Source(text).other("3")
     with pytest.raises(UsageError, match="which model"):
         parse(["a", "b", "c"])
+
+
+def test_a_model_with_a_shadow_keeps_its_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, the shadow would fail on each row, and count it as different."""
+
+    class Loaded(Source):
+        def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
+            return Predictor(lambda batch: batch, Schema((Column(self.text, "float32"),)), self.text)
+
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path))
+    served = Running({"a": Loaded("x")}, Limits(), "127.0.0.1", 0, shadow=Loaded("x"))
+    with served.server, pytest.raises(UsageError, match="^x reads other columns than y: x: float32$"):
+        served.update("a", Loaded("y"))
+    assert served.app.endpoints["a"].predictor.title == "x"
 
 
 @pytest.mark.pure

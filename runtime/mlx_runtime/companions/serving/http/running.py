@@ -200,6 +200,8 @@ class Running:
     def update(self, name: str, source: Source) -> str:
         """Load another model beside the one of a name, and answer with it from then on."""
         predictor = source.load(self._checkpoint, trust=self._trust)
+        if self._shadow is not None and name == next(iter(self._sources)):
+            refuse_other_columns(predictor, self._shadow.predictor)
 
         async def replace() -> None:
             former = self.app.replace(name, predictor)

@@ -31,7 +31,8 @@ class Shadow:
     """
 
     def __init__(self, model: str, predictor: Predictor, counters: Counters) -> None:
-        self._model, self._predictor, self._counters = model, predictor, counters
+        self.predictor = predictor
+        self._model, self._counters = model, counters
         self._waiting: queue.Queue[Sequence[Part] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
@@ -57,11 +58,11 @@ class Shadow:
         }
         rest = f", {count['skipped']:,} skipped" if count["skipped"] else ""
         compared = count["equal"] + count["differ"]
-        return f"shadow {self._predictor.title} differs on {count['differ']:,} of {compared:,} rows{rest}"
+        return f"shadow {self.predictor.title} differs on {count['differ']:,} of {compared:,} rows{rest}"
 
     def _run(self) -> None:
         while (parts := self._waiting.get()) is not None:
-            others = answers(self._predictor, parts, max(part.rows for part in parts))
+            others = answers(self.predictor, parts, max(part.rows for part in parts))
             for part, other in zip(parts, others, strict=True):
                 pairs = zip(as_list(part.answer, part.rows), as_list(other, part.rows), strict=True)
                 equal = sum(agree(one, another) for one, another in pairs)
