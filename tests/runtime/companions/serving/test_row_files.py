@@ -301,6 +301,11 @@ def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     assert (other.note, other.find()) == ("starting over: batch size changed since the interrupted command", 0)
     other.remove()
     assert not other.folder.exists()
+    following = Parts(output, {"run": "a", "batch size": 8}, block_rows=8)
+    other.close()
+    assert following.folder.exists()
+    following.close()  # without rows
+    assert not following.folder.exists()
 
 
 CONFIG = {"cfg": {"seed": 0}, "datasets": {"_target_": "D", "train": {"_target_": "T"}, "test_b": {"_target_": "B"}}}

@@ -7,7 +7,6 @@ which has the error for the user, if there is one.
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -109,8 +108,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise if the model has been computing a batch for so long that Ray Serve should replace this replica."""
         for endpoint in self.application.endpoints.values():
-            since = endpoint.batcher.busy_since
-            if since is not None and time.monotonic() - since > 2 * self.application.limits.timeout_s:
+            if endpoint.batcher.busy_s > 2 * self.application.limits.timeout_s:
                 raise RuntimeError(f"{endpoint.name} does not answer")
 
 

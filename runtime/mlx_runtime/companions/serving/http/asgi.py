@@ -194,11 +194,9 @@ class Application:
         return found
 
     def _health(self) -> Answer:
-        now = time.monotonic()
         for name, endpoint in self.endpoints.items():
-            since = endpoint.batcher.busy_since
-            if since is not None and now - since > self.limits.timeout_s:
-                return error_answer(503, f"{name} has been computing a batch for {now - since:.0f} s")
+            if (seconds := endpoint.batcher.busy_s) > self.limits.timeout_s:
+                return error_answer(503, f"{name} has been computing a batch for {seconds:.0f} s")
         return 200, [(b"content-type", JSON.encode())], b'{"status":"ok"}'
 
     def _described(self) -> dict[str, Answer]:

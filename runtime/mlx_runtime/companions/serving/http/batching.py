@@ -49,7 +49,7 @@ class Batcher:
     ) -> None:
         self.predictor, self.max_queue = predictor, max_queue
         self.queued = 0  # rows
-        self.busy_since: float | None = None
+        self._busy_since: float | None = None
         self._max_batch, self._max_wait_s, self._observe = max_batch, max_wait_s, observe
         self._groups: dict[Any, deque[tuple[Part, asyncio.Future[None]]]] = {}
         self._timer: asyncio.Handle | None = None
@@ -71,7 +71,7 @@ class Batcher:
         future: asyncio.Future[None] = loop.create_future()
         self.queued += part.rows
         self._groups.setdefault(part.shapes, deque()).append((part, future))
-        if self.busy_since is None:
+        if self._busy_since is None:
             if self._timer is None:
                 self._timer = (
                     loop.call_later(self._max_wait_s, self._start) if self._max_wait_s else loop.call_soon(self._start)
@@ -81,9 +81,14 @@ class Batcher:
                 self._timer = loop.call_soon(self._start)
         return future
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which the present batch has been computed; 0 without one."""
+        return 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
+
     async def drain(self) -> None:
         """Wait until everything that was submitted has its answer, and end the thread."""
-        while self.busy_since is not None or self._groups:
+        while self._busy_since is not None or self._groups:
             self._idle.append(asyncio.get_running_loop().create_future())
             await self._idle[-1]
         self._drained = True
@@ -105,7 +110,7 @@ class Batcher:
             return
         loop = asyncio.get_running_loop()
         parts = [part for part, _ in taken]
-        self.busy_since = time.monotonic()
+        self._busy_since = time.monotonic()
         if self._credit >= TRUST and sum(part.rows for part in parts) <= self._max_batch:
             answers = quick_answers(self.predictor, parts)
             if answers is not None:
@@ -143,9 +148,7 @@ class Batcher:
                 return
 
     def _finish(self, taken: Sequence[tuple[Part, "asyncio.Future[None]"]], found: Sequence[Any]) -> None:
-        assert self.busy_since is not None
-        seconds = time.monotonic() - self.busy_since
-        self.busy_since = None
+        seconds, self._busy_since = self.busy_s, None
         change = 1 if seconds < QUICK_S else -5 * seconds / QUICK_S
         self._credit = max(LEAST_CREDIT, min(MOST_CREDIT, self._credit + change))
         for (part, future), answer in zip(taken, found, strict=True):

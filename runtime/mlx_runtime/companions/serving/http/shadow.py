@@ -31,7 +31,8 @@ class Shadow:
     """
 
     def __init__(self, model: str, predictor: Predictor, counters: Counters) -> None:
-        self._model, self._predictor, self._counters = model, predictor, counters
+        self._predictor = predictor
+        self._model, self._counters = model, counters
         self._waiting: queue.Queue[Sequence[Part] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()

@@ -126,13 +126,13 @@ def predict(run: str, output: Path, options: Options) -> str:
     try:
         with sigterm_stops(control), contextlib.closing(progress):
             names = _work(job, parts, progress)
+        parts.remove()
     except KeyboardInterrupt:
         code = control.exit_code if control.reason else RunStopped.exit_code
         done = f"stopped after {plural(progress.done, 'row')}; to continue, type the same command again"
         raise RunStopped(done, code) from None
     finally:
-        parts.close() if parts.files() else parts.remove()
-    parts.remove()
+        parts.close()
     took = format_duration(time.monotonic() - started)
     columns = f"{plural(progress.done, 'row')} of {', '.join(names)}"
     return f"wrote {output}: {columns}, in {took}, by {folder.title} {checkpoint.name}"

@@ -104,11 +104,16 @@ class Parts:
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.close()
+        self._lock.close()
 
     def close(self) -> None:
-        """Let another process use the folder."""
-        self._lock.close()
+        """Let another process use the folder, unless it is removed already. Without rows, it is removed."""
+        if self._lock.closed:
+            return
+        if self.files():
+            self._lock.close()
+        else:
+            self.remove()
 
 
 def part_name(number: int, rows: int) -> str:
