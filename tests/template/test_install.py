@@ -74,7 +74,7 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, s
             continue
         typed = command.replace("<this repository>", str(origin))
         typed = typed.replace('sweep ARGS="', 'sweep ARGS="cfg.num_epochs=3 ')  # six trials of up to 30 epochs
-        inside = command.startswith(("make run", "make sweep", "make prepare"))  # of the demo
+        inside = command.startswith(("make run", "make sweep", "make predict", "make prepare"))  # of the demo
         where = folder / "demo" / "digits" if inside else folder
         options = "PYTHON=../../.venv/bin/python" if inside else ""
         done = subprocess.run(

@@ -22,18 +22,15 @@ class Companion(NamedTuple):
     scheme: str | None = None  # of the URIs of runs and checkpoints that its module `remote` reads
 
 
+SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "stop", "update"))
+
 COMPANIONS = {
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "services": Companion(),
-    "serving": Companion(
-        (
-            *("train predict", "xp export", "serve run", "serve launch"),
-            *("serve ls", "serve logs", "serve stop", "serve update"),
-        )
-    ),
+    "serving": Companion(("train predict", "xp export", *SERVERS)),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),

@@ -29,7 +29,7 @@ from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs import RunFolder, read_errors
 from mlx_runtime.runs.checkpoints import CheckpointInfo, load_into, members
-from mlx_runtime.runs.queries import Run, find_checkpoint, matching_code
+from mlx_runtime.runs.queries import Run, find_checkpoint, matching_code, resolve_checkpoint
 from mlx_runtime.storage import join_path
 from mlx_runtime.training import TrainConfig
 from mlx_runtime.training.loop import EXAMPLES, BaseModule, prepare_models
@@ -67,7 +67,12 @@ def load_parts(
 
 
 def choose_checkpoint(folder: RunFolder, which: str | int | None) -> CheckpointInfo:
-    """Return a checkpoint of a run: by default the best, or the latest if none has a value of `cfg.monitor`."""
+    """Return a checkpoint of a run, also by its path: by default the best, or the latest if there is no best one."""
+    if isinstance(which, str) and "/" in which:
+        owner, path = resolve_checkpoint(which)
+        if owner.path.resolve() != folder.path.resolve():
+            raise UsageError(f"{which} is a checkpoint of {owner.title}, not of {folder.title}")
+        which = path.partition("?")[0].rpartition("/")[2]
     if which is not None:
         return find_checkpoint(folder, which)
     try:

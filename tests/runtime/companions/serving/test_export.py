@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -245,6 +245,7 @@ def test_a_program_with_other_outputs_is_not_published(here: Path, mlx: Mlx) -> 
     assert not (here / "export").exists()
 
 
+@pytest.mark.install
 def test_a_project_may_have_a_folder_of_licenses(here: Path, mlx: Mlx) -> None:
     """As https://reuse.software asks for. Only files are copied."""
     (here / "LICENSE").unlink()
@@ -279,6 +280,7 @@ def prove(folder: Path, scratch: Path, cases: dict[int, list[dict[str, torch.Ten
     return dict(json.loads(result.read_text()))
 
 
+@pytest.mark.install
 def test_the_proof_hides_the_package_and_notices_other_outputs(here: Path, tmp_path: Path) -> None:
     """This Python could import `mlx_runtime`, and `src` lies in the working directory of the process."""
     batch = load_file(here / NAME / "examples.safetensors")
@@ -315,24 +317,29 @@ def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:
 ALONE = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock")
 """What `pip install torch` installs; NumPy is optional."""
 
+WITH_ONNX = ("onnxruntime", "numpy", "numpy.libs", "flatbuffers", "google", "packaging", "safetensors")
+"""What `pip install onnxruntime safetensors` installs."""
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment with torch and its dependencies only, linked from this one."""
-    folder = tmp_path_factory.mktemp("alone")
+
+def environment_with(names: Sequence[str], folder: Path) -> Path:
+    """Return the Python of a new environment with some packages only, linked from this one."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    here = Path(torch.__file__).parents[1]
-    for name in (*ALONE, "typing_extensions.py"):
-        (site / name).symlink_to(here / name)
+    for name in (*names, "typing_extensions.py"):
+        (site / name).symlink_to(Path(torch.__file__).parents[1] / name)
     return folder / "bin/python"
 
 
+def code_of(folder: Path, title: str) -> str:
+    """Return the code below a title of the README of an export."""
+    return (folder / "README.md").read_text().partition(title)[2].partition("```python\n")[2].partition("```")[0]
+
+
 @pytest.mark.install
-def test_the_code_of_the_readme_runs_in_an_environment_with_torch_only(trained: Path, alone: Path) -> None:
-    folder = trained / NAME
-    code, *_ = (folder / "README.md").read_text().partition("```python\n")[2].split("```")
-    assert len(code.splitlines()) <= 10
+def test_the_code_of_the_readme_runs_in_an_environment_with_torch_only(trained: Path, tmp_path: Path) -> None:
+    folder, alone = trained / NAME, environment_with(ALONE, tmp_path / "alone")
+    code = code_of(folder, "## Run the program (pt2)")
+    assert 0 < len(code.splitlines()) <= 10
     done = subprocess.run([alone, "-c", code], cwd=folder, capture_output=True, text=True, env={})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "label (3,) torch.int64\nscores (3, 3) torch.float32\n"
@@ -341,7 +348,7 @@ def test_the_code_of_the_readme_runs_in_an_environment_with_torch_only(trained: 
 
 
 @pytest.mark.install
-def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx) -> None:
+def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
     done = mlx(trained, "xp", "export", "exports", "-o", "all", "--format", "pt2,onnx", "--format", "aoti")
     assert done.returncode == 0, done.stderr
     found = json.loads((trained / "all/export.json").read_text())["proof"]["programs"]
@@ -350,3 +357,8 @@ def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx) -> None:
     row = load_export(trained / "all").schema.example_rows()[0]
     label = {int(load_export(trained / "all", name)([row])["label"]) for name in found}
     assert len(label) == 1
+    alone, code = environment_with(WITH_ONNX, tmp_path / "alone"), code_of(trained / "all", "## Run the program (onnx)")
+    done = subprocess.run([alone, "-c", code], cwd=trained / "all", capture_output=True, text=True, env={})
+    assert (done.returncode, done.stdout) == (0, "label (3,) int64\nscores (3, 3) float32\n"), done.stderr
+    done = subprocess.run([alone, "-c", "import torch"], capture_output=True, text=True, env={})
+    assert done.stderr.endswith("No module named 'torch'\n")

@@ -228,6 +228,7 @@ def wait_for_part(output: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(
     ("number", "workers", "code"), [(signal.SIGKILL, 2, -9), (signal.SIGINT, 1, 130), (signal.SIGTERM, 2, 143)]
 )
@@ -383,6 +384,7 @@ def in_a_process(run: str, folder: Path, limit: int, *names: str) -> "subprocess
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.kills
 def test_memory_does_not_grow_with_the_file(run: str, images: np.ndarray, tmp_path: Path) -> None:
     """Each row has 20 KB, so that the large files would take 60 MB more in memory."""
     rows = 4_000
@@ -404,6 +406,7 @@ def test_memory_does_not_grow_with_the_file(run: str, images: np.ndarray, tmp_pa
     assert parquet.ParquetFile(tmp_path / f"{names[2]}.out.parquet").metadata.num_rows == rows
 
 
+@pytest.mark.kills
 def test_a_full_disk(run: str, images: np.ndarray, tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", image=images, id=["0" * 1000] * 270)
     done = in_a_process(run, tmp_path, 1 << 17, "in.npz")

@@ -9,10 +9,11 @@ import torch
 from conftest import Mlx, edit
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.serving.loading import known_columns
+from mlx_runtime.companions.serving.loading import choose_checkpoint, known_columns
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
 from mlx_runtime.companions.serving.schema import Column, RowError, Schema
 from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -122,6 +123,10 @@ def test_the_checkpoint_is_the_best_one_by_default(answers: Path, monkeypatch: p
     assert run.predictor().title == f"answers/run_001 {best}"
     with pytest.raises(UsageError, match="has no checkpoint epoch_0009"):
         run.predictor("epoch_0009")
+    path = answers / "runs" / "answers" / "run_001" / "checkpoints" / "epoch_0001"
+    assert run.predictor(str(path)).title == "answers/run_001 epoch_0001"
+    with pytest.raises(UsageError, match=f"{path} is a checkpoint of answers/run_001, not of answers/run_002"):
+        choose_checkpoint(RunFolder(path.parents[1].with_name("run_002")), str(path))
 
 
 def test_a_run_without_recorded_examples_reads_its_dataset(

@@ -295,7 +295,7 @@ def test_bad_commands_end_with_one_line(mlx: Mlx, trained: Path, tmp_path: Path)
 def test_models_on_the_command_line(tmp_path: Path) -> None:
     export = tmp_path / "export"
     export.mkdir()
-    (export / "model.pt2").touch()
+    (export / "export.json").touch()
     assert parse(["digits"]) == {"digits": Source("digits")}
     assert parse(["digits", "3", "b=x/run_001"]) == {"digits": Source("digits", "3"), "b": Source("x/run_001")}
     assert parse([str(export)]) == {"export": Source(str(export))}

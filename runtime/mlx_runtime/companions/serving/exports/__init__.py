@@ -5,5 +5,5 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     artifact="export",
-    exported="load_export",
+    exported="EXPORT load_export",
 )

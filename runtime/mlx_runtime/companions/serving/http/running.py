@@ -17,6 +17,7 @@ from typing import Any
 
 from mlx_runtime.companions import is_remote
 from mlx_runtime.companions.serving import Predictor
+from mlx_runtime.companions.serving.exports import EXPORT, load_export
 from mlx_runtime.companions.serving.http import registry
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
@@ -44,10 +45,7 @@ class Source:
 
     @property
     def is_export(self) -> bool:
-        folder = Path(self.text)
-        return self.run is None and any(
-            path.suffix in (".pt2", ".safetensors", ".onnx") for path in (folder.iterdir() if folder.is_dir() else ())
-        )
+        return self.run is None and Path(self.text, EXPORT).is_file()
 
     @property
     def name(self) -> str:
@@ -67,8 +65,6 @@ class Source:
     def load(self, checkpoint: str | None = None, *, trust: bool = False) -> Predictor:
         """Return the predictor of the model."""
         if self.is_export:
-            from mlx_runtime.companions.serving.exports import load_export
-
             loaded: Predictor = load_export(Path(self.text))
             return loaded
         if is_remote(self.text):
