@@ -94,8 +94,7 @@ def load_experiment(
         ConfigError: the code does not match the run.
     """
     config = run.config
-    if "models" not in config:
-        raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
+    refuse_function(folder, config)
     tree = {name: node for name, node in config.items() if not name.startswith("_")}
     tree["class"] = {"_target_": f"{AN_EXPERIMENT.module}.{AN_EXPERIMENT.main}"}
     with matching_code(folder, "predictor", "the experiment", tree, trust=trust) as nodes:
@@ -112,6 +111,12 @@ def load_experiment(
         if "tools" in groups:
             load_into(groups["tools"], state.get("tools", {}), "tools")
         return cls(**groups), nodes
+
+
+def refuse_function(folder: RunFolder, config: Mapping[str, Any]) -> None:
+    """Raise UsageError if a run has no models, like those of functions."""
+    if "models" not in config:
+        raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
 
 
 def _group(name: str, node: Any, cfg: Any) -> Any:

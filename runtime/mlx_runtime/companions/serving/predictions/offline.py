@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving import STRING, PredictError, choose_checkpoint
+from mlx_runtime.companions.serving import STRING, PredictError, choose_checkpoint, refuse_function
 from mlx_runtime.companions.serving.predictions.parts import Parts, code_digest, part_name
 from mlx_runtime.companions.serving.predictions.sources import SUFFIXES, Rows, Selection, select
 from mlx_runtime.config.projects import AN_EXPERIMENT, EXPERIMENT, main_class
@@ -103,8 +103,7 @@ def predict(run: str, output: Path, options: Options) -> str:
             f"{Path.cwd()} is not the experiment of {folder.title}, whose code is needed. Change to it or, if you "
             "trust everyone who can write to that storage, use the stored code: --code stored"
         )
-    if "models" not in config:
-        raise UsageError(f"{folder.title} is the run of a function, which has no predict; write an experiment")
+    refuse_function(folder, config)
     checkpoint, rows = choose_checkpoint(folder, options.checkpoint), select(config, options.dataset)
     gpus = 0 if config["cfg"].get("use_gpu") is False or options.device else torch.cuda.device_count()
     devices = tuple(f"cuda:{number}" for number in range(gpus)) if gpus > 1 else (options.device,)
