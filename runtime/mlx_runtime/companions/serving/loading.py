@@ -38,6 +38,9 @@ PREDICT_HINT = (
     'write it in src/experiment.py, like: def predict(self, batch): return {"logits": self.models.net(batch["image"])}'
 )
 
+Examples = dict[str, tuple[Batch, Mapping[str, Any]]]
+"""Example rows by stage, and the shapes of further rows by column."""
+
 SEED = 0
 """Seed of the calls that determine which columns `predict` reads."""
 
@@ -58,10 +61,9 @@ def load_parts(
     title = f"{folder.title} {chosen.name}"
     prepare(experiment, target)
     examples = stored_examples(folder)
-    recorded = [stage for stage, _, _ in examples]
-    own = [name for name in nodes.get("datasets", {}) if name.startswith("predict") and name not in recorded]
+    own = [name for name in nodes.get("datasets", {}) if name.startswith("predict") and name not in examples]
     if own or not examples:
-        examples += read_examples(experiment, nodes)
+        examples = read_examples(experiment, nodes) | examples
     schema = known_columns(experiment.predict, examples, title, target)
     return experiment, nodes, Predictor(experiment.predict, schema, title, target)
 
@@ -151,8 +153,8 @@ def prepare(experiment: BaseModule, device: torch.device) -> None:
     prepare_models(models, replace(experiment.cfg, compile=False), device)
 
 
-def stored_examples(folder: RunFolder) -> list[tuple[str, Batch, Mapping[str, Any]]]:
-    """Return the example rows that a run has recorded: stage, rows, and shapes of rows by column.
+def stored_examples(folder: RunFolder) -> Examples:
+    """Return the example rows that a run has recorded.
 
     Raises:
         StorageError: they cannot be read.
@@ -161,22 +163,22 @@ def stored_examples(folder: RunFolder) -> list[tuple[str, Batch, Mapping[str, An
         try:
             content = folder.read(EXAMPLES)
         except FileNotFoundError:
-            return []
+            return {}
         try:
             stages = torch.load(io.BytesIO(content), weights_only=True)
-            return [(str(name), dict(item["rows"]), dict(item["shapes"])) for name, item in stages.items()]
+            return {str(name): (dict(item["rows"]), dict(item["shapes"])) for name, item in stages.items()}
         except Exception as error:  # a damaged file raises many types
             raise StorageError(f"{join_path(folder.location, EXAMPLES)} is damaged: {short_message(error)}") from error
 
 
-def read_examples(experiment: BaseModule, nodes: Mapping[str, Any]) -> list[tuple[str, Batch, Mapping[str, Any]]]:
+def read_examples(experiment: BaseModule, nodes: Mapping[str, Any]) -> Examples:
     """Return example rows of a dataset, for a run that has not recorded any."""
     names = by_preference(name for name in nodes.get("datasets", {}) if not name.startswith("_"))
     for name in names:
         if name not in stream_names(nodes):
             shard = shard_of(experiment, nodes, name)
-            return [(name, next(iter(shard.iter_torch_batches(batch_size=3))), {})]
-    return []
+            return {name: (next(iter(shard.iter_torch_batches(batch_size=3))), {})}
+    return {}
 
 
 def by_preference(names: Any) -> list[str]:
@@ -193,7 +195,7 @@ def shard_of(experiment: BaseModule, nodes: Mapping[str, Any], name: str) -> Dat
 
 def known_columns(
     predict: Callable[[Batch], Any],
-    examples: list[tuple[str, Batch, Mapping[str, Any]]],
+    examples: Examples,
     title: str,
     device: torch.device,
 ) -> Schema:
@@ -204,9 +206,10 @@ def known_columns(
         PredictError: it fails on the examples of all datasets.
     """
     problem = None
-    for name in by_preference(stage for stage, _, _ in examples):
-        rows = next(rows for stage, rows, _ in examples if stage == name)
-        seen = {column: [shape for _, _, shapes in examples for shape in shapes.get(column, ())] for column in rows}
+    shapes_of_all = [shapes for _, shapes in examples.values()]
+    for name in by_preference(examples):
+        rows, _ = examples[name]
+        seen = {column: [shape for shapes in shapes_of_all for shape in shapes.get(column, ())] for column in rows}
         schema = Schema.of_batch(rows, seen)
         call = partial(_call, predict, device)
         try:

@@ -88,7 +88,7 @@ class TestAPredictor:
 
 def test_a_dimension_that_varies_in_any_dataset_varies() -> None:
     rows = {"tokens": torch.zeros(3, 5), "other": torch.zeros(3, 5)}
-    examples = [("test", rows, {"tokens": [[5]], "other": [[5]]}), ("train", rows, {"tokens": [[4], [6]]})]
+    examples = {"test": (rows, {"tokens": [[5]], "other": [[5]]}), "train": (rows, {"tokens": [[4], [6]]})}
     schema = known_columns(lambda batch: {"sum": batch["tokens"].sum(1)}, examples, "sums", torch.device("cpu"))
     assert [column.text for column in schema.columns] == ["float32 (any,)"]
     assert schema.ignored == ("other",)
