@@ -15,13 +15,16 @@ from mlx_runtime.settings import environment
 from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, Scratch, StopAsked, backend_of
 
 if TYPE_CHECKING:
-    from ray.train.torch import TorchTrainer
+    from mlx_runtime.companions.ray.private import TrimmedTrainer
 
 RESIZE_S = 10.0
 """Interval at which an elastic group checks for room for more workers."""
 
 GROUP_START_S = 20
 """Maximum time for workers to start before an elastic group trains with fewer."""
+
+END_S = 20.0
+"""Maximum time for Ray Train to end when a run ends early."""
 
 
 class OnRay:
@@ -43,18 +46,21 @@ class OnRay:
         self._elastic = self._sizes[0] != self._sizes[1]
         self._resources = {"CPU": float(cfg.cpus_per_worker)}  # of each worker
         self._resources |= {"GPU": cluster.gpus_per_worker} if cluster.use_gpu else {}
-        self._scratch: Scratch | None = None  # until a run starts
+        self._scratch: Scratch | None = None  # until a run starts, like the next two
+        self._trainer: TrimmedTrainer | None = None
+        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "OnRay":
         self._error, self._scratch = None, Scratch("mlx-ray-")
+        self._trainer = self._make_trainer(job)
         # In the main thread, Ray Train would take over Ctrl-C.
-        self._thread = threading.Thread(target=self._fit, args=(self._trainer(job),), name="fit", daemon=True)
+        self._thread = threading.Thread(target=self._fit, args=(self._trainer,), name="fit", daemon=True)
         self._thread.start()
         return self
 
     def poll(self) -> bool:
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             return True
         if self._error is not None:
             from mlx_runtime.companions.ray.failures import error_of
@@ -81,10 +87,13 @@ class OnRay:
         return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing) or None
 
     def close(self) -> None:
+        if self._trainer is not None and self._thread is not None and self._thread.is_alive():
+            self._trainer.abandon()
+            self._thread.join(END_S)
         if self._scratch is not None:
             self._scratch.close()
 
-    def _fit(self, trainer: "TorchTrainer") -> None:
+    def _fit(self, trainer: "TrimmedTrainer") -> None:
         # A smaller group starts only after Ray has given up on a larger one.
         variables = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(GROUP_START_S)} if self._elastic else {}
         try:
@@ -93,7 +102,7 @@ class OnRay:
         except BaseException as error:
             self._error = error
 
-    def _trainer(self, job: Job) -> "TorchTrainer":
+    def _make_trainer(self, job: Job) -> "TrimmedTrainer":
         """Return a trainer that only starts and replaces workers; the runtime handles checkpoints."""
         import ray.train.torch
 

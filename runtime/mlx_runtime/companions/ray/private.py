@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 import ray
@@ -26,8 +26,12 @@ try:
     from ray._private import auto_init_hook
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
+    from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
+        TrainAutoscalingCoordinatorClient,
+    )
     from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
     from ray.train.v2.torch import train_loop_utils
 except ImportError as error:
@@ -71,6 +75,14 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, embedded: bool, multiple_of: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
         self._embedded, self._multiple_of = embedded, multiple_of
+        self._end: Callable[[], object] | None = None  # ends the controller, once it runs
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """End `fit` in another thread, without its workers. `ray.shutdown` would free memory that it still uses."""
+        self._abandoned = True
+        if self._end is not None:
+            self._end()
 
     def _create_default_callbacks(self) -> list[Any]:
         unneeded = (DatasetsCallback, PlacementGroupCleanerCallback) if self._embedded else DatasetsCallback
@@ -80,11 +92,35 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
         if self._multiple_of > 1 and self.scaling_config.elasticity_enabled:
             options["scaling_policy"] = WholeReplicas(self.scaling_config, self._multiple_of)
         if not self._embedded:
-            return super()._initialize_and_run_controller(**options)
+            return self._run_actor(options)
         with controller_here():
             controller = TrainController(**options)
-            asyncio.run(controller.run())
+            asyncio.run(self._until_abandoned(controller.run()))
             return controller.get_result()
+
+    async def _until_abandoned(self, run: Coroutine[Any, Any, None]) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(run)
+        self._end = lambda: loop.call_soon_threadsafe(task.cancel)
+        if self._abandoned:
+            task.cancel()
+        await task
+
+    def _run_actor(self, options: dict[str, Any]) -> Any:
+        """Run the controller as an actor beside the driver, as the overridden method does, but keep its handle."""
+        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}
+        kind = ray.remote(num_cpus=0, label_selector=here, runtime_env={"env_vars": variables})(TrainController)
+        controller = kind.remote(**options)
+        self._end = functools.partial(self._kill, controller)
+        if self._abandoned:
+            self._kill(controller)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+
+    def _kill(self, controller: Any) -> None:
+        """Kill the controller, which may be waiting for room, and withdraw its request, which would outlive it."""
+        ray.kill(controller)
+        TrainAutoscalingCoordinatorClient(f"train-{self.train_run_context.run_id}").cancel_resource_request()
 
 
 class OwnGPUs(ray.train.torch.TorchConfig):  # type: ignore[misc]
