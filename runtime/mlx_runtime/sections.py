@@ -66,6 +66,7 @@ class Elastic(Section):
     Attributes:
         min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
         max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
+        wait_s: seconds to wait until a cluster has grown to `start_workers`, before training begins with fewer.
         max_failures: number of times that lost workers are replaced before the run fails; -1 means no limit.
         keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
             each update covers as many rows; for loops that call `self.backward` and `self.optimizer_step`.
@@ -75,6 +76,7 @@ class Elastic(Section):
 
     min_workers: int | None = at_least(1, None)
     max_workers: int | None = at_least(1, None)
+    wait_s: float = at_least(0, 60)
     max_failures: int = at_least(-1, 3)
     keep_global_batch: bool = False
     hang_timeout_s: float = at_least(1, 600)

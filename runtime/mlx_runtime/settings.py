@@ -16,6 +16,7 @@ STEADY_RAY = {
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_SCHEDULER_EVENTS": "0",  # of the autoscaler; drivers report what a run waits for
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints every line of a worker twice

@@ -6,10 +6,14 @@ Methods import Ray when they need it, because `launch` only calls `refusal`, and
 import os
 import pickle
 import threading
+import time
 import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.companions.ray import autoscaler
+from mlx_runtime.companions.ray.jobs import run_titles
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.settings import environment
 from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, Scratch, StopAsked, backend_of
@@ -50,9 +54,12 @@ class OnRay:
         self._trainer: TrimmedTrainer | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "OnRay":
         self._error, self._scratch = None, Scratch("mlx-ray-")
+        self._started, self._grows = time.monotonic(), JOB_FLAG in os.environ and autoscaler.room().grows
+        self._wait_s = self._cfg.elastic.wait_s if self._elastic and self._grows else 0.0
         self._trainer = self._make_trainer(job)
         # In the main thread, Ray Train would take over Ctrl-C.
         self._thread = threading.Thread(target=self._fit, args=(self._trainer,), name="fit", daemon=True)
@@ -71,20 +78,44 @@ class OnRay:
     def waits_for(self) -> str | None:
         import ray
 
-        from mlx_runtime.companions.ray.private import placement_states
+        from mlx_runtime.companions.ray.private import placements
 
         try:
-            placed, free = placement_states(), ray.available_resources()
+            groups, free = placements(), ray.available_resources()
+            job = ray.get_runtime_context().get_job_id()
+            placed = {state for owner, state, _ in groups if owner == job}
+            if "CREATED" in placed or not (lacking := self._lacking(free, placed)):
+                return None
+            doing = autoscaler.activity() or "was asked for them" if self._grows else None
+            others = self._others([(owner, state, held) for owner, state, held in groups if owner != job])
         except Exception:  # of various types; `poll` reports a lost cluster
             return None
-        if "CREATED" in placed:
-            return None
-        workers = self._sizes[0]
+        return "; ".join([lacking, *others, *([f"the autoscaler {doing}"] if doing else [])])
+
+    def _lacking(self, free: Mapping[str, float], placed: set[str]) -> str:
+        """Describe the resources that the smallest group lacks, or the workers until a smaller group begins."""
+        workers, wanted = self._sizes[0], self._cfg.start_workers
         needed = {name: amount * workers for name, amount in self._resources.items()}
         missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
         if not missing and "PENDING" in placed:  # the cluster has enough CPUs in total, but no node has
             return f"{self._cfg.cpus_per_worker} CPUs on one node"
-        return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing) or None
+        fit = min(int(free.get(name, 0) / amount) for name, amount in self._resources.items())
+        if not missing and fit < wanted and time.monotonic() < self._started + self._wait_s:
+            return f"{wanted} workers, room for {fit}, which begin after {self._wait_s:g} s"
+        return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing)
+
+    def _others(self, groups: Sequence[tuple[str, str, Mapping[str, float]]]) -> Iterator[str]:
+        """Yield the shares of other jobs in the needed resources, and the jobs that also wait."""
+        owners = {owner for owner, state, _ in groups if state in ("CREATED", "PENDING")}
+        if owners - self._titles.keys():
+            self._titles = dict.fromkeys(owners, "another job") | run_titles()
+        for owner in sorted(owners):
+            mine = [(state, held) for other, state, held in groups if other == owner]
+            for name in self._resources:
+                if amount := sum(held.get(name, 0) for state, held in mine if state == "CREATED"):
+                    yield f"{self._titles[owner]} holds {amount:g} {name}s"
+            if any(state == "PENDING" for state, _ in mine):
+                yield f"{self._titles[owner]} also waits"
 
     def close(self) -> None:
         if self._trainer is not None and self._thread is not None and self._thread.is_alive():
@@ -133,4 +164,5 @@ class OnRay:
             ),
             embedded=JOB_FLAG not in os.environ,
             multiple_of=strategy_class(cfg.strategy).multiple_of(cfg),
+            patience=(cfg.start_workers, self._wait_s),
         )

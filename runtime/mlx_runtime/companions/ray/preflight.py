@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.ray import probe
 from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.autoscaler import Room
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
@@ -20,7 +21,7 @@ from mlx_runtime.runs import Upload
 from mlx_runtime.storage import is_uri, storage_at
 from mlx_runtime.storage.secrets import redact_override, secret_keys
 from mlx_runtime.training import DataConfig
-from mlx_runtime.training.engines import ENGINES, engine_class, shortage
+from mlx_runtime.training.engines import ENGINES, engine_class, shortage, uses_gpus
 
 if TYPE_CHECKING:
     from mlx_runtime.config import Config
@@ -145,7 +146,7 @@ def check_nodes(
                 cure = "Nodes run jobs with the python on their PATH: activate the environment of Ray before ray start"
             return [Check("nodes", short_message(error), cure)]
     nodes = node_checks(found["nodes"], root, written)
-    return [*nodes, *group_checks(found["groups"]), _capacity_check(found, cfg)]
+    return [*nodes, *group_checks(found["groups"]), capacity_check(Room.of(found["room"]), cfg)]
 
 
 def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
@@ -246,10 +247,22 @@ def _same_minor(one: str, another: str) -> bool:
     return one.split(".")[:2] == another.split(".")[:2]
 
 
-def _capacity_check(found: Mapping[str, Any], cfg: "TrainConfig | DataConfig") -> Check:
-    """Check that the workers fit into the whole cluster, ignoring its current use by others."""
-    cpus, gpus, workers = found["cpus"], found["gpus"], cfg.elastic.min_workers or cfg.start_workers
-    if lacking := shortage(cfg, cpus, gpus, cluster=True):
-        return Check("capacity", *lacking)
-    text = f"the cluster has {cpus:g} CPUs and {gpus:g} GPUs, for {workers} workers of {cfg.cpus_per_worker} CPU"
+def capacity_check(room: Room, cfg: "TrainConfig | DataConfig") -> Check:
+    """Check that the workers fit into the whole cluster, once it has grown, ignoring its current use by others."""
+    grown = f", with all that its autoscaler may start: {room.limits()}" if room.grows else ""
+    if lacking := shortage(cfg, room.most(CPU=1), room.most(GPU=1), cluster=True):
+        return Check("capacity", f"{lacking.text}{grown}", lacking.hint)
+    workers = cfg.elastic.min_workers or cfg.start_workers
+    each = {"CPU": cfg.cpus_per_worker}
+    if uses_gpus(cfg, room.gpus):
+        each["GPU"] = cfg.gpus_per_worker
+    need = f"{workers} workers of {' and '.join(f'{amount:g} {name}' for name, amount in each.items())}"
+    if (fit := room.most(**each)) < (1 if isinstance(cfg, DataConfig) else workers):
+        hint = "Lower cfg.cpus_per_worker, or add larger nodes"
+        return Check("capacity", f"{need} each do not fit: the nodes of the cluster hold {fit:g}{grown}", hint)
+    text = f"the cluster has {room.now(CPU=1):g} CPUs and {room.now(GPU=1):g} GPUs, for {need}"
+    if room.now(**each) < workers:
+        text += f"; they wait until its autoscaler has started nodes: {room.limits()}"
+    if room.types is None and "GPU" not in each and cfg.use_gpu is None:
+        text += "; they train on CPUs unless cfg.use_gpu=true"
     return Check("capacity", text)

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import pickle
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
@@ -28,7 +29,12 @@ try:
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
     from ray.train.v2._internal.constants import get_env_vars_to_propagate
     from ray.train.v2._internal.execution.controller import TrainController
-    from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
+    from ray.train.v2._internal.execution.scaling_policy import (
+        ElasticScalingPolicy,
+        NoopDecision,
+        ResizeDecision,
+        ScalingDecision,
+    )
     from ray.train.v2._internal.execution.scaling_policy.autoscaling_coordinator_client import (
         TrainAutoscalingCoordinatorClient,
     )
@@ -68,13 +74,20 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
 
     If Ray is `embedded`, it was started by this process and ends with it. The controller of the workers then runs in
     this process, which has already imported its libraries, and no actor waits to free the placement group of a killed
-    controller. `ray.train.get_all_reported_checkpoints` does not work in the workers. The size of an elastic group is a
-    multiple of `multiple_of`.
+    controller. `ray.train.get_all_reported_checkpoints` does not work in the workers. `multiple_of` and `patience` are
+    those of `SizePolicy`.
     """
 
-    def __init__(self, *args: Any, embedded: bool, multiple_of: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        embedded: bool,
+        multiple_of: int = 1,
+        patience: tuple[int, float] = (0, 0.0),
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._embedded, self._multiple_of = embedded, multiple_of
+        self._embedded, self._multiple_of, self._patience = embedded, multiple_of, patience
         self._end: Callable[[], object] | None = None  # ends the controller, once it runs
         self._abandoned = False
 
@@ -89,8 +102,8 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
         return [item for item in super()._create_default_callbacks() if not isinstance(item, unneeded)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
-        if self._multiple_of > 1 and self.scaling_config.elasticity_enabled:
-            options["scaling_policy"] = WholeReplicas(self.scaling_config, self._multiple_of)
+        if self.scaling_config.elasticity_enabled:
+            options["scaling_policy"] = SizePolicy(self.scaling_config, self._multiple_of, self._patience)
         if not self._embedded:
             return self._run_actor(options)
         with controller_here():
@@ -131,22 +144,41 @@ class OwnGPUs(ray.train.torch.TorchConfig):  # type: ignore[misc]
         return type("OwnGPUsBackend", (super().backend_cls,), {"share_cuda_visible_devices": False})
 
 
-class WholeReplicas(ElasticScalingPolicy):  # type: ignore[misc]
-    """A policy that resizes elastic groups by whole replicas of the models."""
+class SizePolicy(ElasticScalingPolicy):  # type: ignore[misc]
+    """A policy that resizes elastic groups by whole replicas of the models, in multiples of `multiple_of` workers.
 
-    def __init__(self, scaling_config: ray.train.ScalingConfig, multiple_of: int) -> None:
+    The first group has fewer than `patience[0]` workers only if there is no room for them within `patience[1]` seconds.
+    """
+
+    def __init__(self, scaling_config: ray.train.ScalingConfig, multiple_of: int, patience: tuple[int, float]) -> None:
         super().__init__(scaling_config)
         self._multiple_of = multiple_of
+        self._wanted, self._wait_s = patience
+        self._since: float | None = None  # when the controller, perhaps in another process, asked first
+
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
+        self._since = self._since or time.monotonic()
+        decision = super().make_decision_for_non_running_worker_group()
+        if isinstance(decision, ResizeDecision):
+            if decision.num_workers < self._wanted and time.monotonic() < self._since + self._wait_s:
+                return NoopDecision()
+            self._wanted = 0
+        return decision
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         possible: int = super()._count_possible_workers(reserved_resources)
         return possible - possible % self._multiple_of
 
 
-def placement_states() -> set[str]:
-    """Return the states of this job's placement groups, whose ids end with that of the job: PENDING, CREATED, …"""
-    job = ray.get_runtime_context().get_job_id()
-    return {facts["state"] for name, facts in ray.util.placement_group_table().items() if name.endswith(job)}
+def placements() -> list[tuple[str, str, dict[str, float]]]:
+    """Return job, state (PENDING, CREATED, …) and resources of each placement group. Their ids end with the job's."""
+    found = []
+    for name, facts in ray.util.placement_group_table().items():
+        total: dict[str, float] = {}
+        for bundle in facts["bundles"].values():
+            total |= {key: total.get(key, 0) + amount for key, amount in bundle.items()}
+        found.append((name[-len(ray.get_runtime_context().get_job_id()) :], facts["state"], total))
+    return found
 
 
 @contextlib.contextmanager

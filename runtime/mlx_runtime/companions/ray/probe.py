@@ -4,6 +4,7 @@ Runs on the cluster, where every package other than Ray may be missing.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -15,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from mlx_runtime.companions.ray import autoscaler
 
 MARKER = "mlx-probe "  # prefix of the printed line
 
@@ -31,8 +34,8 @@ BANDWIDTH_BYTES = 8 << 20  # of the tensor whose reduction measures the bandwidt
 
 
 def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
-    """Return `cpus`, `gpus`, `nodes` (the answer of each, see `_Node.describe`, or its `ip` and an `error`), and
-    `groups` (measurements or an `error`, by backend). A single node needs no network between workers."""
+    """Return `nodes` (the answer of each, see `_Node.describe`, or its `ip` and an `error`), `groups` (measurements or
+    an `error`, by backend), and the fields of the cluster's `room`. A single node needs no network between workers."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -57,13 +60,13 @@ def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
         able = "error" not in answer and answer["torch"] is None
         peers += [actor] if able and node["Resources"].get("CPU") else []
         with_gpus += [node] if able and node["Resources"].get("GPU") else []
-    total, groups = ray.cluster_resources(), {}
+    room, groups = autoscaler.room(), {}
     if question["workers"] > 1 and len(peers) > 1:
         groups["gloo"] = _measure("gloo", peers)
     needed = question["gpus"]
-    if needed is not None and total.get("GPU", 0) >= needed and question["workers"] > 1 and len(with_gpus) > 1:
+    if needed is not None and room.now(GPU=1) >= needed and question["workers"] > 1 and len(with_gpus) > 1:
         groups["nccl"] = _measure("nccl", [actor_on(node, num_gpus=0.01) for node in with_gpus])
-    return {"cpus": total.get("CPU", 0), "gpus": total.get("GPU", 0), "nodes": nodes, "groups": groups}
+    return {"nodes": nodes, "groups": groups, "room": dataclasses.asdict(room)}
 
 
 def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Start Ray on this machine, or join the cluster of a job."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 
+from mlx_runtime.companions.ray.autoscaler import room
 from mlx_runtime.errors import ClusterError, short_message
 from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
 from mlx_runtime.training import DataConfig, TrainConfig
@@ -29,10 +31,12 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
     with start_ray(cfg, forward=forward):
         import ray
 
-        total = ray.cluster_resources()
-        cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
-        check_room(cfg, cores if embedded else cpus, gpus, cluster=not embedded)
-        title = f"in embedded Ray on {cores} cores" if embedded else f"in Ray cluster with {cpus:g} CPUs"
+        found = room(embedded=embedded)
+        cpus, most, gpus = found.now(CPU=1), found.most(CPU=1), found.gpus
+        check_room(cfg, cores if embedded else most, found.most(GPU=1), cluster=not embedded)
+        title = f"in embedded Ray on {cores} cores" if embedded else f"in Ray cluster with {cpus} CPUs"
+        if not embedded and found.grows:
+            title += ", which grows" if math.isinf(most) else f", which grows to {most:g}"
         host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
         yield Cluster(
             title,
