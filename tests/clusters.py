@@ -24,6 +24,12 @@ MARK = "RAY_TEST_NODE"
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
+LISTS = (
+    *("cluster_synced_files", "rsync_exclude", "rsync_filter", "initialization_commands", "setup_commands"),
+    *("head_setup_commands", "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
+)
+"""Keys of an autoscaler's config that are lists, and must be there."""
+
 IDLE = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """Keeps nodes from starting workers before they are needed: most of them would never be used."""
 
@@ -43,10 +49,12 @@ class RayCluster:
     Args:
         environment: environment variables of all processes, including jobs.
         token: required from clients; None means that none is required.
+        grows_to: maximum number of nodes with one CPU that its autoscaler starts; None means that it has none.
     """
 
     environment: Mapping[str, str]
     token: str | None = None
+    grows_to: int | None = None
     raylets: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
     _marks: dict[int, str] = field(default_factory=dict)
 
@@ -58,8 +66,13 @@ class RayCluster:
         unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "PYTHONDONTWRITEBYTECODE")  # many processes import an upload
         self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth | IDLE
         self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # for a busy machine
+        scaling = []
+        if self.grows_to is not None:
+            (config := self.folder / "autoscaler.yaml").write_text(json.dumps(self._autoscaler(self.grows_to)))
+            scaling = [f"--autoscaling-config={config}"]
+            self._env |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         self.head = self._start(
-            *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0"),
+            *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0", *scaling),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
         )
         try:
@@ -68,6 +81,35 @@ class RayCluster:
             self.__exit__()
             raise
         return self
+
+    def _autoscaler(self, most: int) -> dict[str, Any]:
+        """Return the config of an autoscaler that starts nodes on this machine."""
+        from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+        from ray.util import get_node_ip_address
+
+        node = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "max_workers": most, "node_config": {}}
+        one_machine = {"use_node_id_as_ip": True, "disable_node_updaters": True, "disable_launch_config_check": True}
+        address = f"{get_node_ip_address()}:{self.port}"
+        return {
+            "cluster_name": "growing",
+            "max_workers": most,
+            "idle_timeout_minutes": 0.05,
+            "upscaling_speed": 1.0,
+            "provider": {
+                "type": "fake_multinode",
+                "head_node_id": FAKE_HEAD_NODE_ID,
+                "gcs_address": address,
+                **one_machine,
+            },
+            "available_node_types": {
+                "head": {"resources": {"CPU": 0}, "max_workers": 0, "node_config": {}},
+                "small": node,
+            },
+            "head_node_type": "head",
+            **{name: {} for name in ("auth", "docker", "head_node", "worker_nodes", "file_mounts")},
+            **{name: [] for name in LISTS},
+            "file_mounts_sync_continuously": False,
+        }
 
     def __exit__(self, *_: object) -> None:
         for process in [*self.raylets, self.head]:

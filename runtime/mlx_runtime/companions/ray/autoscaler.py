@@ -163,10 +163,10 @@ def _status() -> Any:
 def activity() -> str | None:
     """Return what the autoscaler does about requests, like `starts 2 nodes of gpu`, or None if it does nothing."""
     report = _report()
-    return next(_activities(report) if report else _activities_v2(_status()), None)
+    return next(activities(report) if report else _v2_activities(_status()), None)
 
 
-def _activities(report: Mapping[str, Any]) -> Iterator[str]:
+def activities(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the activities in a report of autoscaler v1, problems first."""
     availabilities = (report.get("node_availability_summary") or {}).get("node_availabilities", {})
     for name, item in availabilities.items():
@@ -179,7 +179,7 @@ def _activities(report: Mapping[str, Any]) -> Iterator[str]:
         yield _starting(starting)
 
 
-def _activities_v2(status: Any) -> Iterator[str]:
+def _v2_activities(status: Any) -> Iterator[str]:
     for launch in status.failed_launches:
         yield f"cannot start {launch.ray_node_type_name}: {launch.details or 'no reason given'}"
     starting: dict[str, int] = {}

@@ -101,7 +101,7 @@ class OnRay:
             return f"{self._cfg.cpus_per_worker} CPUs on one node"
         fit = min(int(free.get(name, 0) / amount) for name, amount in self._resources.items())
         if not missing and fit < wanted and time.monotonic() < self._started + self._wait_s:
-            return f"{wanted} workers, room for {fit}, which begin after {self._wait_s:g} s"
+            return f"{wanted} workers, room for {fit}; begins with fewer after {self._wait_s:g} s"
         return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing)
 
     def _others(self, groups: Sequence[tuple[str, str, Mapping[str, float]]]) -> Iterator[str]:

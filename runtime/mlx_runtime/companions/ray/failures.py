@@ -3,15 +3,18 @@
 Ray Train's controller process imports this module. It loads little else of the runtime, so that workers start quickly.
 """
 
+import re
 from typing import Any
 
 import ray.exceptions
 import ray.train
 
-from mlx_runtime.errors import MlxError, WorkerLostError, short_message
+from mlx_runtime.errors import MlxError, WorkerLostError, full_message, short_message
 from mlx_runtime.events import WorkersLost
 from mlx_runtime.training.engines import lost
 from mlx_runtime.training.loop import Remote
+
+LARGEST = 3  # processes named after a lack of memory
 
 
 class Failures(ray.train.UserCallback):  # type: ignore[misc]
@@ -46,8 +49,19 @@ def error_of(error: BaseException, cfg: Any) -> MlxError:
     if failures:
         origins = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
         starved = isinstance(origins[0], ray.exceptions.OutOfMemoryError)  # a worker that Ray killed to free memory
-        return lost(short_message(origins[0]), cfg.elastic.max_failures, ways_to_save(cfg) if starved else "")
-    return MlxError(f"Ray Train failed: {short_message(causes[0])}")
+        return lost(_problem(origins[0]), cfg.elastic.max_failures, ways_to_save(cfg) if starved else "")
+    return MlxError(f"Ray Train failed: {_problem(causes[0])}")
+
+
+def _problem(cause: BaseException) -> str:
+    """Return the first line of an error: if Ray freed memory, with the node, its limit, and its largest processes."""
+    text = short_message(cause)
+    if isinstance(cause, ray.exceptions.OutOfMemoryError):  # only its text names them
+        largest = re.findall(r"^\d+\t([\d.]+)\t(.{1,60})", full_message(cause), re.MULTILINE)[:LARGEST]
+        text += (
+            f"; largest processes: {', '.join(f'{size} GB {command}' for size, command in largest)}" if largest else ""
+        )
+    return text
 
 
 def _cause(failure: Any) -> BaseException:

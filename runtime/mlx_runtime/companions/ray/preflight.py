@@ -256,7 +256,8 @@ def capacity_check(room: Room, cfg: "TrainConfig | DataConfig") -> Check:
     each = {"CPU": cfg.cpus_per_worker}
     if uses_gpus(cfg, room.gpus):
         each["GPU"] = cfg.gpus_per_worker
-    need = f"{workers} workers of {' and '.join(f'{amount:g} {name}' for name, amount in each.items())}"
+    resources = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
+    need = f"{workers} worker{'s' * (workers != 1)} of {resources}"
     if (fit := room.most(**each)) < (1 if isinstance(cfg, DataConfig) else workers):
         hint = "Lower cfg.cpus_per_worker, or add larger nodes"
         return Check("capacity", f"{need} each do not fit: the nodes of the cluster hold {fit:g}{grown}", hint)

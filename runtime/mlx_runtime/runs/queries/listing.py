@@ -55,6 +55,9 @@ class Row:
         """Resources for which a WAITING run waits."""
         return self.record.get("waits_for") if self.status == "WAITING" else None
 
+    def _waiting(self) -> str:
+        return format_duration(_seconds_between(self.record.get("start"), documents.now()), units=1)
+
     @property
     def monitor(self) -> str | None:
         """The metric by which the best checkpoint is chosen."""
@@ -140,7 +143,7 @@ class Row:
         values = {
             "experiment": self.folder.experiment,
             "run": self.folder.name,
-            "status": f"{self.status} for {self.waits_for}" if self.waits_for else self.status,
+            "status": f"{self.status} {self._waiting()} for {self.waits_for}" if self.waits_for else self.status,
             "epoch": epoch,
             "metric": shown or "",
             "best": format_number(self.best) if shown == self.monitor else "",
