@@ -102,7 +102,8 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
         return [item for item in super()._create_default_callbacks() if not isinstance(item, unneeded)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
-        if self.scaling_config.elasticity_enabled:
+        special = self._multiple_of > 1 or self._patience[1] > 0
+        if special and self.scaling_config.elasticity_enabled:
             options["scaling_policy"] = SizePolicy(self.scaling_config, self._multiple_of, self._patience)
         if not self._embedded:
             return self._run_actor(options)

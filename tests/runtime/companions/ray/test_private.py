@@ -81,9 +81,11 @@ class TestTrimmedTrainer:
         assert "callbacks=self._create_default_callbacks()" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
 
 
-class TestWholeReplicas:
+class TestSizePolicy:
     @staticmethod
-    def policy(workers: Any, multiple_of: int, monkeypatch: pytest.MonkeyPatch) -> ScalingPolicy:
+    def policy(
+        workers: Any, multiple_of: int, monkeypatch: pytest.MonkeyPatch, patience: tuple[int, float] = (0, 0.0)
+    ) -> ScalingPolicy:
         """Return the policy that a trainer starts its controller with."""
         options: dict[str, Any] = {}
 
@@ -96,7 +98,8 @@ class TestWholeReplicas:
 
         monkeypatch.setattr(ray_private, "TrainController", Controller)
         config = ray.train.ScalingConfig(num_workers=workers)
-        trainer = TrimmedTrainer(lambda: None, scaling_config=config, embedded=True, multiple_of=multiple_of)
+        settings = {"embedded": True, "multiple_of": multiple_of, "patience": patience}
+        trainer = TrimmedTrainer(lambda: None, scaling_config=config, **settings)
         trainer._initialize_and_run_controller(scaling_policy=create_scaling_policy(config))
         return options["scaling_policy"]
 
@@ -111,6 +114,21 @@ class TestWholeReplicas:
         monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
         decision = policy.make_decision_for_non_running_worker_group()
         assert getattr(decision, "num_workers", 0) == workers
+
+    def test_only_the_first_group_waits_for_more_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        policy = self.policy((1, 4), 1, monkeypatch, (3, 60.0))
+        policy._latest_reserved_resources_query_time = math.inf
+        monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
+
+        def size(cpus: float) -> int:
+            policy._latest_reserved_resources = {"a": {"CPU": cpus}}
+            return getattr(policy.make_decision_for_non_running_worker_group(), "num_workers", 0)
+
+        assert [size(0), size(2), size(3), size(2)] == [0, 0, 3, 2]
+        policy = self.policy((1, 4), 1, monkeypatch, (3, 0.0))
+        policy._latest_reserved_resources_query_time = math.inf
+        monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
+        assert size(2) == 2
 
     def test_other_groups_are_left_to_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(self.policy(8, 4, monkeypatch)) is FixedScalingPolicy
