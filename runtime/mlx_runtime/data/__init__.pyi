@@ -5,6 +5,7 @@ from mlx_runtime.data.batches import as_numpy as as_numpy
 from mlx_runtime.data.batches import check as check
 from mlx_runtime.data.batches import device_copies as device_copies
 from mlx_runtime.data.batches import dtype_name as dtype_name
+from mlx_runtime.data.batches import move_tensors as move_tensors
 from mlx_runtime.data.batches import rows_of as rows_of
 from mlx_runtime.data.definitions import adopt_dataset as adopt_dataset
 from mlx_runtime.data.definitions import construction as construction

@@ -10,6 +10,7 @@ from mlx_runtime.companions.serving.loading import shard_of as shard_of
 from mlx_runtime.companions.serving.predictor import Outputs as Outputs
 from mlx_runtime.companions.serving.predictor import PredictError as PredictError
 from mlx_runtime.companions.serving.predictor import Predictor as Predictor
+from mlx_runtime.companions.serving.predictor import as_array as as_array
 from mlx_runtime.companions.serving.predictor import part_of as part_of
 from mlx_runtime.companions.serving.predictor import rows_in as rows_in
 from mlx_runtime.companions.serving.schema import STRING as STRING

@@ -14,7 +14,6 @@ from mlx_runtime.companions.serving.predictor import (
     PredictError,
     Predictor,
     checked_outputs,
-    moved,
     rows_in,
     user_line,
 )
@@ -23,7 +22,7 @@ from mlx_runtime.config import build, build_cfg, build_group
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, constructions, stream_names, trains
+from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, constructions, move_tensors, stream_names, trains
 from mlx_runtime.distributed import Topology, device_here
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import StorageError, UsageError, short_message
@@ -231,7 +230,7 @@ def known_columns(
 def _call(predict: Callable[[Batch], Any], device: torch.device, batch: Batch) -> Outputs:
     with temporary_seed(SEED), torch.no_grad():
         try:
-            return checked_outputs(predict(moved(batch, device)), rows_in(batch))
+            return checked_outputs(predict(move_tensors(batch, lambda item: item.to(device))), rows_in(batch))
         except PredictError:
             raise
         except Exception as error:

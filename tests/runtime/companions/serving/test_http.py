@@ -222,6 +222,23 @@ def test_rows_of_different_lengths_and_texts(serve: Serve) -> None:
     assert pa.ipc.open_stream(body).read_all()["echo"].to_pylist() == [row["tokens"] for row in rows]
 
 
+def test_nulls_of_arrow_fail_their_rows(serve: Serve) -> None:
+    client = serve()
+    rows = np.arange(18, dtype=np.float32).reshape(3, 6).tolist()
+    kind, storage = pa.fixed_shape_tensor(pa.float32(), (2, 3)), pa.list_(pa.float32(), 6)
+    tensors = pa.ExtensionArray.from_storage(kind, pa.array([rows[0], None, [*rows[2][:5], None]], storage))
+    lists = pa.array([[row[:3], row[3:]] for row in rows[:1]] + [None, [[1, 2, 3], [4, 5, None]]])
+    for column in (tensors, lists):
+        body = stream(pa.table({"image": column}))
+        status, _, answer = client.ask("POST", "/predict", body, Content_Type=ARROW)
+        assert status == 200, answer
+        first, *others = json.loads(answer)["outputs"]
+        assert first["total"] == 15
+        assert others == [{"error": f"image{at} is null; expected float32 (2, 3)"} for at in ("", "[1][2]")]
+    status, _, answer = client.ask("POST", "/predict", stream(pa.table({"image": [{"x": 1}]})), Content_Type=ARROW)
+    assert (status, b"image has the type struct<x: int64>; expected numbers" in answer) == (400, True)
+
+
 def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
     """One with a poisonous row does not spoil the others of its batch."""
     sizes, entered, release = [], threading.Event(), threading.Event()

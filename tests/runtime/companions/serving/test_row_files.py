@@ -25,6 +25,7 @@ from mlx_runtime.companions.serving.predictions.results import (
 )
 from mlx_runtime.companions.serving.predictions.sources import select
 from mlx_runtime.companions.serving.predictions.tables import checked, open_rows
+from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import Column, RowError
 from mlx_runtime.errors import ConfigError, MlxError, UsageError
 
@@ -111,7 +112,7 @@ BAD_ROWS = {
     "a shape": ({"image": [1.0]}, "row 2: image has shape (1,); expected float32 (1, 2, 3)"),
     "NaN": ({"image": [[[1, 2, 3], [4, 5, float("nan")]]]}, "row 2: image holds NaN or infinity"),
     "text": ({"image": "x"}, "row 2: image is 'x'; expected float32 (1, 2, 3)"),
-    "null": ({"image": None}, "row 2: image is None; expected float32 (1, 2, 3)"),
+    "null": ({"image": None}, "row 2: image is null; expected float32 (1, 2, 3)"),
 }
 
 
@@ -133,7 +134,7 @@ def test_values_of_csv_and_parquet_that_do_not_fit_are_named(tmp_path: Path) -> 
     with pytest.raises(RowError, match=r"rows.csv: row 1: height is 'x'; expected float32"):
         read(tmp_path / "rows.csv", NUMBERS, [(0, 2)])
     path = parquet_file(tmp_path / "rows.parquet", image=[*IMAGES[:8].tolist(), None])
-    with pytest.raises(RowError, match=r"rows.parquet: row 8: image is None"):
+    with pytest.raises(RowError, match=r"rows.parquet: row 8: image is null"):
         read(path, [IMAGE], [(0, 4), (4, 6)])
 
 
@@ -273,7 +274,7 @@ def test_outputs_that_a_file_cannot_hold() -> None:
         refuse_columns(table.schema, Path("out.npy"))
     with pytest.raises(UsageError, match="out.npz: NumPy cannot hold id, string; write .parquet"):
         refuse_columns(table_of({}, {"id": [["a"]]}).schema, Path("out.npz"))
-    with pytest.raises(UsageError, match="predict returned complex64, which files of rows cannot hold"):
+    with pytest.raises(PredictError, match="predict returned complex64, which files and HTTP answers cannot hold"):
         table_of({"x": [torch.ones(2, dtype=torch.complex64)]}, {})
     for suffix in (".parquet", ".jsonl", ".npz"):
         refuse_columns(table.schema, Path(f"out{suffix}"))

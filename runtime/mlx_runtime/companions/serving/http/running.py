@@ -137,8 +137,7 @@ class Running:
         """Yield the lines to print at the start: the models, the URL, and a command to type."""
         for name, title in self._titles().items():
             model = self.app.endpoints[name].predictor
-            columns = ", ".join(f"{column.name}: {column.text}" for column in model.schema.columns)
-            yield f"{name}  {title} on {model.device} reads {columns}"
+            yield f"{name}  {title} on {model.device} reads {model.schema.text}"
         yield f"{self.server.url}  try it in a browser; stop it with Ctrl-C"
         if self._own_token:
             yield f"token  {self._token_file}"
