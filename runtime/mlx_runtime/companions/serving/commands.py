@@ -1,7 +1,6 @@
 """Commands that use trained models: predictions, exports and servers."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -342,12 +341,12 @@ def serve_launch(
     If MLX_SERVE_TOKEN is set, clients need this token.
     """
     from mlx_runtime.companions.serving.cluster import client
+    from mlx_runtime.companions.serving.http import read_token
 
     if max_replicas is not None and max_replicas < replicas:
         raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
-    stored = code is not None
+    token, stored = read_token(), code is not None
     servers, upload = client.connect(ray_address, stored=stored)
-    token = os.environ.get("MLX_SERVE_TOKEN") or None
     settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
     folder = queries.resolve_run(name, run)
     spec = client.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)

@@ -363,6 +363,8 @@ def test_limits_of_bodies(serve: Serve) -> None:
     assert client.ask("POST", "/predict", b"{}", Content_Type="text/plain")[0] == 415
     assert client.ask("GET", "/predict")[0] == 405
     assert client.ask("GET", "/models/third/predict")[0] == 404
+    status, _, body = client.ask("GET", "/predictions")
+    assert (status, body.endswith(b', /healthz, /metrics"}')) == (404, True)
     assert b" 431 " in client.raw(head + b"X: " + b"x" * 200_000)
 
 

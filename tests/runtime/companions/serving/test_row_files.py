@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from mlx_runtime.companions.serving.predictions import offline
 from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
 from mlx_runtime.companions.serving.predictions.results import (
     array_of,
@@ -299,7 +301,7 @@ def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     again.close()
 
     other = Parts(output, {"run": "a", "batch size": 8}, block_rows=8)
-    assert (other.note, other.find()) == ("starting over: batch size changed since the interrupted command", 0)
+    assert (other.note, other.find()) == ("starting over: changed since the interrupted command: batch size", 0)
     other.remove()
     assert not other.folder.exists()
     following = Parts(output, {"run": "a", "batch size": 8}, block_rows=8)
@@ -344,3 +346,22 @@ def test_an_archive_in_place_of_arrays(tmp_path: Path) -> None:
         archive.writestr("image.txt", "x")
     with pytest.raises(UsageError, match=r"lacks image .*; its columns are image.txt"):
         open_rows(tmp_path / "rows.npz", [IMAGE], (), 4)
+
+
+def test_the_rate_is_that_of_the_rows_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of those that an interrupted command has predicted, nor of the time to load the model."""
+    monkeypatch.setattr(offline, "LINE_S", (0.0, 0.0))
+    progress = offline.Progress("the model on rows")
+    progress.begin(1_000_000, "")
+    began = time.monotonic() - 10
+    for number in (9, 10):
+        progress.advance(offline.Block(number, 500, 1_002_000, began + 5 * (number - 9), ("image", "label")))
+    progress.advance(offline.Block(11, 0, 1_002_000, began, ("image", "label")))
+    assert capsys.readouterr().err.splitlines() == [
+        "predicting with the model on rows, continuing after 1,000,000 rows",
+        "predict reads image, label",
+        "1,000,500 rows, 50 rows/s, 100%, 30 s left",
+        "1,001,000 rows, 100 rows/s, 100%, 10 s left",
+    ]

@@ -19,6 +19,7 @@ from conftest import Mlx, Start, edit
 from forkserver import Command
 
 from mlx_runtime.companions.serving.http import registry
+from mlx_runtime.companions.serving.http.access import read_token
 from mlx_runtime.companions.serving.http.asgi import Limits
 from mlx_runtime.companions.serving.http.running import Running, Source, parse
 from mlx_runtime.companions.serving.http.server import serve
@@ -227,10 +228,20 @@ def test_other_machines_need_a_token(run: Run) -> None:
     process.send_signal(signal.SIGTERM)
     process.wait(30)
     assert not file.exists()
-    _, lines = run("digits", MLX_SERVE_TOKEN="abc")
+    _, lines = run("digits", MLX_SERVE_TOKEN="0123456789abcdef")
     assert 'Authorization: Bearer $MLX_SERVE_TOKEN"' in lines[-1]
-    assert "abc" not in " ".join(lines)
-    assert ask(f"{url_of(lines)}/example", Authorization="Bearer abc")["rows"]
+    assert "0123456789abcdef" not in " ".join(lines)
+    assert ask(f"{url_of(lines)}/example", Authorization="Bearer 0123456789abcdef")["rows"]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("token", ["abc", 15 * "x", 16 * "é", "correct horse battery staple", "0123456789abcdef\n"])
+def test_a_token_that_is_short_or_cannot_be_sent_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SERVE_TOKEN", token)
+    with pytest.raises(UsageError, match="^MLX_SERVE_TOKEN needs 16 or more ASCII characters, and no spaces; make"):
+        read_token()
+    monkeypatch.setenv("MLX_SERVE_TOKEN", "")
+    assert read_token() is None
 
 
 def test_a_run_answers_while_a_block_runs(script: Any, trained: Path) -> None:

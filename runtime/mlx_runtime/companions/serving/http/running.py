@@ -19,6 +19,7 @@ from mlx_runtime.companions import is_remote
 from mlx_runtime.companions.serving import Predictor
 from mlx_runtime.companions.serving.exports import EXPORT, load_export
 from mlx_runtime.companions.serving.http import registry
+from mlx_runtime.companions.serving.http.access import read_token
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
 from mlx_runtime.companions.serving.http.shadow import Shadow, refuse_other_columns
@@ -114,7 +115,7 @@ class Running:
         shadow: Source | None = None,
     ) -> None:
         self._sources, self._checkpoint, self._trust = dict(sources), checkpoint, trust
-        token = os.environ.get("MLX_SERVE_TOKEN") or None
+        token = read_token()
         self._own_token = token is None and not is_loopback(host)
         if self._own_token:
             token = secrets.token_urlsafe(32)
