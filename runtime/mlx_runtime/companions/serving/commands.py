@@ -185,17 +185,17 @@ def serve_run(
     NAME is the folder of an export, or an experiment; the default is the one in the working directory. More models are
     added as OTHER=RUN, such as small=digits/run_004. The first answers at /predict, each at /models/NAME/predict.
     """
-    from mlx_runtime.companions.serving.http import Limits, running
+    from mlx_runtime.companions.serving.http import Limits, terminal
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    sources = running.parse(models)
+    sources = terminal.parse(models)
     limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
     other = None if shadow is None else next(iter(sources.values())).other(shadow)
-    server = running.Running(sources, limits, host, port, checkpoint=checkpoint, trust=code is not None, shadow=other)
-    sys.exit(server.run(say))
+    options: dict[str, Any] = {"checkpoint": checkpoint, "trust": code is not None, "shadow": other}
+    sys.exit(terminal.ModelServer(sources, limits, host, port, **options).run(say))
 
 
 @click.command("ls")
@@ -219,7 +219,7 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
         if not found:
             say("no model is deployed there; deploy one: mlx serve launch NAME", err=True)
         return
-    servers = registry.running()
+    servers = registry.servers()
     if as_json:
         click.echo(to_json(servers), nl=False)
         return
@@ -275,10 +275,8 @@ def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> N
 @click.argument("run", type=word)
 @port_option
 @cluster_option
-@click.option(
-    "--checkpoint", metavar="WHICH", type=word, help="On a cluster: best (the default), latest or epoch_0004."
-)
-@click.option("--code", type=click.Choice(["stored"]), help="On a cluster: use the code stored with the run.")
+@checkpoint_option
+@code_option
 def serve_update(
     name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
 ) -> None:
@@ -299,13 +297,10 @@ def serve_update(
         with _detached(name, servers.option):
             _show(servers.update(name, spec, upload, write=_progress), servers.option)
         return
-    if checkpoint or code:
-        raise UsageError(
-            "--checkpoint and --code need --ray-address; a server keeps the options that it was started with"
-        )
     record = registry.find(port, name)
     source = str(Path(run).resolve()) if Path(run).is_dir() else run
-    say(registry.ask(record, {"action": "update", "name": name, "run": source}, registry.UPDATE_S))
+    message = {"action": "update", "name": name, "run": source, "checkpoint": checkpoint, "code": code}
+    say(registry.ask(record, message, registry.UPDATE_S))
 
 
 @click.command("launch")

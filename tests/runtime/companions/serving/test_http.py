@@ -1,6 +1,7 @@
 """Models answer over real HTTP on this machine: in every format, within limits, and to hostile requests."""
 
 import asyncio
+import contextlib
 import http.client
 import io
 import json
@@ -375,6 +376,25 @@ def test_slow_clients_are_disconnected(serve: Serve, monkeypatch: pytest.MonkeyP
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for text in (b"", head, head + b"Content-Length: 100\r\n\r\n{"):
         assert b" 408 " in client.raw(text), text
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_answer_is_sent_as_slowly_as_it_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """But not to a client that stops reading."""
+    monkeypatch.setattr(slow_clients, "WRITE_S", 2.0)
+    client = serve(lambda batch: {"wide": torch.zeros(len(batch["image"]), 4 << 20)})
+    body = json.dumps({"rows": [{"image": [[0, 0, 0], [0, 0, 0]]}]}).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\nAccept: {NPY}\r\n"
+    received = 0
+    with socket.socket() as connection, contextlib.suppress(ConnectionResetError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.connect(("127.0.0.1", client.server.port))
+        connection.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(6 if stops else 0)
+        while piece := connection.recv(1 << 20, socket.MSG_WAITALL):
+            received += len(piece)
+            time.sleep(0 if stops else 0.25)
+    assert (received > 16 << 20) is not stops
 
 
 def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) -> None:

@@ -4,7 +4,7 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    "registry running",
+    "registry terminal",
     access="LOOPBACK MAKE_A_TOKEN Access digest_of read_token",
     asgi="NAME Application Limits application",
     server="is_loopback serve",
