@@ -9,7 +9,6 @@ from mlx_runtime.data.batches import move_tensors as move_tensors
 from mlx_runtime.data.batches import rows_of as rows_of
 from mlx_runtime.data.definitions import adopt_dataset as adopt_dataset
 from mlx_runtime.data.definitions import construction as construction
-from mlx_runtime.data.definitions import constructions as constructions
 from mlx_runtime.data.definitions import dataset_nodes as dataset_nodes
 from mlx_runtime.data.definitions import stream_names as stream_names
 from mlx_runtime.data.errors import dataset_error as dataset_error

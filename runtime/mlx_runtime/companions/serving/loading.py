@@ -22,7 +22,7 @@ from mlx_runtime.config import build, build_cfg, build_group
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, constructions, move_tensors, stream_names, trains
+from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, construction, move_tensors, stream_names, trains
 from mlx_runtime.distributed import Topology, device_here
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
@@ -122,7 +122,7 @@ def refuse_function(folder: RunFolder, config: Mapping[str, Any]) -> None:
 
 def _group(name: str, node: Any, cfg: Any) -> Any:
     if name == "datasets":
-        return build_group(node, name, constructions(node, cfg.seed))
+        return build_group(node, name, lambda item: construction(node[item], cfg.seed))
     if name == "models":
         return built_to_be_restored(partial(build, node, name))
     return None if name == "optimizers" else build(node, name)
