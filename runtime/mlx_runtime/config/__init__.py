@@ -9,7 +9,7 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     "pretrained projects variants",
-    building="DUMMY_PARAMS Context Tree build build_cfg build_group build_optimizers declare declare_group",
+    building="DUMMY_PARAMS Tree build build_cfg build_group build_optimizers declare declare_group",
     checks="Checker",
     composition="Composition Config check parse_overrides quote raise_if read storage_override",
     interpolation="parse_config resolve_config unset_variables",

@@ -1,6 +1,5 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.config.building import DUMMY_PARAMS as DUMMY_PARAMS
-from mlx_runtime.config.building import Context as Context
 from mlx_runtime.config.building import Tree as Tree
 from mlx_runtime.config.building import build as build
 from mlx_runtime.config.building import build_cfg as build_cfg

@@ -4,8 +4,8 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    batches="Batch BatchReader as_numpy check device_copies dtype_name rows_of",
-    definitions="adopt_dataset construction constructions dataset_nodes stream_names",
+    batches="Batch BatchReader as_numpy check device_copies dtype_name move_tensors rows_of",
+    definitions="adopt_dataset construction dataset_nodes stream_names",
     errors="dataset_error",
     loaders="DatasetShard DatasetShards Loader LoaderOptions reading_processes trains",
     prefetching="read_ahead",

@@ -5,10 +5,10 @@ from mlx_runtime.data.batches import as_numpy as as_numpy
 from mlx_runtime.data.batches import check as check
 from mlx_runtime.data.batches import device_copies as device_copies
 from mlx_runtime.data.batches import dtype_name as dtype_name
+from mlx_runtime.data.batches import move_tensors as move_tensors
 from mlx_runtime.data.batches import rows_of as rows_of
 from mlx_runtime.data.definitions import adopt_dataset as adopt_dataset
 from mlx_runtime.data.definitions import construction as construction
-from mlx_runtime.data.definitions import constructions as constructions
 from mlx_runtime.data.definitions import dataset_nodes as dataset_nodes
 from mlx_runtime.data.definitions import stream_names as stream_names
 from mlx_runtime.data.errors import dataset_error as dataset_error

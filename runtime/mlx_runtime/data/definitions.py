@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlx_runtime import companions
-from mlx_runtime.config import Context
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.constructors.declarations import is_hf_dataset, returns_hf_dataset
 from mlx_runtime.distributed.randomness import temporary_seed
@@ -34,11 +33,6 @@ def construction(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
         if node is not None and loads_hf(object_at(node["_target_"])):
             stack.enter_context(companions.part("hub").loading_lock(node))
         yield
-
-
-def constructions(nodes: Mapping[str, Any], seed: int) -> Context:
-    """Return `construction` for the datasets of a group by name, for `build_group`."""
-    return lambda name: construction(nodes[name], seed)
 
 
 def loads_hf(target: Any) -> bool:

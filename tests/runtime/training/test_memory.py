@@ -27,8 +27,8 @@ from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.sections import Sharding
 from mlx_runtime.training.engines.local import ProcessDied
-from mlx_runtime.training.loop.memory import memory_needs, out_of_memory, snapshot, ways_to_save
-from mlx_runtime.training.loop.worker import loop_errors, needs_here
+from mlx_runtime.training.loop.memory import memory_needs, needs_here, out_of_memory, snapshot, ways_to_save
+from mlx_runtime.training.loop.worker import loop_errors
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.processes import children as processes
 from mlx_runtime.training.processes.children import memory_kills

@@ -7,7 +7,7 @@ __all__, __getattr__ = door(
     "commands",
     exports="load_export",
     http="serve",
-    loading="by_preference choose_checkpoint load_parts load_predictor refuse_function shard_of",
-    predictor="Outputs PredictError Predictor part_of rows_in",
+    loading="by_preference choose_checkpoint load_parts load_predictor problem_of_predict refuse_function shard_of",
+    predictor="Outputs PredictError Predictor as_array part_of rows_in",
     schema="STRING TYPES Column RowError Schema",
 )

@@ -5,11 +5,13 @@ from mlx_runtime.companions.serving.loading import by_preference as by_preferenc
 from mlx_runtime.companions.serving.loading import choose_checkpoint as choose_checkpoint
 from mlx_runtime.companions.serving.loading import load_parts as load_parts
 from mlx_runtime.companions.serving.loading import load_predictor as load_predictor
+from mlx_runtime.companions.serving.loading import problem_of_predict as problem_of_predict
 from mlx_runtime.companions.serving.loading import refuse_function as refuse_function
 from mlx_runtime.companions.serving.loading import shard_of as shard_of
 from mlx_runtime.companions.serving.predictor import Outputs as Outputs
 from mlx_runtime.companions.serving.predictor import PredictError as PredictError
 from mlx_runtime.companions.serving.predictor import Predictor as Predictor
+from mlx_runtime.companions.serving.predictor import as_array as as_array
 from mlx_runtime.companions.serving.predictor import part_of as part_of
 from mlx_runtime.companions.serving.predictor import rows_in as rows_in
 from mlx_runtime.companions.serving.schema import STRING as STRING

@@ -1,7 +1,6 @@
 """Commands that use trained models: predictions, exports and servers."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,17 +185,17 @@ def serve_run(
     NAME is the folder of an export, or an experiment; the default is the one in the working directory. More models are
     added as OTHER=RUN, such as small=digits/run_004. The first answers at /predict, each at /models/NAME/predict.
     """
-    from mlx_runtime.companions.serving.http import Limits, running
+    from mlx_runtime.companions.serving.http import Limits, terminal
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    sources = running.parse(models)
+    sources = terminal.parse(models)
     limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
     other = None if shadow is None else next(iter(sources.values())).other(shadow)
-    server = running.Running(sources, limits, host, port, checkpoint=checkpoint, trust=code is not None, shadow=other)
-    sys.exit(server.run(say))
+    options: dict[str, Any] = {"checkpoint": checkpoint, "trust": code is not None, "shadow": other}
+    sys.exit(terminal.ModelServer(sources, limits, host, port, **options).run(say))
 
 
 @click.command("ls")
@@ -220,7 +219,7 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
         if not found:
             say("no model is deployed there; deploy one: mlx serve launch NAME", err=True)
         return
-    servers = registry.running()
+    servers = registry.servers()
     if as_json:
         click.echo(to_json(servers), nl=False)
         return
@@ -276,10 +275,8 @@ def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> N
 @click.argument("run", type=word)
 @port_option
 @cluster_option
-@click.option(
-    "--checkpoint", metavar="WHICH", type=word, help="On a cluster: best (the default), latest or epoch_0004."
-)
-@click.option("--code", type=click.Choice(["stored"]), help="On a cluster: use the code stored with the run.")
+@checkpoint_option
+@code_option
 def serve_update(
     name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
 ) -> None:
@@ -300,13 +297,10 @@ def serve_update(
         with _detached(name, servers.option):
             _show(servers.update(name, spec, upload, write=_progress), servers.option)
         return
-    if checkpoint or code:
-        raise UsageError(
-            "--checkpoint and --code need --ray-address; a server keeps the options that it was started with"
-        )
     record = registry.find(port, name)
     source = str(Path(run).resolve()) if Path(run).is_dir() else run
-    say(registry.ask(record, {"action": "update", "name": name, "run": source}, registry.UPDATE_S))
+    message = {"action": "update", "name": name, "run": source, "checkpoint": checkpoint, "code": code}
+    say(registry.ask(record, message, registry.UPDATE_S))
 
 
 @click.command("launch")
@@ -342,12 +336,12 @@ def serve_launch(
     If MLX_SERVE_TOKEN is set, clients need this token.
     """
     from mlx_runtime.companions.serving.cluster import client
+    from mlx_runtime.companions.serving.http import read_token
 
     if max_replicas is not None and max_replicas < replicas:
         raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
-    stored = code is not None
+    token, stored = read_token(), code is not None
     servers, upload = client.connect(ray_address, stored=stored)
-    token = os.environ.get("MLX_SERVE_TOKEN") or None
     settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
     folder = queries.resolve_run(name, run)
     spec = client.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)

@@ -14,7 +14,6 @@ from mlx_runtime.companions.serving.predictor import (
     PredictError,
     Predictor,
     checked_outputs,
-    moved,
     rows_in,
     user_line,
 )
@@ -23,10 +22,10 @@ from mlx_runtime.config import build, build_cfg, build_group
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, constructions, stream_names, trains
+from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, construction, move_tensors, stream_names, trains
 from mlx_runtime.distributed import Topology, device_here
 from mlx_runtime.distributed.randomness import temporary_seed
-from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
 from mlx_runtime.runs import RunFolder, read_errors
 from mlx_runtime.runs.checkpoints import CheckpointInfo, load_into, members
 from mlx_runtime.runs.queries import Run, find_checkpoint, matching_code, resolve_checkpoint
@@ -123,7 +122,7 @@ def refuse_function(folder: RunFolder, config: Mapping[str, Any]) -> None:
 
 def _group(name: str, node: Any, cfg: Any) -> Any:
     if name == "datasets":
-        return build_group(node, name, constructions(node, cfg.seed))
+        return build_group(node, name, lambda item: construction(node[item], cfg.seed))
     if name == "models":
         return built_to_be_restored(partial(build, node, name))
     return None if name == "optimizers" else build(node, name)
@@ -165,10 +164,14 @@ def stored_examples(folder: RunFolder) -> Examples:
         except FileNotFoundError:
             return {}
         try:
-            stages = torch.load(io.BytesIO(content), weights_only=True)
-            return {str(name): (dict(item["rows"]), dict(item["shapes"])) for name, item in stages.items()}
+            return examples_of(torch.load(io.BytesIO(content), weights_only=True))
         except Exception as error:  # a damaged file raises many types
             raise StorageError(f"{join_path(folder.location, EXAMPLES)} is damaged: {short_message(error)}") from error
+
+
+def examples_of(stages: Mapping[str, Any]) -> Examples:
+    """Return the example rows in the content of `examples.pt`."""
+    return {str(name): (dict(item["rows"]), dict(item["shapes"])) for name, item in stages.items()}
 
 
 def read_examples(experiment: BaseModule, nodes: Mapping[str, Any]) -> Examples:
@@ -228,13 +231,26 @@ def known_columns(
     raise PredictError(problem)
 
 
+def problem_of_predict(experiment: BaseModule, stages: Mapping[str, Any], device: torch.device) -> str:
+    """Return a line if `predict` fails on the example rows of all stages; empty if not, or if its rows are others."""
+    if any(name.startswith("predict") for name in members(experiment.datasets)):
+        return ""
+    for module in members(experiment.tools, nn.Module).values():
+        module.to(device).eval()
+    try:
+        known_columns(experiment.predict, examples_of(stages), "this run", device)
+    except PredictError as error:
+        return f"{error}; until it is fixed, this run cannot predict, be exported or served"
+    return ""
+
+
 def _call(predict: Callable[[Batch], Any], device: torch.device, batch: Batch) -> Outputs:
     with temporary_seed(SEED), torch.no_grad():
         try:
-            return checked_outputs(predict(moved(batch, device)), rows_in(batch))
+            return checked_outputs(predict(move_tensors(batch, lambda item: item.to(device))), rows_in(batch))
         except PredictError:
             raise
-        except Exception as error:
+        except USER_ERRORS as error:
             raise PredictError(user_line(error)) from error
 
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import mlx_runtime
 from mlx_runtime.companions.serving.schema import RowError, Schema
-from mlx_runtime.data import Batch
+from mlx_runtime.data import Batch, dtype_name, move_tensors
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
 Outputs = dict[str, torch.Tensor]
@@ -48,6 +49,9 @@ class Predictor:
         self.schema, self.title, self.device, self.max_rows = schema, title, device, max_rows
         self._function = function
         self._calling = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Predictor {self.title} on {self.device}, reads {self.schema.text}>"
 
     def __call__(self, rows: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> Outputs:
         """Return the outputs for rows, (rows, ...) each, in their order.
@@ -99,7 +103,7 @@ class Predictor:
         count = rows_in(batch) if rows is None else rows
         with self._calling, torch.no_grad():
             try:
-                outputs = self._function(moved(batch, self.device))
+                outputs = self._function(move_tensors(batch, lambda item: item.to(self.device)))
             except USER_ERRORS as error:
                 raise PredictError(f"predict failed: {user_line(error)}") from error
             return checked_outputs(outputs, count)
@@ -125,6 +129,15 @@ def checked_outputs(outputs: Any, rows: int) -> Outputs:
     return {name: value.detach().to("cpu") for name, value in outputs.items()}
 
 
+def as_array(output: torch.Tensor) -> np.ndarray:
+    """Return an output as a contiguous array; bfloat16, which NumPy lacks, as float32."""
+    if output.is_complex():
+        raise PredictError(
+            f"predict returned {dtype_name(output)}, which files and HTTP answers cannot hold; use torch.view_as_real"
+        )
+    return (output.float() if output.dtype == torch.bfloat16 else output).contiguous().numpy()
+
+
 def as_rows(rows: Any, schema: Schema) -> Sequence[Any]:
     """Return a list of rows, even for a batch."""
     if not isinstance(rows, Mapping):
@@ -139,11 +152,6 @@ def as_rows(rows: Any, schema: Schema) -> Sequence[Any]:
         raise RowError(f"columns have different numbers of rows: {', '.join(f'{k} {v}' for k, v in sizes.items())}")
     count = next(iter(sizes.values()), 1)
     return [{name: value[number] for name, value in known.items()} | unknown for number in range(count)]
-
-
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch with its tensors on a device."""
-    return {name: item.to(device) if isinstance(item, torch.Tensor) else item for name, item in batch.items()}
 
 
 def rows_in(batch: Batch) -> int:

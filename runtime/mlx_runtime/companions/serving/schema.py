@@ -61,7 +61,7 @@ class Column:
         try:
             given = value if isinstance(value, torch.Tensor) else _tensor_of(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise RowError(f"{self.name} is {_shown(value)}; expected {self.text}") from None
+            raise RowError(f"{self.name}{_problem(value) or RAGGED}; expected {self.text}") from None
         shape = tuple(given.shape)
         if len(shape) != len(self.shape) or any(
             size is not None and size != own for size, own in zip(self.shape, shape, strict=True)
@@ -101,6 +101,11 @@ class Schema:
     def names(self) -> tuple[str, ...]:
         return tuple(column.name for column in self.columns)
 
+    @property
+    def text(self) -> str:
+        """Description for messages, like `image: float32 (1, 8, 8), text: string`."""
+        return ", ".join(f"{column.name}: {column.text}" for column in self.columns)
+
     @classmethod
     def of_batch(cls, batch: Batch, shapes: Mapping[str, Sequence[Sequence[int]]] | None = None) -> "Schema":
         """Return the schema of a batch, whose rows become the examples.
@@ -134,8 +139,7 @@ class Schema:
             RowError: it lacks a column, has an unknown one, or a value that does not fit.
         """
         if not isinstance(row, Mapping):
-            wanted = ", ".join(f"{column.name}: {column.text}" for column in self.columns)
-            raise RowError(f"the row is {_shown(row)}; expected a mapping with {wanted}")
+            raise RowError(f"the row is {_shown(row)}; expected a mapping with {self.text}")
         for name in row:
             if name not in self.names and name not in self.ignored:
                 raise RowError(f"there is no column {name!r}.{suggest(str(name), self.names)}")
@@ -225,7 +229,30 @@ def _refuse_texts(value: Any) -> None:
         level = list(itertools.chain.from_iterable(level)) if kinds <= {list, tuple} else []
 
 
+RAGGED = " has lists of different lengths"
+
+
+def _problem(value: Any, depth: int = 64) -> str:
+    """Describe the first item of nested lists that is not a number, like `[0][3] is null`; empty if there is none."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return ""
+    if not isinstance(value, list | tuple):
+        fits = isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
+        return "" if fits else f" is {_shown(value)}"
+    numbers = (
+        {*map(type, value)} <= {bool, int, float}
+        and max(value, default=0) < 1 << 63
+        and min(value, default=0) >= -1 << 63
+    )
+    if numbers or not depth:
+        return ""
+    problems = ((number, _problem(item, depth - 1)) for number, item in enumerate(value))
+    return next((f"[{number}]{problem}" for number, problem in problems if problem), "")
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, list | tuple | dict | np.ndarray):
         return f"a {type(value).__name__}"
     if isinstance(value, float) and not math.isfinite(value):

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from mlx_runtime.companions.prepared import digest
 from mlx_runtime.config import Config, Tree, build, build_group
 from mlx_runtime.config.constructors import object_at, parameters
-from mlx_runtime.data import Subset, adopt_dataset, constructions, dataset_error, dataset_nodes, rows_of
+from mlx_runtime.data import Subset, adopt_dataset, construction, dataset_error, dataset_nodes, rows_of
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
 from mlx_runtime.extras import require
@@ -98,7 +98,7 @@ def fold_rows(config: Config) -> list[Fold]:
     """
     cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.cross_validation.fold)
     nodes = tree["datasets"]
-    group = build_group(nodes, "datasets", constructions(nodes, cfg.seed))
+    group = build_group(nodes, "datasets", lambda name: construction(nodes[name], cfg.seed))
     try:
         train = adopt_dataset(group.train, "train", nodes["train"])
         if isinstance(train, IterableDataset):
@@ -154,7 +154,7 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
     config = Config({"datasets": datasets, "cfg": cfg}, {}, settings)
     rows = fold_rows(config)[section.fold]
     nodes = with_held_out(config.tree, section.fold)["datasets"]
-    group = build_group(nodes, "datasets", constructions(nodes, settings.seed))
+    group = build_group(nodes, "datasets", lambda name: construction(nodes[name], settings.seed))
     for name, numbers in (("train", rows.train), ("val", rows.held_out)):
         part = data.Subset(adopt_dataset(getattr(group, name), name, nodes[name]), numbers.tolist())
         object.__setattr__(group, name, part)  # works for a frozen dataclass, too

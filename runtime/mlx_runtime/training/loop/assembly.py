@@ -19,7 +19,7 @@ from mlx_runtime.data import (
     DatasetShards,
     Loader,
     LoaderOptions,
-    constructions,
+    construction,
     reading_processes,
     stream_names,
 )
@@ -59,7 +59,7 @@ def build_experiment(
     seed_everything(cfg.seed)
     for name, node in job.tree.items():
         if name == "datasets":
-            groups[name] = build_group(node, name, constructions(node, cfg.seed))
+            groups[name] = build_group(node, name, lambda item: construction(job.tree["datasets"][item], cfg.seed))
         elif name == "models":
             make = partial(strategy.build, node)
             groups[name] = _built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()

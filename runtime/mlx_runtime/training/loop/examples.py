@@ -1,12 +1,17 @@
 """Example rows of a run, from which predictors and exports of an experiment with `predict` know its inputs."""
 
+import contextlib
 import io
 from typing import Any
 
 import torch
+from torch import nn
 
-from mlx_runtime.data import Batch
+from mlx_runtime import companions
+from mlx_runtime.data import Batch, move_tensors
+from mlx_runtime.errors import USER_ERRORS
 from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import storage_at
 
 EXAMPLES = "examples.pt"
@@ -31,13 +36,23 @@ class ExampleRecorder:
         if count > BATCHES:
             return
         found = self._stages.setdefault(stage, {"rows": first_rows(batch), "shapes": {}})
-        before = {name: list(shapes) for name, shapes in found["shapes"].items()}
-        for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                known, shape = found["shapes"].setdefault(name, []), list(value.shape[1:])
-                known += [shape] * (shape not in known)
-        if found["shapes"] != before:
+        shapes = {name: list(value.shape[1:]) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        new = {name: shape for name, shape in shapes.items() if shape not in found["shapes"].setdefault(name, [])}
+        for name, shape in new.items():
+            found["shapes"][name].append(shape)
+        if new:
             self._store()
+
+    def problem(self, experiment: Any, device: torch.device) -> str:
+        """Return a warning if `predict` fails on the examples. Called by one worker, at the end of a run."""
+        for module in members(experiment.models, nn.Module).values():
+            module.eval()
+            module.broadcast_buffers = False  # DDP would wait for the other workers
+        with torch.no_grad(), contextlib.suppress(*USER_ERRORS):
+            for found in self._stages.values():
+                experiment.predict(move_tensors(found["rows"], lambda item: item.to(device)))
+            return ""
+        return str(companions.part("serving").problem_of_predict(experiment, self._stages, device))
 
     def _store(self) -> None:
         content = io.BytesIO()
@@ -46,12 +61,11 @@ class ExampleRecorder:
             storage_at(self._folder.location).write(content.getvalue(), EXAMPLES)
 
 
-def first_rows(batch: Batch) -> dict[str, Any]:
+def first_rows(batch: Batch) -> Batch:
     """Return copies of the first rows of a batch on the CPU: tensors, and lists of strings."""
-    kept: dict[str, Any] = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            kept[name] = value[:ROWS].detach().to("cpu", copy=True)
-        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
-            kept[name] = value[:ROWS]
-    return kept
+    kept = {
+        name: value[:ROWS]
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    }
+    return move_tensors(kept, lambda item: item.detach().to("cpu", copy=True))

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.config import build, build_optimizers
+from mlx_runtime.config import build, build_cfg, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
 from mlx_runtime.distributed import Topology, is_sharded, local_part
 from mlx_runtime.distributed.torch_private import dump_memory
@@ -19,6 +19,8 @@ from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import join_path, size_text
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.engines import Job
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """Text in the plain RuntimeError that torch raises if there is no memory left on the CPU."""
@@ -57,6 +59,28 @@ def needs_of_config(tree: dict[str, Any]) -> MemoryNeeds:
     with without_weights(), torch.device("meta"):
         models = build(tree["models"], "models")
     return memory_needs(models, build_optimizers(tree["optimizers"], models) if "optimizers" in tree else None)
+
+
+def describe_needs(job: Job, topology: Topology, groups: Mapping[str, Any] | None) -> str:
+    """Return the needs of models and optimizers and, on a GPU, the path of a memory snapshot.
+
+    `groups` is None for an experiment that could not be built.
+    """
+    stored = snapshot(job.folder, topology)  # first, because the next line frees memory
+    return f"{needs_in_all(job) if groups is None else needs_here(groups)}\n{stored}".rstrip()
+
+
+def needs_here(groups: Mapping[str, Any]) -> str:
+    needs = memory_needs(groups.get("models"), groups.get("optimizers"))
+    return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
+
+
+def needs_in_all(job: Job) -> str:
+    """Return the same as `needs_here` for an experiment that could not be built."""
+    lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
+    with contextlib.suppress(Exception):  # constructors may need real tensors
+        lines.insert(0, f"An unsharded replica needs, besides activations and batches: {needs_of_config(job.tree)}")
+    return "\n".join(lines)
 
 
 def out_of_memory(error: BaseException | None) -> bool:

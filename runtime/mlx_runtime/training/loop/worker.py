@@ -16,7 +16,7 @@ from mlx_runtime.config import build_cfg
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, broadcast, raised_by_sharded_tensors
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors, user_traceback
-from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
+from mlx_runtime.events import LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.logs import Log
@@ -57,7 +57,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
 
             stack.enter_context(at_breakpoint(no_pdb(sink)))
-        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(_needs_in_all, job))):
+        with loop_errors(topology.rank, job.project, partial(_needs, job, topology)):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
@@ -72,7 +72,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         session = Session(context, strategy, sink, tracking, hooks)
         attach(experiment, session)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, partial(needs_here, groups))):
+        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, groups)):
             if topology.writes:
                 sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
@@ -82,6 +82,9 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             _run_loop(experiment, shards, job, stack)
             stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
+            checks = hooks and not (stopped or cfg.compile or strategy.shards)
+            if checks and (problem := hooks["examples"].problem(experiment, topology.device)):
+                session.reporter.events.send_once(WarningNotice(problem))
             if tracking is not None:
                 tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
             return result
@@ -89,7 +92,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
 
 def _predicts(experiment: BaseModule, job: Job) -> bool:
     """Return True if a run trains an experiment with `predict`, whose examples are recorded."""
-    return not job.evaluate and type(experiment).predict is not BaseModule.predict
+    predicts = type(experiment).predict is not BaseModule.predict
+    return predicts and not job.evaluate and "serving" in companions.COMPANIONS
 
 
 def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
@@ -147,29 +151,10 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         raise type(error)(f"{error}\n{needed()}".rstrip()) from None
 
 
-def _needs(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
-    """Return the needs of models and optimizers and, on a GPU, the path of a memory snapshot."""
-    from mlx_runtime.training.loop.memory import snapshot
+def _needs(job: Job, topology: Topology, groups: Mapping[str, Any] | None = None) -> str:
+    from mlx_runtime.training.loop.memory import describe_needs
 
-    stored = snapshot(job.folder, topology)  # first, because the next line frees memory
-    return f"{needed()}\n{stored}".rstrip()
-
-
-def needs_here(groups: Mapping[str, Any]) -> str:
-    from mlx_runtime.training.loop.memory import memory_needs, ways_to_save
-
-    needs = memory_needs(groups.get("models"), groups.get("optimizers"))
-    return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
-
-
-def _needs_in_all(job: Job) -> str:
-    """Return the same as `needs_here` for an experiment that could not be built."""
-    from mlx_runtime.training.loop.memory import needs_of_config, ways_to_save
-
-    lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
-    with contextlib.suppress(Exception):  # constructors may need real tensors
-        lines.insert(0, f"An unsharded replica needs, besides activations and batches: {needs_of_config(job.tree)}")
-    return "\n".join(lines)
+    return describe_needs(job, topology, groups)
 
 
 def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:

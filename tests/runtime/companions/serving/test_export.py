@@ -33,7 +33,7 @@ def trained(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: py
     assert done.returncode == 0, done.stderr
     done = mlx(folder, "xp", "export", "exports", "--format", "pt2,safetensors")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"wrote {NAME}: exports/run_001 epoch_0001, ")
+    assert done.stdout.startswith(f"wrote {NAME}: exports/run_001 epoch_0001 (reads ids, mask, numbers), ")
     assert "pt2 compared with predict on 74 rows of test: at most " in done.stdout
     return folder
 
@@ -151,6 +151,9 @@ def test_an_export_whose_hash_was_rewritten_is_refused_if_its_content_is_damaged
         (folder / "export.json").write_text(json.dumps(about))
         with pytest.raises(StorageError, match=message):
             load_export(folder)
+    (here / NAME / "examples.json").write_text('{"text": ["x"]}')
+    with pytest.raises(StorageError, match=r"export.json is damaged: it does not list examples.json"):
+        load_export(here / NAME)
 
 
 def test_an_export_replaces_only_an_export_and_only_with_force(here: Path, mlx: Mlx) -> None:

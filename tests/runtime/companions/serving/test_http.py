@@ -1,6 +1,7 @@
 """Models answer over real HTTP on this machine: in every format, within limits, and to hostile requests."""
 
 import asyncio
+import contextlib
 import http.client
 import io
 import json
@@ -222,6 +223,23 @@ def test_rows_of_different_lengths_and_texts(serve: Serve) -> None:
     assert pa.ipc.open_stream(body).read_all()["echo"].to_pylist() == [row["tokens"] for row in rows]
 
 
+def test_nulls_of_arrow_fail_their_rows(serve: Serve) -> None:
+    client = serve()
+    rows = np.arange(18, dtype=np.float32).reshape(3, 6).tolist()
+    kind, storage = pa.fixed_shape_tensor(pa.float32(), (2, 3)), pa.list_(pa.float32(), 6)
+    tensors = pa.ExtensionArray.from_storage(kind, pa.array([rows[0], None, [*rows[2][:5], None]], storage))
+    lists = pa.array([[row[:3], row[3:]] for row in rows[:1]] + [None, [[1, 2, 3], [4, 5, None]]])
+    for column in (tensors, lists):
+        body = stream(pa.table({"image": column}))
+        status, _, answer = client.ask("POST", "/predict", body, Content_Type=ARROW)
+        assert status == 200, answer
+        first, *others = json.loads(answer)["outputs"]
+        assert first["total"] == 15
+        assert others == [{"error": f"image{at} is null; expected float32 (2, 3)"} for at in ("", "[1][2]")]
+    status, _, answer = client.ask("POST", "/predict", stream(pa.table({"image": [{"x": 1}]})), Content_Type=ARROW)
+    assert (status, b"image has the type struct<x: int64>; expected numbers" in answer) == (400, True)
+
+
 def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
     """One with a poisonous row does not spoil the others of its batch."""
     sizes, entered, release = [], threading.Event(), threading.Event()
@@ -346,6 +364,8 @@ def test_limits_of_bodies(serve: Serve) -> None:
     assert client.ask("POST", "/predict", b"{}", Content_Type="text/plain")[0] == 415
     assert client.ask("GET", "/predict")[0] == 405
     assert client.ask("GET", "/models/third/predict")[0] == 404
+    status, _, body = client.ask("GET", "/predictions")
+    assert (status, body.endswith(b', /healthz, /metrics"}')) == (404, True)
     assert b" 431 " in client.raw(head + b"X: " + b"x" * 200_000)
 
 
@@ -356,6 +376,25 @@ def test_slow_clients_are_disconnected(serve: Serve, monkeypatch: pytest.MonkeyP
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for text in (b"", head, head + b"Content-Length: 100\r\n\r\n{"):
         assert b" 408 " in client.raw(text), text
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_an_answer_is_sent_as_slowly_as_it_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """But not to a client that stops reading."""
+    monkeypatch.setattr(slow_clients, "WRITE_S", 2.0)
+    client = serve(lambda batch: {"wide": torch.zeros(len(batch["image"]), 4 << 20)})
+    body = json.dumps({"rows": [{"image": [[0, 0, 0], [0, 0, 0]]}]}).encode()
+    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\nAccept: {NPY}\r\n"
+    received = 0
+    with socket.socket() as connection, contextlib.suppress(ConnectionResetError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.connect(("127.0.0.1", client.server.port))
+        connection.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(6 if stops else 0)
+        while piece := connection.recv(1 << 20, socket.MSG_WAITALL):
+            received += len(piece)
+            time.sleep(0 if stops else 0.25)
+    assert (received > 16 << 20) is not stops
 
 
 def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) -> None:

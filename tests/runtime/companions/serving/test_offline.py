@@ -302,7 +302,11 @@ def test_a_killed_worker_is_reported(slow: Path, run: str, start: Start, tmp_pat
 ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
     "an unknown dataset": ({"dataset": "tst"}, UsageError, r"no dataset 'tst', .*Did you mean 'test'\?"),
     "an unknown class": ({"dataset": "src.more.Slwo()"}, ConfigError, "Slwo"),
-    "a wrong argument": ({"dataset": "src.more.Slow(splitt=test)"}, ConfigError, "splitt"),
+    "a wrong argument": (
+        {"dataset": "src.more.Slow(splitt=test)"},
+        UsageError,
+        "^--dataset src.more.* argument 'splitt'$",
+    ),
     "other columns": (
         {"dataset": "src.more.Unlike(split=test)"},
         UsageError,

@@ -25,7 +25,7 @@ def answers(make_in: Callable[[str, Path], Path], mlx: Mlx, tmp_path_factory: py
     """The folder of an experiment with two inputs, two models and a tool, trained with two checkpoints."""
     folder = make_in("answers", tmp_path_factory.mktemp("answers"))
     done = mlx(folder, "train", "run", "cfg.num_epochs=2", "cfg.monitor=val/right", "cfg.mode=max")
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, "predict fails" in done.stdout) == (0, False), done.stderr
     return folder
 
 
@@ -227,3 +227,13 @@ def test_runs_without_predict_record_no_examples(answers: Path, mlx: Mlx, tmp_pa
     stages = torch.load(folder / "runs" / "answers" / "run_001" / "examples.pt", weights_only=True)
     assert set(stages) == {"train", "val"}
     assert stages["val"]["rows"]["text"] == ["1 2", "8 9 10", "4 5 6 7"]
+
+
+def test_a_run_warns_that_predict_fails(answers: Path, mlx: Mlx, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(answers, tmp_path / "answers"))
+    edit(folder / "src" / "experiment.py", '{"label": self.logits(batch).argmax(1), ', '{"w": batch["weight"], ')
+    done = mlx(folder, "train", "run", "--quiet", "cfg.start_workers=2")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "predict fails" in line]
+    assert line.startswith("warning   predict fails on rows of val in this run, whose columns are text, tokens, ")
+    assert ": KeyError: 'weight' (src/experiment.py:" in line

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from mlx_runtime.companions.serving.predictions import offline
 from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
 from mlx_runtime.companions.serving.predictions.results import (
     array_of,
@@ -25,6 +27,7 @@ from mlx_runtime.companions.serving.predictions.results import (
 )
 from mlx_runtime.companions.serving.predictions.sources import select
 from mlx_runtime.companions.serving.predictions.tables import checked, open_rows
+from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import Column, RowError
 from mlx_runtime.errors import ConfigError, MlxError, UsageError
 
@@ -111,7 +114,7 @@ BAD_ROWS = {
     "a shape": ({"image": [1.0]}, "row 2: image has shape (1,); expected float32 (1, 2, 3)"),
     "NaN": ({"image": [[[1, 2, 3], [4, 5, float("nan")]]]}, "row 2: image holds NaN or infinity"),
     "text": ({"image": "x"}, "row 2: image is 'x'; expected float32 (1, 2, 3)"),
-    "null": ({"image": None}, "row 2: image is None; expected float32 (1, 2, 3)"),
+    "null": ({"image": None}, "row 2: image is null; expected float32 (1, 2, 3)"),
 }
 
 
@@ -133,7 +136,7 @@ def test_values_of_csv_and_parquet_that_do_not_fit_are_named(tmp_path: Path) -> 
     with pytest.raises(RowError, match=r"rows.csv: row 1: height is 'x'; expected float32"):
         read(tmp_path / "rows.csv", NUMBERS, [(0, 2)])
     path = parquet_file(tmp_path / "rows.parquet", image=[*IMAGES[:8].tolist(), None])
-    with pytest.raises(RowError, match=r"rows.parquet: row 8: image is None"):
+    with pytest.raises(RowError, match=r"rows.parquet: row 8: image is null"):
         read(path, [IMAGE], [(0, 4), (4, 6)])
 
 
@@ -273,7 +276,7 @@ def test_outputs_that_a_file_cannot_hold() -> None:
         refuse_columns(table.schema, Path("out.npy"))
     with pytest.raises(UsageError, match="out.npz: NumPy cannot hold id, string; write .parquet"):
         refuse_columns(table_of({}, {"id": [["a"]]}).schema, Path("out.npz"))
-    with pytest.raises(UsageError, match="predict returned complex64, which files of rows cannot hold"):
+    with pytest.raises(PredictError, match="predict returned complex64, which files and HTTP answers cannot hold"):
         table_of({"x": [torch.ones(2, dtype=torch.complex64)]}, {})
     for suffix in (".parquet", ".jsonl", ".npz"):
         refuse_columns(table.schema, Path(f"out{suffix}"))
@@ -298,7 +301,7 @@ def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     again.close()
 
     other = Parts(output, {"run": "a", "batch size": 8}, block_rows=8)
-    assert (other.note, other.find()) == ("starting over: batch size changed since the interrupted command", 0)
+    assert (other.note, other.find()) == ("starting over: changed since the interrupted command: batch size", 0)
     other.remove()
     assert not other.folder.exists()
     following = Parts(output, {"run": "a", "batch size": 8}, block_rows=8)
@@ -343,3 +346,22 @@ def test_an_archive_in_place_of_arrays(tmp_path: Path) -> None:
         archive.writestr("image.txt", "x")
     with pytest.raises(UsageError, match=r"lacks image .*; its columns are image.txt"):
         open_rows(tmp_path / "rows.npz", [IMAGE], (), 4)
+
+
+def test_the_rate_is_that_of_the_rows_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of those that an interrupted command has predicted, nor of the time to load the model."""
+    monkeypatch.setattr(offline, "LINE_S", (0.0, 0.0))
+    progress = offline.Progress("the model on rows")
+    progress.begin(1_000_000, "")
+    began = time.monotonic() - 10
+    for number in (9, 10):
+        progress.advance(offline.Block(number, 500, 1_002_000, began + 5 * (number - 9), ("image", "label")))
+    progress.advance(offline.Block(11, 0, 1_002_000, began, ("image", "label")))
+    assert capsys.readouterr().err.splitlines() == [
+        "predicting with the model on rows, continuing after 1,000,000 rows",
+        "predict reads image, label",
+        "1,000,500 rows, 50 rows/s, 100%, 30 s left",
+        "1,001,000 rows, 100 rows/s, 100%, 10 s left",
+    ]

@@ -19,10 +19,11 @@ from conftest import Mlx, Start, edit
 from forkserver import Command
 
 from mlx_runtime.companions.serving.http import registry
+from mlx_runtime.companions.serving.http.access import read_token
 from mlx_runtime.companions.serving.http.asgi import Limits
-from mlx_runtime.companions.serving.http.running import Running, Source, parse
 from mlx_runtime.companions.serving.http.server import serve
 from mlx_runtime.companions.serving.http.shadow import agree
+from mlx_runtime.companions.serving.http.terminal import ModelServer, Source, parse
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
 from mlx_runtime.errors import UsageError
@@ -145,8 +146,9 @@ def test_a_server_is_listed_updated_without_a_failed_request_and_stopped(
     assert all(item in known for item in digits)
     assert ask(f"{url}/predict", example)["outputs"][0]["probabilities"] == pytest.approx(second[0]["probabilities"])
     assert "digits is now digits/run_002" in mlx(trained, "serve", "logs", **cache).stdout
-    done = mlx(trained, "serve", "update", "digits", "run_009", **cache)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    for words, problem in ((("run_009",), "run_009"), (("run_001", "--checkpoint", "epoch_0007"), "epoch_0007")):
+        done = mlx(trained, "serve", "update", "digits", *words, **cache)
+        assert (done.returncode, problem in done.stderr, done.stderr.count("\n")) == (1, True, 1), done.stderr
     done = mlx(trained, "serve", "update", "third", "run_001", **cache)
     assert (done.returncode, "no server serves 'third'; " in done.stderr) == (2, True)
 
@@ -168,13 +170,13 @@ def test_a_model_is_not_replaced_by_one_that_reads_other_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLX_CACHE", str(tmp_path))
-    running = Running({"x": Loaded("x")}, Limits(), "127.0.0.1", 0)
+    server = ModelServer({"x": Loaded("x")}, Limits(), "127.0.0.1", 0)
     try:
         with pytest.raises(UsageError, match=r"^model y reads different columns than model x: y: float32$"):
-            running.update("x", Loaded("y"))
-        assert running.app.endpoints["x"].predictor.title == "model x"
+            server.update("x", Loaded("y"))
+        assert server.app.endpoints["x"].predictor.title == "model x"
     finally:
-        running.server.stop()
+        server.server.stop()
 
 
 def test_killed_servers_are_not_listed(run: Run, mlx: Mlx, trained: Path, tmp_path: Path) -> None:
@@ -227,10 +229,20 @@ def test_other_machines_need_a_token(run: Run) -> None:
     process.send_signal(signal.SIGTERM)
     process.wait(30)
     assert not file.exists()
-    _, lines = run("digits", MLX_SERVE_TOKEN="abc")
+    _, lines = run("digits", MLX_SERVE_TOKEN="0123456789abcdef")
     assert 'Authorization: Bearer $MLX_SERVE_TOKEN"' in lines[-1]
-    assert "abc" not in " ".join(lines)
-    assert ask(f"{url_of(lines)}/example", Authorization="Bearer abc")["rows"]
+    assert "0123456789abcdef" not in " ".join(lines)
+    assert ask(f"{url_of(lines)}/example", Authorization="Bearer 0123456789abcdef")["rows"]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("token", ["abc", 15 * "x", 16 * "é", "correct horse battery staple", "0123456789abcdef\n"])
+def test_a_token_that_is_short_or_cannot_be_sent_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_SERVE_TOKEN", token)
+    with pytest.raises(UsageError, match="^MLX_SERVE_TOKEN needs 16 or more ASCII characters, and no spaces; make"):
+        read_token()
+    monkeypatch.setenv("MLX_SERVE_TOKEN", "")
+    assert read_token() is None
 
 
 def test_a_run_answers_while_a_block_runs(script: Any, trained: Path) -> None:
@@ -251,10 +263,10 @@ def test_a_long_example_is_read_from_the_server(script: Any, trained: Path, tmp_
         trained,
         "import os, subprocess\n"
         f"os.environ['MLX_CACHE'] = {str(tmp_path)!r}\n"
-        "from mlx_runtime.companions.serving.http import running\n"
+        "from mlx_runtime.companions.serving.http import terminal\n"
         "from mlx_runtime.companions.serving.http.asgi import Limits\n"
-        "running.LONGEST_EXAMPLE = 10\n"
-        "served = running.Running({'digits': running.Source('digits')}, Limits(), '127.0.0.1', 0)\n"
+        "terminal.LONGEST_EXAMPLE = 10\n"
+        "served = terminal.ModelServer({'digits': terminal.Source('digits')}, Limits(), '127.0.0.1', 0)\n"
         "with served.server:\n"
         "    assert len(served.curl()) < 200\n"
         "    print(subprocess.run(served.curl(), shell=True, capture_output=True, text=True).stdout)\n",

@@ -107,7 +107,7 @@ def export(
             about = _fill(staged, parts, wanted, Path(scratch), "safetensors" in formats)
             _refuse_present(output, force=force)
             publication.commit(to_json(about).encode())
-    return _summary(output, about)
+    return _summary(output, about, predictor.schema.names)
 
 
 def _refuse_missing_tools(formats: Sequence[str]) -> None:
@@ -268,9 +268,9 @@ def copy_license(project: Path, staged: Path) -> str | None:
     return named
 
 
-def _summary(output: Path, about: Mapping[str, Any]) -> str:
+def _summary(output: Path, about: Mapping[str, Any], reads: Sequence[str]) -> str:
     size = sum(item["size_bytes"] for item in about["files"].values())
-    title = f"{about['experiment']}/{about['run']} {about['checkpoint']['name']}"
+    title = f"{about['experiment']}/{about['run']} {about['checkpoint']['name']} (reads {', '.join(reads)})"
     line = f"wrote {output}: {title}, {len(about['files'])} files, {size_text(size)}"
     if (proof := about["proof"]) is None:
         return f"{line}; without a program, so nothing was compared"

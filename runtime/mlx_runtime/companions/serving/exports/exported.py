@@ -86,6 +86,7 @@ def load_export(folder: str | Path, program: str | None = None) -> Predictor:
         known = ", ".join(about["programs"])
         raise UsageError(f"{folder} has no program{f' {program}' if program else ''}, only {known or 'weights'}")
     needed = {PROGRAMS[chosen], "schema.json", "examples.safetensors"}
+    needed |= {file.name for file in folder.glob("examples.json")}  # strings
     for name in sorted(needed | {name for name in about["files"] if name.startswith(f"{PROGRAMS[chosen]}.")}):
         _check_file(folder, name, about["files"])
     schema = read_schema(folder)

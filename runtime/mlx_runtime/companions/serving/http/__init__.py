@@ -4,8 +4,8 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    "registry running",
-    access="LOOPBACK Access digest_of",
+    "registry terminal",
+    access="LOOPBACK MAKE_A_TOKEN Access digest_of read_token",
     asgi="NAME Application Limits application",
     server="is_loopback serve",
 )

@@ -2,11 +2,29 @@
 
 import hashlib
 import hmac
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mlx_runtime.errors import UsageError
+
 LOOPBACK = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
 """Hosts by which a server without a token may be called."""
+
+
+LEAST_TOKEN = 16
+"""Minimum length of a token: shorter ones could be guessed, even from their hash."""
+
+MAKE_A_TOKEN = "make one: export MLX_SERVE_TOKEN=$(openssl rand -hex 24)"
+
+
+def read_token() -> str | None:
+    """Return the token in the environment, or None. Raises UsageError if it is too short, or cannot be in a header."""
+    token = os.environ.get("MLX_SERVE_TOKEN") or None
+    if token is not None and (len(token) < LEAST_TOKEN or not re.fullmatch("[!-~]+", token)):
+        raise UsageError(f"MLX_SERVE_TOKEN needs {LEAST_TOKEN} or more ASCII characters, and no spaces; {MAKE_A_TOKEN}")
+    return token
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,7 @@ class Access:
         if self.digest is None or public:
             return None
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme != b"Bearer" or not hmac.compare_digest(hashlib.sha256(token).hexdigest(), self.digest):
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(hashlib.sha256(token).hexdigest(), self.digest):
             return 401, "a token is needed; send the header Authorization: Bearer TOKEN"
         return None
 

@@ -1,7 +1,6 @@
 """Rows and answers as Arrow IPC streams. Only types whose size in memory follows from that of the body are read."""
 
 import io
-import itertools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from mlx_runtime.companions.serving.http.negotiation import BodyError
+from mlx_runtime.companions.serving.predictions import is_list, is_number, values_of
 
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3
 """Types of messages with values, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""
@@ -74,49 +74,13 @@ def _field(data: bytes, table: int, number: int) -> int | None:
 
 
 def values(name: str, column: "pa.ChunkedArray") -> Any:
-    """Return the values of a column: an array (rows, ...), a list of arrays of different lengths, or strings.
-
-    Raises:
-        BodyError: it has another type, or nulls.
-    """
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
-    if isinstance(array, pa.ExtensionArray):
-        shape = getattr(array.type, "shape", None)
-        order = getattr(array.type, "permutation", None)
-        if shape is None or (order and order != sorted(order)):
-            raise BodyError(f"{name} has the type {array.type!s:.60}; expected numbers, strings or lists of numbers")
-        return _fixed(name, array.storage).reshape(len(array), *shape)
-    if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-        _refuse_nulls(name, array)
-        return array.to_pylist()
-    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-        _refuse_nulls(name, array)
-        flat, offsets = values(name, pa.chunked_array([array.flatten()])), np.asarray(array.offsets)
-        if isinstance(flat, list):
-            raise BodyError(f"{name} has lists of different lengths within rows, or strings; expected numbers")
-        offsets = offsets - (offsets[0] if len(offsets) else 0)
-        if len({*np.diff(offsets).tolist()}) == 1:
-            return flat.reshape(len(array), -1, *flat.shape[1:])
-        return [flat[start:end] for start, end in itertools.pairwise(offsets)]
-    return _fixed(name, array)
-
-
-def _fixed(name: str, array: Any) -> "np.ndarray[Any, Any]":
-    _refuse_nulls(name, array)
-    if pa.types.is_fixed_size_list(array.type):
-        inner = _fixed(name, array.flatten())
-        return inner.reshape(len(array), array.type.list_size, *inner.shape[1:])
-    kind = array.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise BodyError(f"{name} has the type {kind!s:.60}; expected numbers, strings or lists of numbers")
-    return np.array(array.to_numpy(zero_copy_only=False))
-
-
-def _refuse_nulls(name: str, array: Any) -> None:
-    if array.null_count:
-        raise BodyError(f"{name} has nulls")
+    """Return the values of a column; see `values_of`. Raises BodyError if it has another type."""
+    kind = column.type
+    while isinstance(kind, pa.FixedShapeTensorType) or is_list(kind):
+        kind = kind.value_type
+    if not (is_number(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise BodyError(f"{name} has the type {column.type!s:.60}; expected numbers, strings or lists of numbers")
+    return values_of(column.combine_chunks())
 
 
 def write(rows: Sequence[Any]) -> bytes:

@@ -188,7 +188,8 @@ class Application:
         else:
             found = self._descriptions.get(path)
         if found is None:
-            raise Refusal(404, f"there is no {path!a:.60}; there are /predict, {', '.join(self._descriptions)}")
+            known = ", ".join(["/predict", *self._descriptions, "/healthz", "/metrics"])
+            raise Refusal(404, f"there is no {path!a:.60}; there are {known}")
         if method not in ("GET", "HEAD"):
             raise Refusal(405, f"{method} is not answered here; use GET", (b"allow", b"GET, HEAD"))
         return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving import PredictError, Predictor, part_of
+from mlx_runtime.companions.serving import PredictError, Predictor, as_array, part_of
 from mlx_runtime.companions.serving.http.bodies import Part
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import located
@@ -177,7 +177,7 @@ def merged(parts: Sequence[Part]) -> Batch:
 def quick_answers(predictor: Predictor, parts: Sequence[Part]) -> list[Any] | None:
     """Return the answer of each part, or None if the batch has failed."""
     try:
-        outputs = arrays(predictor.predict(merged(parts), sum(part.rows for part in parts)))
+        outputs = as_arrays(predictor.predict(merged(parts), sum(part.rows for part in parts)))
     except Exception:
         return None
     return split(outputs, parts)
@@ -189,7 +189,7 @@ def answers(predictor: Predictor, parts: Sequence[Part], max_batch: int) -> list
         rows = sum(part.rows for part in parts)
         if len(parts) == 1 and rows > max_batch:
             return [_in_slices(predictor, parts[0], max_batch)]
-        return split(arrays(predictor.predict(merged(parts), rows)), parts)
+        return split(as_arrays(predictor.predict(merged(parts), rows)), parts)
     except Exception as error:
         if len(parts) > 1:
             middle = len(parts) // 2
@@ -216,15 +216,8 @@ def as_list(answer: Any, rows: int) -> list[Any]:
     return [{name: array[row] for name, array in answer.items()} for row in range(rows)]
 
 
-def arrays(outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return outputs as contiguous arrays; bfloat16, which NumPy lacks, as float32."""
-    found = {}
-    for name, value in outputs.items():
-        if value.is_complex():
-            raise PredictError(f"predict returned {name!r} of complex numbers, which JSON, .npy and Arrow do not share")
-        dense = value.float() if value.dtype == torch.bfloat16 else value
-        found[name] = dense.contiguous().numpy()
-    return found
+def as_arrays(outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: as_array(value) for name, value in outputs.items()}
 
 
 def split(outputs: Mapping[str, Any], parts: Sequence[Part]) -> list[Any]:

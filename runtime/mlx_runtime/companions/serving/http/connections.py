@@ -9,8 +9,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 READ_S = 10.0
 """Time in which a client has to send a request."""
 
-WRITE_S = 30.0
-"""Time after which a client that does not read its answer is disconnected."""
+WRITE_S, WRITE_BYTES = 30.0, 64 << 10
+"""Time after which a client that has not read so much of its answer, or the rest of it, is disconnected."""
 
 MAX_HEADER = 64 << 10
 
@@ -20,6 +20,7 @@ class Connection(HttpToolsProtocol):
 
     awaited_since: float | None = None
     blocked_since: float | None = None
+    _unread = 0  # bytes of the answer at that time
     _headers = 0  # bytes; None while a body is read
 
     def connection_made(self, transport: Any) -> None:
@@ -59,8 +60,11 @@ class Connection(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """End the connection if the client is too slow. Called once a second."""
-        writes = bool(self.transport.get_write_buffer_size())
-        self.blocked_since = (self.blocked_since or now) if writes else None
+        unread = self.transport.get_write_buffer_size()
+        if not unread:
+            self.blocked_since = None
+        elif self.blocked_since is None or unread <= self._unread - WRITE_BYTES:
+            self.blocked_since, self._unread = now, unread
         if self.blocked_since is not None and now - self.blocked_since > WRITE_S:
             self.transport.abort()
         elif self.awaited_since is not None and now - self.awaited_since > READ_S and not self.flow.read_paused:

@@ -105,7 +105,7 @@ class Control:
             connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def running() -> list[dict[str, Any]]:
+def servers() -> list[dict[str, Any]]:
     """Return the records of the servers that answer, by port. Records of those that have ended are removed."""
     found = []
     for file, record in _records():
@@ -125,19 +125,19 @@ def find(port: int | None, model: str | None = None) -> dict[str, Any]:
     Raises:
         UsageError: there is none, or several.
     """
-    servers = running()
+    known = servers()
     chosen = [
-        record for record in servers if port in (None, record["port"]) and (model is None or model in record["models"])
+        record for record in known if port in (None, record["port"]) and (model is None or model in record["models"])
     ]
     if len(chosen) == 1:
         return chosen[0]
-    if not servers:
+    if not known:
         raise UsageError("no server is running; start one: mlx serve run NAME")
-    known = "; ".join(f"{record['port']} serves {', '.join(record['models'])}" for record in servers)
+    listing = "; ".join(f"{record['port']} serves {', '.join(record['models'])}" for record in known)
     if not chosen:
         wanted = " ".join([f"serves {model!r}"] * (model is not None) + [f"at port {port}"] * (port is not None))
-        raise UsageError(f"no server {wanted}; {known}")
-    raise UsageError(f"which server? Add --port with one of these: {known}")
+        raise UsageError(f"no server {wanted}; {listing}")
+    raise UsageError(f"which server? Add --port with one of these: {listing}")
 
 
 def ask(record: Mapping[str, Any], message: Mapping[str, Any], timeout_s: float) -> str:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_runtime.companions.serving import Predictor
-from mlx_runtime.companions.serving.http.access import LOOPBACK, Access, digest_of
+from mlx_runtime.companions.serving.http.access import LOOPBACK, MAKE_A_TOKEN, Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Application, application
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
@@ -127,7 +127,7 @@ def access_for(host: str, token: str | None) -> Access:
     if is_loopback(host):
         return Access(digest, LOOPBACK | {_shown(host).encode()})
     if token is None:
-        raise UsageError(f"a server on {host} needs a token; set MLX_SERVE_TOKEN")
+        raise UsageError(f"a server on {host} needs a token; {MAKE_A_TOKEN}")
     return Access(digest, hosts=None)
 
 

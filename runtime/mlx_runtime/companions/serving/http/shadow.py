@@ -73,8 +73,7 @@ class Shadow:
 def refuse_other_columns(one: Predictor, other: Predictor) -> None:
     """Raise UsageError if two models do not read the same columns."""
     if one.schema.columns != other.schema.columns:
-        names = ", ".join(f"{column.name}: {column.text}" for column in other.schema.columns)
-        raise UsageError(f"{other.title} reads different columns than {one.title}: {names}")
+        raise UsageError(f"{other.title} reads different columns than {one.title}: {other.schema.text}")
 
 
 def agree(one: Any, other: Any) -> bool:

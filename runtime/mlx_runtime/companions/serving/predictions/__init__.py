@@ -5,4 +5,5 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     offline="Options predict",
+    tables="is_list is_number values_of",
 )

@@ -1,6 +1,7 @@
 """Predictions for all rows of a dataset or a file: every row once, in order, by any number of processes."""
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -82,6 +83,8 @@ class Block:
     number: int
     rows: int  # fewer than in other blocks, or 0, at the end
     total: int | None  # rows of all blocks, or an estimate of them
+    began: float  # time.monotonic(), once its first rows were read
+    reads: tuple[str, ...]  # columns that predict reads
     note: str = ""  # warning about the outputs
 
 
@@ -112,11 +115,10 @@ def predict(run: str, output: Path, options: Options) -> str:
         "run": folder.location,
         "checkpoint": [checkpoint.name, checkpoint.sha256, checkpoint.index_sha256],
         "dataset": rows.facts(),
-        "columns": list(options.keep),
-        "batch size": options.batch_size,
+        "--keep": list(options.keep),
+        "--batch-size": [options.batch_size, options.block_rows],
         "device": options.device or ("cuda" if gpus else "cpu"),
-        "code": "stored" if options.trust else code_digest(Path.cwd()),
-        "block": options.block_rows,
+        "src": "stored" if options.trust else code_digest(Path.cwd()),
     }
     parts = Parts(output, manifest, options.block_rows)
     job = Job(folder.location, checkpoint.name, rows, output, parts.folder, options, workers, devices)
@@ -260,8 +262,10 @@ class BlockWriter:
         options = self._job.options
         first, size = number * options.block_rows, options.batch_size
         outputs, kept, count, note = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0, ""
+        began = 0.0
         for start in range(first, first + options.block_rows, size):
             rows = self._source.read(start, size)
+            began = began or time.monotonic()  # a resumed stream has skipped the rows of earlier blocks
             if not rows.size:
                 break
             answers = self._answer(rows, start)
@@ -278,7 +282,7 @@ class BlockWriter:
             else:
                 results.refuse_columns(table.schema, self._job.output)
                 results.write_part(path, table)
-        return Block(number, count, self._source.total(), note)
+        return Block(number, count, self._source.total(), began, self._predictor.schema.names, note)
 
     def close(self) -> None:
         """Close the source."""
@@ -336,8 +340,8 @@ class Progress:
         self.done = 0
         self._title, self._shown = title, not Settings.read().quiet
         self._live = sys.stderr.isatty()
-        self._before, self._started = 0, time.monotonic()
-        self._printed_at = self._started
+        self._before, self._began = 0, math.inf
+        self._printed_at = time.monotonic()
 
     def begin(self, done: int, note: str) -> None:
         """Print the title, and how many rows are finished already."""
@@ -350,13 +354,16 @@ class Progress:
     def advance(self, block: Block) -> None:
         """Count the rows of a block."""
         self.done += block.rows
+        if self._began == math.inf:
+            self._print(f"predict reads {', '.join(block.reads)}")
+        self._began = min(self._began, block.began)
         if block.note:
             self._print(block.note)
         now = time.monotonic()
-        if now - self._printed_at < LINE_S[not self._live]:
+        if not block.rows or now - self._printed_at < LINE_S[not self._live]:
             return
         self._printed_at = now
-        rate = (self.done - self._before) / (now - self._started)
+        rate = (self.done - self._before) / (now - self._began)
         text = f"{plural(self.done, 'row')}, {rate:,.0f} rows/s"
         if block.total and rate:
             left = max(0, block.total - self.done) / rate

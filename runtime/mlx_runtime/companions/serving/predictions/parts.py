@@ -55,7 +55,7 @@ class Parts:
         present = [path for path in self.folder.iterdir() if path.name != "lock"]
         if changed := self._changed(manifest):
             if present:
-                self.note = f"starting over: {changed} since the interrupted command"
+                self.note = f"starting over: {changed}"
             for path in present:
                 path.unlink()
             write_atomic(self.folder / MANIFEST, json.dumps(manifest))
@@ -64,9 +64,9 @@ class Parts:
         try:
             before = from_json((self.folder / MANIFEST).read_bytes(), {})
         except (OSError, ValueError):
-            return "its manifest is damaged"
+            return f"{self.folder / MANIFEST} is damaged"
         names = [name for name in manifest if before.get(name) != manifest[name]]
-        return f"{', '.join(names)} changed" if names else ""
+        return f"changed since the interrupted command: {', '.join(names)}" if names else ""
 
     def find(self) -> int:
         """Find the finished blocks, and remove damaged ones. Return their number of rows."""

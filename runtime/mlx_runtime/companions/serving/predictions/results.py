@@ -13,8 +13,8 @@ import pyarrow as pa
 import torch
 from pyarrow import csv, parquet
 
-from mlx_runtime.companions.serving.predictions.tables import values_of
-from mlx_runtime.data import dtype_name
+from mlx_runtime.companions.serving import as_array
+from mlx_runtime.companions.serving.predictions.tables import is_number, values_of
 from mlx_runtime.errors import MlxError, UsageError, short_message
 
 ROW_GROUP_BYTES = 16 << 20
@@ -60,13 +60,6 @@ def _kept(name: str, pieces: Sequence[Any]) -> pa.Array:
         raise UsageError(f"--keep {name}: its values have no common type: {short_message(error)}") from error
 
 
-def as_array(value: torch.Tensor) -> np.ndarray:
-    """Return an output as an array; bfloat16, which NumPy lacks, as float32."""
-    if value.is_complex():
-        raise UsageError(f"predict returned {dtype_name(value)}, which files of rows cannot hold; use view_as_real")
-    return (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()
-
-
 def array_of(array: np.ndarray) -> pa.Array:
     """Return an array (rows, ...) as numbers, lists of a fixed size, or, with more dimensions, fixed-shape tensors."""
     flat, shape = pa.array(array.reshape(-1)), array.shape[1:]
@@ -110,7 +103,7 @@ def refuse_columns(schema: pa.Schema, output: Path) -> None:
     for field in schema:
         if suffix == ".csv" and (_shape(field.type) or pa.types.is_nested(field.type)):
             raise UsageError(f"{output}: a field of CSV cannot hold {field.name}, {_text(field.type)}; write .parquet")
-        if suffix in (".npy", ".npz") and not _has_numbers(field.type):
+        if suffix in (".npy", ".npz") and not is_number(field.type.value_type if _shape(field.type) else field.type):
             raise UsageError(f"{output}: NumPy cannot hold {field.name}, {_text(field.type)}; write .parquet")
 
 
@@ -124,11 +117,6 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
     while hasattr(kind, "value_type"):
         kind = kind.value_type
     return kind
-
-
-def _has_numbers(kind: pa.DataType) -> bool:
-    inner = kind.value_type if _shape(kind) else kind
-    return bool(pa.types.is_floating(inner) or pa.types.is_integer(inner) or pa.types.is_boolean(inner))
 
 
 def _text(kind: pa.DataType) -> str:
@@ -207,7 +195,7 @@ def _read(part: Path, schema: pa.Schema) -> pa.Table:
 
 def _plain(column: pa.Array) -> list[Any]:
     values = values_of(column)
-    return values.tolist() if isinstance(values, np.ndarray) else list(values)
+    return list(values.tolist() if isinstance(values, np.ndarray) else column.to_pylist())
 
 
 def _write_parquet(file: Any, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:

@@ -13,8 +13,8 @@ from mlx_runtime.config import build, parse_overrides
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.data import Batch, BatchReader, adopt_dataset, construction, dataset_error, mix_seeds, rows_of
 from mlx_runtime.distributed.randomness import seed_everything, temporary_seed
-from mlx_runtime.errors import USER_ERRORS, ConfigError, UsageError, suggest
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.errors import USER_ERRORS, ConfigError, UsageError, full_message, suggest
+from mlx_runtime.runs import RunFolder, snapshots
 from mlx_runtime.runs.queries import matching_code
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".npy", ".npz")
@@ -57,6 +57,7 @@ class Selection:
     title: str
     file: Path | None = None
     node: Mapping[str, Any] | None = None  # of a dataset, as in conf.yaml
+    of_run: bool = False  # the node is that of the run, not of a class on the command line
     seed: int = 0
 
     def facts(self) -> dict[str, Any]:
@@ -79,8 +80,10 @@ class Selection:
             try:
                 with construction(node, self.seed):
                     dataset = adopt_dataset(build(node, self.title), self.title, node)
-            except ConfigError:
-                raise
+            except ConfigError as error:
+                if self.of_run:
+                    raise
+                raise UsageError(f"--dataset {snapshots.public(full_message(error))}") from error
             except USER_ERRORS as error:
                 raise dataset_error(error, f"{self.title} cannot be constructed") from error
         return DatasetSource(dataset, self.title, schema, keep, self.seed)
@@ -100,7 +103,7 @@ def select(config: Mapping[str, Any], text: str | None) -> Selection:
             raise UsageError("the run has no dataset; pass --dataset FILE")
         text = by_preference(nodes)[0]
     if text in nodes:
-        return Selection(text, node=nodes[text], seed=seed)
+        return Selection(text, node=nodes[text], of_run=True, seed=seed)
     path, suffix = Path(text), Path(text).suffix.lower()
     if "(" in text and suffix not in SUFFIXES:
         return Selection(text, node=_node(text), seed=seed)

@@ -11,7 +11,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import compute, csv, parquet
+from pyarrow import csv, parquet
 
 from mlx_runtime.companions.serving import STRING, Column, RowError
 from mlx_runtime.errors import UsageError, short_message, suggest
@@ -317,24 +317,37 @@ class _Array:
 
 
 def values_of(array: pa.Array) -> Values:
-    """Return an Arrow array as an array (rows, ...) if all rows have the same shape and no nulls, else as a list."""
-    shape: list[int] = [len(array)]
-    kind, flat = array.type, array
+    """Return an Arrow array as an array (rows, ...), or as a list if rows are null or differ in shape."""
+    kind = array.type
+    if array.null_count:
+        rows = values_of(array.filter(array.is_valid()))
+        present = iter(rows.tolist() if isinstance(rows, np.ndarray) and rows.ndim == 1 else rows)
+        return [next(present) if valid else None for valid in array.is_valid().to_pylist()]
     if isinstance(kind, pa.FixedShapeTensorType):
-        shape += kind.shape
-        flat = array.storage.flatten()
-        if array.null_count:
-            return list(array.to_pylist())
-    while pa.types.is_list(flat.type) or pa.types.is_large_list(flat.type) or pa.types.is_fixed_size_list(flat.type):
-        lengths = compute.unique(flat.value_lengths()) if len(flat) else []
-        if len(lengths) != 1 or flat.null_count:
-            return list(array.to_pylist())
-        shape.append(lengths[0].as_py())
-        flat = flat.flatten()
-    numbers = pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type)
-    if flat.null_count or not numbers:
-        return list(array.to_pylist())
-    return np.array(flat.to_numpy(zero_copy_only=False)).reshape(shape)
+        items = values_of(array.storage.flatten())
+        tensors = np.asarray(items, None if isinstance(items, np.ndarray) else object).reshape(-1, *kind.shape)
+        if kind.permutation:
+            tensors = tensors.transpose(0, *(axis + 1 for axis in kind.permutation))
+        return tensors if isinstance(items, np.ndarray) else list(tensors.tolist())
+    if is_list(kind):
+        items, lengths = values_of(array.flatten()), array.value_lengths().to_numpy()
+        if isinstance(items, np.ndarray) and len({*lengths.tolist()}) == 1:
+            return items.reshape(len(array), lengths[0], *items.shape[1:])
+        ends = lengths.cumsum().tolist()
+        return [items[start:end] for start, end in itertools.pairwise([0, *ends])]
+    if is_number(kind):
+        return np.array(array.to_numpy(zero_copy_only=False))
+    return list(array.to_pylist())
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return True for lists of any or a fixed length."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return True for integers, floating-point numbers and booleans."""
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
 
 
 def checked(values: Mapping[str, Values], columns: Sequence[Column], path: Path, start: int) -> dict[str, Any]:

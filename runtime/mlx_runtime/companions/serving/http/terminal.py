@@ -1,4 +1,4 @@
-"""`mlx serve run`: models are loaded and answer in the foreground, until a signal or another command stops them."""
+"""A server in a terminal, `mlx serve run`: it answers until a signal or another command stops it."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mlx_runtime.companions import is_remote
 from mlx_runtime.companions.serving import Predictor
 from mlx_runtime.companions.serving.exports import EXPORT, load_export
 from mlx_runtime.companions.serving.http import registry
+from mlx_runtime.companions.serving.http.access import read_token
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
 from mlx_runtime.companions.serving.http.shadow import Shadow, refuse_other_columns
@@ -99,7 +100,13 @@ def parse(words: Sequence[str]) -> dict[str, Source]:
     return dict(sources)
 
 
-class Running:
+def refuse_checkpoint(checkpoint: str | None, sources: Iterable[Source]) -> None:
+    """Raise UsageError if a checkpoint is selected, but there are only exports."""
+    if checkpoint is not None and all(source.is_export for source in sources):
+        raise UsageError("an export has only one checkpoint; leave out --checkpoint")
+
+
+class ModelServer:
     """Models that answer at a port, and the commands of other processes to them."""
 
     def __init__(
@@ -113,8 +120,9 @@ class Running:
         trust: bool = False,
         shadow: Source | None = None,
     ) -> None:
-        self._sources, self._checkpoint, self._trust = dict(sources), checkpoint, trust
-        token = os.environ.get("MLX_SERVE_TOKEN") or None
+        refuse_checkpoint(checkpoint, sources.values())
+        self._sources, self._trust = dict(sources), trust
+        token = read_token()
         self._own_token = token is None and not is_loopback(host)
         if self._own_token:
             token = secrets.token_urlsafe(32)
@@ -137,8 +145,7 @@ class Running:
         """Yield the lines to print at the start: the models, the URL, and a command to type."""
         for name, title in self._titles().items():
             model = self.app.endpoints[name].predictor
-            columns = ", ".join(f"{column.name}: {column.text}" for column in model.schema.columns)
-            yield f"{name}  {title} on {model.device} reads {columns}"
+            yield f"{name}  {title} on {model.device} reads {model.schema.text}"
         yield f"{self.server.url}  try it in a browser; stop it with Ctrl-C"
         if self._own_token:
             yield f"token  {self._token_file}"
@@ -169,13 +176,13 @@ class Running:
 
         former = {number: signal.signal(number, stop) for number in SIGNALS}
         try:
-            with self._logging(), self._tokens(), contextlib.closing(self._control()) as control:
-                self._control_file = control
+            with self._logging(), self._tokens():
                 self.server.start()
-                for line in self.lines():
-                    say(line)
-                sys.stdout.flush()
-                self.server.wait()
+                with contextlib.closing(self._control()) as self._announced:
+                    for line in self.lines():
+                        say(line)
+                    sys.stdout.flush()
+                    self.server.wait()
             self.server.stop()
             if self._shadow is not None:
                 self._shadow.close()
@@ -193,9 +200,10 @@ class Running:
         parts = [text, *([f"{failed:,} failed"] if failed else []), *([self._shadow.line()] if self._shadow else [])]
         return ", ".join(parts)
 
-    def update(self, name: str, source: Source) -> str:
+    def update(self, name: str, source: Source, checkpoint: str | None = None, *, trust: bool = False) -> str:
         """Load another model beside the one of a name, and answer with it from then on."""
-        predictor = source.load(self._checkpoint, trust=self._trust)
+        refuse_checkpoint(checkpoint, [source])
+        predictor = source.load(checkpoint, trust=trust)
         refuse_other_columns(self.app.endpoints[name].predictor, predictor)
 
         async def replace() -> None:
@@ -205,7 +213,7 @@ class Running:
 
         self.server.call(replace())
         self._sources[name] = source
-        self._control_file.write()
+        self._announced.write()
         logging.getLogger(__package__).warning("%s is now %s", name, predictor.title)
         return f"{name} is now {predictor.title}"
 
@@ -221,7 +229,8 @@ class Running:
             name, run = str(message["name"]), str(message["run"])
             if name not in self._sources:
                 raise UsageError(f"there is no model {name!r}; there are {', '.join(self._sources)}")
-            return self.update(name, self._sources[name].other(run))
+            source, checkpoint = self._sources[name].other(run), message["checkpoint"]
+            return self.update(name, source, checkpoint, trust=self._trust or message["code"] == "stored")
 
         actions = {"status": lambda _: self.summary(), "stop": stop, "update": update}
         record = {"port": self.server.port, "url": self.server.url, "log": str(self.log)}
