@@ -196,6 +196,24 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
 
 @group.command()
 @options.name()
+@options.run("latest")
+@click.option("--stacks", is_flag=True, help="Also print the Python stack of each worker.")
+@options.json
+def ps(name: str, run: str, stacks: bool, as_json: bool) -> None:
+    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, step, line, CPU, memory and GPU."""
+    from mlx_runtime.cli.verbs import positions
+
+    found = positions.locate(name, run, lambda text: say(text, err=True))
+    if as_json:
+        click.echo(to_json(found), nl=False)
+        return
+    for line in positions.lines(found, stacks=stacks):
+        say(line)
+    print_table(positions.table(found), sys.stdout)
+
+
+@group.command()
+@options.name()
 @options.run()
 def stop(name: str, run: str | None) -> None:
     """Stop a RUN (run_003, 3 or latest) of NAME after its current step, with a checkpoint."""

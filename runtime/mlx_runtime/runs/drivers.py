@@ -70,7 +70,7 @@ def take_over(folder: RunFolder) -> int:
         UsageError: the driver of the run is alive, or another one has just taken over.
     """
     refuse_living(folder)
-    folder.withdraw_stop()  # before the claim: a request after it is for this driver
+    folder.withdraw(folder.STOP)  # before the claim: a request after it is for this driver
     number = folder.attempts() + 1
     if not folder.claim_attempt(number, lease()):
         raise UsageError(

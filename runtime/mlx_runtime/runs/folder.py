@@ -14,7 +14,8 @@
     report.html           a page about the run, on request (see `report`)
     .attempt-001          one file per driver that has claimed the run: its process and its last heartbeat
     .reserve              space for recording the end of the run on a full disk
-    .stop                 asks the driver to stop
+    .stop, .locate        requests to the driver: to end the run, and to store the positions of its workers
+    positions.json        those positions, for `mlx xp ps`
 
 Functions that touch the storage raise StorageError if it does not answer, or refuses to write.
 """
@@ -27,7 +28,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,6 @@ _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
 """Pattern of the start of an override or option."""
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
 RUN, SWEEP = "run_", "sweep_"
@@ -57,6 +57,8 @@ class RunFolder:
 
     path: Path  # folder on this machine; with a URI, a working copy
     uri: str | None = None  # URI of the run on an object store
+
+    STOP, LOCATE = ".stop", ".locate"  # files that are requests to the driver
 
     @property
     def experiment(self) -> str:
@@ -138,10 +140,14 @@ class RunFolder:
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                     storage.download(self.path / name, name)
 
-    def attempts(self) -> int:
-        """Return the number of drivers that have claimed this run so far."""
+    def names(self) -> list[str]:
+        """Return the names of the files and subfolders of the run."""
         with storage_errors(f"cannot read {self.location}"):
-            return max((_number(name, ATTEMPT) for name in storage_at(self.location).names()), default=0)
+            return storage_at(self.location).names()
+
+    def attempts(self, names: Iterable[str] | None = None) -> int:
+        """Return the number of drivers that have claimed this run so far, according to `names`, or now."""
+        return max((_number(name, ATTEMPT) for name in (self.names() if names is None else names)), default=0)
 
     def claim_attempt(self, number: int, lease: Mapping[str, Any] | None = None) -> bool:
         """Become the driver of a run. Return True for exactly one of several callers.
@@ -163,20 +169,15 @@ class RunFolder:
                     "cfg.restore_checkpoint_path=CHECKPOINT"
                 ) from error
 
-    def ask_to_stop(self) -> None:
-        """Ask the driver of the run, on any machine, to stop."""
+    def ask(self, request: str) -> None:
+        """Leave a request, `STOP` or `LOCATE`, for the driver of the run, on any machine."""
         with storage_errors(f"cannot write {self.location}"):
-            storage_at(self.location).write(b"", STOP_NOTE)
+            storage_at(self.location).write(b"", request)
 
-    def asked_to_stop(self) -> bool:
+    def withdraw(self, request: str) -> None:
+        """Remove a request, which the driver has answered or nobody waits for."""
         with contextlib.suppress(OSError, StorageError):
-            return storage_at(self.location).size_bytes(STOP_NOTE) is not None
-        return False
-
-    def withdraw_stop(self) -> None:
-        """Withdraw a request to stop."""
-        with contextlib.suppress(OSError, StorageError):
-            storage_at(self.location).remove_file(STOP_NOTE)
+            storage_at(self.location).remove_file(request)
 
     def has_begun(self) -> bool:
         """Return True if the run has a config, so that it can be resumed, or if the storage does not answer."""

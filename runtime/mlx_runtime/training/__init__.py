@@ -12,6 +12,7 @@ __all__, __getattr__ = door(
     extensions="AccompaniedRun Listener",
     options="DataConfig TrainConfig minimums",
     planning="check_datasets connect prepare_run",
+    positions="ANSWER_S read_answer",
     request="Request RunConfig load_config",
     resuming="set_group_values with_settings",
     stop_requests="DRIVER_SIGNALS StopRequests Terminated held_signals interrupt_main sigterm_stops",

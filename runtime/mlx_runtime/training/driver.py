@@ -236,10 +236,11 @@ class Driver:
                 raise
 
     def _deadlocks(self, receiver: Inbox) -> "DeadlockDetector":
-        from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
+        from mlx_runtime.training.watchdog import DeadlockDetector
 
-        busy_s = min(ANSWER_S, self._plan.config.cfg.elastic.hang_timeout_s / 2)
-        return DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
+        detector = DeadlockDetector(lambda: receiver.broadcast(LOCATE), self._plan.config.cfg.elastic.hang_timeout_s)
+        self.control.locate = detector.locate
+        return detector
 
     def _stop_requested(self) -> bool:
         """Return True once the workers should stop."""

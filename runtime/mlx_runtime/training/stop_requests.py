@@ -20,7 +20,6 @@ GRACE_S = 25.0
 POLL_S = 1.0
 """Interval at which the run folder is checked; ten times as long on an object store."""
 
-
 DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a run. A terminal sends them to all of its processes."""
 
@@ -58,6 +57,7 @@ class StopRequests:
         self.pruned = False  # that request was to prune the run
         self.taken_over = False  # another driver owns the run
         self.outage = ""  # error of the storage, while it does not answer
+        self.locate: Callable[[RunFolder], None] | None = None  # stores the positions of workers, if there are any
         self._interrupt = interrupt
         self._requested_at = 0.0
         self._graceful = False
@@ -101,16 +101,22 @@ class StopRequests:
             yield
         finally:
             done.set()
-            folder.withdraw_stop()
+            folder.withdraw(folder.STOP)
 
     def _watch(self, folder: RunFolder, attempt: int, done: threading.Event) -> None:
         while not done.wait(POLL_S * (10 if folder.uri else 1)):
-            if self.reason is None and folder.asked_to_stop():
-                self.request("mlx xp stop")
             try:
-                self.taken_over, self.outage = folder.attempts() > attempt, ""
+                names, self.outage = folder.names(), ""
             except StorageError as error:
                 self.outage = str(error)
+                continue
+            if self.reason is None and folder.STOP in names:
+                self.request("mlx xp stop")
+            if folder.LOCATE in names:
+                from mlx_runtime.training.positions import answer_here
+
+                (self.locate or answer_here)(folder)
+            self.taken_over = folder.attempts(names) > attempt
             if self.taken_over:
                 self._interrupt()
                 return

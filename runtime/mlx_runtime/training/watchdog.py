@@ -6,19 +6,15 @@ driver then asks all workers for their positions, and decides.
 
 import dataclasses
 import math
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 
 from mlx_runtime.errors import HangError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
-
-ANSWER_S = 5.0
-"""Time that workers have to report their positions."""
+from mlx_runtime.runs import RunFolder
+from mlx_runtime.training.positions import ANSWER_S, answer, collect, place_of, process_facts
 
 
 class Watchdog:
@@ -44,18 +40,13 @@ class Watchdog:
 
     def position(self) -> WorkerPosition:
         """Return the position of the watched thread, or of another one in which user code waits for other workers."""
-        stacks = {
-            key: [item for item, _ in traceback.walk_stack(frame)] for key, frame in sys._current_frames().items()
-        }
-        frames = stacks.pop(self._thread, [])  # innermost first
-        if _collective(frames) is None:
-            waiting = (item for item in stacks.values() if _collective(item) and _users_line(item, self._project))
-            frames = next(waiting, frames)
+        place = place_of(self._thread, self._project)
         return dataclasses.replace(
             self._progress(),
-            at=_users_line(frames, self._project),
-            waits_in=_collective(frames),
+            at=place.at,
+            waits_in=place.waits_in,
             seconds=time.monotonic() - self._last_step,
+            process=process_facts(place),
         )
 
     def _watch(self) -> None:
@@ -69,12 +60,15 @@ class Watchdog:
 class DeadlockDetector:
     """Runs in the driver, and asks all workers for their positions when one has stalled.
 
-    `ask` makes every worker send its position. A worker that took a step within `busy_s` is busy, not deadlocked.
+    `ask` makes every worker send its position. `timeout_s` is that of the watchdogs; a worker that has taken a step
+    since is busy, not deadlocked.
     """
 
-    def __init__(self, ask: Callable[[], None], busy_s: float) -> None:
-        self._ask, self._busy_s = ask, busy_s
+    def __init__(self, ask: Callable[[], None], timeout_s: float) -> None:
+        self._ask, self._busy_s = ask, min(ANSWER_S, timeout_s / 2)
         self._positions: dict[int, WorkerPosition] = {}
+        self._requested: dict[int, WorkerPosition] = {}  # by `locate`, in another thread
+        self._world_size = 0
         self._deadline = math.inf
         self._stalled_s = 0.0
 
@@ -85,10 +79,15 @@ class DeadlockDetector:
                 self._deadline = time.monotonic() + ANSWER_S
                 self._ask()
             case WorkerPosition(rank):
-                self._positions[rank] = event
+                self._positions[rank] = self._requested[rank] = event
+
+    def locate(self, folder: RunFolder) -> None:
+        """Answer a request for the positions of all workers. Called in a thread of its own."""
+        answer(folder, collect(self._ask, self._requested, self._world_size), self._world_size)
 
     def check(self, world_size: int) -> None:
         """Raise a `HangError` if the workers are deadlocked, after all have answered or the time is over."""
+        self._world_size = world_size
         answered = len(self._positions) >= world_size
         if self._deadline == math.inf or (not answered and time.monotonic() < self._deadline):
             return
@@ -127,27 +126,3 @@ def _describe(position: WorkerPosition) -> str:
     stage = f"{position.stage} step {position.step}" if position.stage else "before the first pass"
     at = f", {position.at}" if position.at else ""
     return f"rank {position.rank} {activity} for {position.seconds:.0f} s: epoch {position.epoch + 1}, {stage}{at}"
-
-
-def _users_line(frames: Sequence[FrameType], project: Path) -> str:
-    for frame in frames:
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(project) and "site-packages" not in file.parts:
-            return f"{file.relative_to(project)}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return ""
-
-
-def _collective(frames: Sequence[FrameType]) -> str | None:
-    """Return the call that waits for other workers, if Python can observe it."""
-    outermost = None
-    for frame in frames:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith("torch/distributed/distributed_c10d.py") and not name.startswith("_"):
-            outermost = name
-        elif "/mlx_runtime/distributed/" in file and outermost is None:
-            outermost = f"{name} of mlx_runtime"
-        elif file.endswith("torch/autograd/graph.py") and outermost is None:
-            return "backward (the all_reduce of gradients)"
-        elif file.endswith("torch/nn/parallel/distributed.py") and outermost is None:
-            return "forward of DistributedDataParallel (the broadcast of buffers)"
-    return outermost

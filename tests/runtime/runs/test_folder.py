@@ -147,11 +147,11 @@ class TestObjectStore:
 
     def test_a_note_asks_to_stop(self, root: str) -> None:
         run = claim_run(root, "digits")
-        assert not run.asked_to_stop()
-        run.ask_to_stop()
-        assert run.asked_to_stop()
-        run.withdraw_stop()
-        assert not run.asked_to_stop()
+        assert run.STOP not in run.names()
+        run.ask(run.STOP)
+        assert run.STOP in run.names()
+        run.withdraw(run.STOP)
+        assert run.STOP not in run.names()
 
 
 def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:

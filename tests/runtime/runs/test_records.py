@@ -177,14 +177,14 @@ class TestOneDriver:
         self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         records.Record(run, status="STOPPED", attempt=1)
-        run.ask_to_stop()
+        run.ask(run.STOP)
         drivers.take_over(run)
-        assert not run.asked_to_stop()
+        assert run.STOP not in run.names()
         records.Record(run, status="STOPPED", attempt=2)
         claim = RunFolder.claim_attempt
-        monkeypatch.setattr(RunFolder, "claim_attempt", lambda *args: [claim(*args), run.ask_to_stop()][0])
+        monkeypatch.setattr(RunFolder, "claim_attempt", lambda *args: [claim(*args), run.ask(run.STOP)][0])
         drivers.take_over(run)
-        assert run.asked_to_stop()
+        assert run.STOP in run.names()
 
     def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
@@ -192,7 +192,7 @@ class TestOneDriver:
         record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(xp.stop, str(run.path), "latest")
-            while not run.asked_to_stop() and not stopped.done():
+            while run.STOP not in run.names() and not stopped.done():
                 time.sleep(0.01)
             record.withdraw()
             assert stopped.result() == "digits run_001 is SUCCEEDED"

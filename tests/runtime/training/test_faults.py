@@ -255,8 +255,14 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
         r"Wait for it, or end it with: mlx xp stop faults run_001\n",
         second.stderr,
     )
+    found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
+    assert (found["run"], found["status"], found["world_size"]) == ("faults/run_001", "RUNNING", 1)
+    assert found["workers"][0]["process"]["pid"] == process.pid
+    assert found["workers"][0]["at"].startswith("src/experiment.py:")
     stopped = mlx(folder, "xp", "stop", "faults", "run_001")
     assert (stopped.returncode, stopped.stdout) == (0, "faults run_001 is STOPPED\n"), stopped.stderr
+    ended = mlx(folder, "xp", "ps", "faults", "1")
+    assert ended.stderr == "error: faults/run_001 is STOPPED; see how it went with: mlx xp logs faults run_001\n"
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 143
     assert "stopping  after this step, with a checkpoint (mlx xp stop)" in output
@@ -280,6 +286,23 @@ class TestTwoWorkers:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 143, errors
         self.check_stopped(folder)
+
+    def test_workers_are_shown_and_one_that_is_frozen_too(self, start: Start, mlx: Mlx, folder: Path) -> None:
+        process = start(folder, "train", "run", "cfg.pause_s=0.2")
+        wait_for(lambda: len(steps_of(folder)) > 4)
+        found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
+        pids = [worker["process"]["pid"] for worker in found["workers"]]
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert found["workers"][1]["process"]["stack"][-1].startswith(f"{folder}/src/experiment.py:")
+        os.kill(pids[1], signal.SIGSTOP)
+        shown = mlx(folder, "xp", "ps", "faults", "--stacks").stdout.splitlines()
+        assert "rank 1 did not answer within 5 s: stopped processes, or unreachable nodes" in shown
+        assert shown[shown.index("rank 0, innermost call last") + 1].startswith(f"  {folder}/src/experiment.py:")
+        assert re.match(rf"0 +\S+ +{pids[0]} +\d+: train \d+ ", shown[-1])
+        os.kill(pids[1], signal.SIGCONT)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 143
 
     @pytest.mark.kills
     def test_closed_streams_end_it_in_the_same_way(self, environment: dict[str, str], folder: Path) -> None:

@@ -44,7 +44,7 @@ def stop(name: str, run: str) -> str:
         pending = records.Record(folder, record)
         pending.withdraw() if records.REPLACED in record else pending.finish("STOPPED")
         return f"{title} was STOPPED before it began"
-    folder.ask_to_stop()
+    folder.ask(folder.STOP)
     deadline = time.monotonic() + STOP_S
     while status in records.LIVING or drivers.claiming_driver(folder, record):
         if time.monotonic() > deadline:

@@ -77,7 +77,7 @@ class ClusterRun:
             if again or (not self._asked and records.load_record(self.folder).get("status") == "PENDING"):
                 self.dashboard.stop(self.job)
             elif not self._asked:
-                self.folder.ask_to_stop()
+                self.folder.ask(self.folder.STOP)
         self._asked = True
 
     def kill(self, _: int) -> None:

@@ -777,6 +777,13 @@ class TestALongRun:
         rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
         assert (rows["run_001"]["status"], rows["run_002"]["status"]) == ("SUCCEEDED", "RUNNING")
 
+    def test_ps_shows_its_workers(self, long_run: Proxy, user: User) -> None:
+        done = user.types("xp", "ps", "digits", "2", "--json")
+        assert done.returncode == 0, done.stderr
+        workers = json.loads(done.stdout)["workers"]
+        assert [worker["rank"] for worker in workers] == list(range(len(workers)))
+        assert all(worker["at"].startswith("src/") and worker["process"]["memory"] > 1e7 for worker in workers)
+
     def test_one_without_room_says_what_it_waits_for(
         self, long_run: Proxy, user: User, ray_cluster: RayCluster
     ) -> None:
@@ -786,6 +793,7 @@ class TestALongRun:
         until(lambda: user.has("run_001", "late") and user.record(name="late")["status"] == "WAITING")
         reason = "for 3 CPUs, 2 free; digits/run_002 holds 2 CPUs"
         assert re.search(rf"WAITING \d+ (s|min) {reason}", user.types("xp", "ls", "late").stdout)
+        assert f"\nwaits {reason}\n" in user.types("xp", "ps", "late").stdout
         done = user.types("xp", "stop", "late", "latest")
         assert done.stdout == "late run_001 is STOPPED\n"
         log = user.types("xp", "logs", "-f", "late", "latest")

@@ -359,15 +359,16 @@ def test_a_driver_records_itself_in_place_of_the_previous_one(tmp_path: Path) ->
     sweep = starting.claim(plan)
     assert sweep.record.folder.attempts() == 1
     sweep.record.finish("FAILED", error="on purpose", job={"id": "a", "address": "http://b"})
-    sweep.record.folder.ask_to_stop()
+    folder = sweep.record.folder
+    folder.ask(folder.STOP)
     before = record_of(tmp_path)
-    again = starting.claim(resumed(plan, tmp_path))
+    starting.claim(resumed(plan, tmp_path))
     record = record_of(tmp_path)
     assert not {"end", "error"} & {*record}
     assert (record["status"], record["attempt"], record["job"]) == ("RUNNING", 2, None)
     assert record["start"] == before["start"]
     assert [attempt["status"] for attempt in record["attempts"]] == ["FAILED"]
-    assert not again.record.folder.asked_to_stop()
+    assert folder.STOP not in folder.names()
 
 
 def test_the_rows_of_the_folds_are_stored(tmp_path: Path) -> None:
