@@ -9,6 +9,7 @@ __all__, __getattr__ = door(
     __name__,
     "commands launch private",
     addresses="Address is_trusted note_untrusted",
+    cluster_storage="ClusterStorage path_there reached",
     dashboard="Dashboard NoAnswerError job_statuses",
     datajob="DataJob refuse_present run_job",
     doctor="checks",
