@@ -289,7 +289,7 @@ def storage_at(root: str) -> Storage:
     elif scheme in SCHEMES:
         opened_by = companions.part("stores").ObjectStore
     elif scheme.startswith("ray+"):  # a folder that only a cluster has
-        opened_by = companions.part("ray").ClusterStorage
+        opened_by = companions.part("ray.cluster_storage").ClusterStorage
     else:
         opened_by = _of_others(root, scheme)
     try:

@@ -2,11 +2,7 @@
 from mlx_runtime.companions.ray.addresses import Address as Address
 from mlx_runtime.companions.ray.addresses import is_trusted as is_trusted
 from mlx_runtime.companions.ray.addresses import note_untrusted as note_untrusted
-from mlx_runtime.companions.ray.cluster_storage import ClusterStorage as ClusterStorage
-from mlx_runtime.companions.ray.cluster_storage import path_there as path_there
-from mlx_runtime.companions.ray.cluster_storage import reached as reached
 from mlx_runtime.companions.ray.dashboard import Dashboard as Dashboard
-from mlx_runtime.companions.ray.dashboard import NoAnswerError as NoAnswerError
 from mlx_runtime.companions.ray.dashboard import job_statuses as job_statuses
 from mlx_runtime.companions.ray.datajob import DataJob as DataJob
 from mlx_runtime.companions.ray.datajob import refuse_present as refuse_present

@@ -56,7 +56,7 @@ def storage_root(warn: Callable[[str], object] | None = None) -> str:
 def reached(path: str) -> str:
     """Return the URI of a folder that this machine lacks and the cluster of `RAY_ADDRESS` may have; else the path."""
     if path.startswith("/") and os.environ.get("RAY_ADDRESS") and not Path(path).exists():
-        return str(companions.part("ray").reached(path))
+        return str(companions.part("ray.cluster_storage").reached(path))
     return path
 
 
