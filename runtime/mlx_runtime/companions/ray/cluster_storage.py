@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import mlx_runtime
 from mlx_runtime.companions.ray import storage_agent
-from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.addresses import Address, is_trusted
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.errors import ClusterError, StorageError, UsageError, printable
@@ -38,10 +38,15 @@ CHECK_S = 2.0  # interval for checking the agent while waiting
 AHEAD_S = 2.0  # time for which listings and documents read ahead are used, once each
 PART_BYTES = 16 << 20  # parts in which larger files are written; Ray accepts 100 MiB
 
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
 NOT_REPEATED = {"extend", "put_new", "claim", "rename"}
 """Calls that may fail, or do harm, if they are repeated after the agent has ended in the middle of one."""
 
-_noted: set[str] = set()
+READS = {"look", "everything", "entry", "content"}
+
+_named: dict[str, str] = {}
+"""Folders that this process reaches through a cluster, and the URLs of the clusters, which the user has named."""
 
 
 def split(uri: str) -> tuple[str, str]:
@@ -81,8 +86,8 @@ def reached(path: str, address: str | None = None) -> str:
         if address:
             raise
         return path
-    if path not in _noted:
-        _noted.add(path)
+    if _named.get(path) != found.url:
+        _named[path] = found.url
         print(printable(f"storage   {path} on {found.url}, as this machine lacks it", one_line=True), file=sys.stderr)
     return uri_of(found.url, path)
 
@@ -229,7 +234,7 @@ class _Client:
 
     def call(self, root: str, call: str, *arguments: Any, data: bytes = b"") -> tuple[Any, Any]:
         """Return the result of a call, and its data: bytes, or an open file if they are large."""
-        if call not in ("look", "everything", "entry", "content"):
+        if call not in READS:
             self.ahead.clear()
         head = {"protocol": storage_agent.PROTOCOL, "root": root, "call": call, "arguments": arguments}
         title = "/".join([root, *filter(None, [str(arguments[0])])])
@@ -243,7 +248,7 @@ class _Client:
                 if attempt == 2 or call in NOT_REPEATED:
                     break
             except ClusterError as error:
-                unknown = "" if call in ("look", "everything", "entry", "content") else "; it may have been changed"
+                unknown = "" if call in READS else ", which may have been changed or not"
                 raise ConnectionError(f"{error}, in the middle of a request for {title}{unknown}") from error
         raise ConnectionError(f"the agent on {self.url} ended in the middle of a request for {title}; try again")
 
@@ -277,10 +282,17 @@ class _Client:
         """Return the dashboard, and the ids of the agent's job and node."""
         with self._lock:
             if self._dashboard is None:
+                self._refuse_untrusted()
                 self._dashboard = Dashboard.connect(Address(self.url, "the storage"))
             if self._agent is None:
                 self._agent = self._find(self._dashboard) or self._start(self._dashboard)
             return self._dashboard, *self._agent
+
+    def _refuse_untrusted(self) -> None:
+        """Raise StorageError if only a file, like the conf.yaml of a run, names the cluster: it would get the token."""
+        typed = (Settings.read().storage or "").startswith(f"{SCHEME}{self.url}/")
+        if not typed and self.url not in _named.values() and not is_trusted(self.url):
+            raise StorageError(f"you have not named the cluster {self.url}; if it is yours: RAY_ADDRESS={self.url}")
 
     @property
     def _metadata(self) -> dict[str, str]:
@@ -288,9 +300,14 @@ class _Client:
         return {"mlx": "storage", "user": getpass.getuser(), "version": version}
 
     def _find(self, dashboard: Dashboard) -> tuple[str, str] | None:
+        ended = []
         for facts in dashboard.jobs():
-            if facts.get("metadata") == self._metadata and facts["status"] == "RUNNING" and facts["driver_node_id"]:
-                return facts["submission_id"], facts["driver_node_id"]
+            if facts.get("metadata") == self._metadata:
+                if facts["status"] == "RUNNING" and facts["driver_node_id"]:
+                    return facts["submission_id"], facts["driver_node_id"]
+                ended += [facts["submission_id"]] * (facts["status"] in ENDED)
+        for job in ended:  # the user has not submitted them
+            dashboard.forget(job)
         return None
 
     def _start(self, dashboard: Dashboard) -> tuple[str, str]:
@@ -303,7 +320,7 @@ class _Client:
             facts = dashboard.job_facts(job) or {}
             if facts.get("status") == "RUNNING" and facts.get("driver_node_id"):
                 return job, str(facts["driver_node_id"])
-            if facts.get("status") in ("FAILED", "STOPPED", "SUCCEEDED"):
+            if facts.get("status") in ENDED:
                 reason = last_lines(dashboard.log(job), 1).strip() or last_lines(facts.get("message") or "", 1)
                 raise ClusterError(f"the agent for storage on {self.url} failed: {reason}")
             time.sleep(0.1)

@@ -133,6 +133,10 @@ class Dashboard:
 
     def _remove(self, job: str) -> None:
         time.sleep(REMOVE_S)
+        self.forget(job)
+
+    def forget(self, job: str) -> None:
+        """Remove an ended job from the list of jobs, if the cluster answers."""
         with contextlib.suppress(ClusterError):
             self._request("DELETE", f"jobs/{job}")
 

@@ -137,7 +137,7 @@ class Folder(LocalStorage):
         self.remove_file(self._inside(path, entry=True))
 
     def discard_folder(self, path: str) -> None:
-        self.remove_folder(*self._inside(path, entry=True).split("/"))
+        self.remove_folder(*filter(None, self._inside(path, entry=True).split("/")))
 
     def _make_room(self, path: str) -> None:
         above, parent = Path(self.of(self._inside(path, entry=True))).parent, Path(self.path).parent
