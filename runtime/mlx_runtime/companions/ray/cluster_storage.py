@@ -249,7 +249,7 @@ class _Client:
                     break
             except ClusterError as error:
                 unknown = "" if call in READS else ", which may have been changed or not"
-                raise ConnectionError(f"{error}, in the middle of a request for {title}{unknown}") from error
+                raise ConnectionError(f"{error}: in the middle of a request for {title}{unknown}") from error
         raise ConnectionError(f"the agent on {self.url} ended in the middle of a request for {title}; try again")
 
     def _exchange(self, dashboard: Dashboard, job: str, node: str, message: bytes) -> tuple[Any, Any]:
