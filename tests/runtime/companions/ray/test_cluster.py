@@ -597,69 +597,69 @@ class TestDataJobs:
         until(lambda: storage_at(str(made)).names() == [], 180)
 
 
+@pytest.fixture(scope="module")
+def hidden(user: User, launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the cluster with the storage `runs`, which has a run."""
+    folder = tmp_path_factory.mktemp("ceph")
+    shutil.copytree(user.folder / "runs", folder / "runs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def laptop(hidden: Path, user: User, ray_cluster: RayCluster) -> "Callable[..., subprocess.Popen[str]]":
+    """`laptop("xp", "ls")` starts a command on a machine without that folder."""
+    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', hidden]
+    settings = {"RAY_ADDRESS": ray_cluster.url, "MLX_STORAGE": str(hidden / "runs")}
+
+    def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
+        command = [*mount, sys.executable, *([] if arguments[0] == "-c" else ["-m", "mlx_runtime"]), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        environment = user.environment | settings | more
+        return subprocess.Popen(command, cwd=user.folder, env=environment, text=True, **pipes)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def far(laptop: "Callable[..., subprocess.Popen[str]]") -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str, **more: str) -> tuple[int, str, str]:
+        process = laptop(*arguments, **more)
+        output, errors = process.communicate(timeout=300)
+        print(arguments, process.returncode, output, errors)
+        return process.returncode, output, errors
+
+    return run
+
+
 class TestAFolderOfTheCluster:
     """The storage is in a folder that commands cannot see: in their mount namespace, another one is mounted on it."""
 
-    @pytest.fixture(scope="class")
-    def hidden(self, user: User, launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A folder of the cluster with the storage `runs`, which has a run."""
-        folder = tmp_path_factory.mktemp("ceph")
-        shutil.copytree(user.folder / "runs", folder / "runs")
-        return folder
-
-    @pytest.fixture(scope="class")
-    def laptop(self, hidden: Path, user: User, ray_cluster: RayCluster) -> "Callable[..., subprocess.Popen[str]]":
-        """`laptop("xp", "ls")` starts a command on a machine without that folder."""
-        mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', hidden]
-        settings = {"RAY_ADDRESS": ray_cluster.url, "MLX_STORAGE": str(hidden / "runs")}
-
-        def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
-            command = [*mount, sys.executable, *([] if arguments[0] == "-c" else ["-m", "mlx_runtime"]), *arguments]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            environment = user.environment | settings | more
-            return subprocess.Popen(command, cwd=user.folder, env=environment, text=True, **pipes)
-
-        return start
-
-    @pytest.fixture(scope="class")
-    def types(self, laptop: "Callable[..., subprocess.Popen[str]]") -> Callable[..., tuple[int, str, str]]:
-        def run(*arguments: str, **more: str) -> tuple[int, str, str]:
-            process = laptop(*arguments, **more)
-            output, errors = process.communicate(timeout=300)
-            print(arguments, process.returncode, output, errors)
-            return process.returncode, output, errors
-
-        return run
-
-    def test_all_commands_reach_a_run(self, types: Any, hidden: Path, ray_cluster: RayCluster) -> None:
-        code, output, errors = types("xp", "ls")
+    def test_all_commands_reach_a_run(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
+        code, output, errors = far("xp", "ls")
         assert (code, "digits      run_001  SUCCEEDED  3/3" in output) == (0, True)
         assert errors == f"storage   {hidden}/runs on {ray_cluster.url}, as this machine lacks it\n"
-        assert (
-            "best val/accuracy"
-            in types("xp", "logs", "digits", "run_001", "--no-follow", "--rank", "0")[1]
-            + (hidden / "runs/digits/run_001/logs/driver.log").read_text()
-        )
-        assert "run           digits/run_001" in types("xp", "best", "digits")[1]
-        assert types("xp", "diff", "digits/run_001", f"{hidden}/runs/digits/run_001")[0] == 0
-        code, output, _ = types("xp", "report", "digits", "run_001")
+        stored = (hidden / "runs/digits/run_001/logs/rank_0.log").read_text()
+        assert far("xp", "logs", "digits", "run_001", "--rank", "0")[:2] == (0, stored)
+        assert "run           digits/run_001" in far("xp", "best", "digits")[1]
+        assert far("xp", "diff", "digits/run_001", f"{hidden}/runs/digits/run_001")[0] == 0
+        code, output, _ = far("xp", "report", "digits", "run_001")
         assert (code, (hidden / "runs/digits/run_001/report.html").is_file()) == (0, True)
-        assert "└── digits" in types("data", "show", "--depth", "1")[1]
+        assert "└── digits" in far("data", "show", "--depth", "1")[1]
         script = "import mlx_runtime; run = mlx_runtime.open_run('digits/run_001'); print(*run.state()['models'])"
-        assert types("-c", script)[1] == "net\n"
+        assert far("-c", script)[1] == "net\n"
 
-    def test_a_run_is_launched_and_removed(self, types: Any, hidden: Path) -> None:
+    def test_a_run_is_launched_and_removed(self, far: Any, hidden: Path) -> None:
         """The record has the plain path, with which the job has trained."""
         few = ("cfg.num_epochs=1", "cfg.start_workers=0", "cfg.debug.limit_batches=2", "cfg.name=far")
-        code, output, errors = types("train", "launch", "-f", *few)
+        code, output, errors = far("train", "launch", "-f", *few)
         assert code == 0, output + errors
         folder = hidden / "runs" / "far" / "run_001"
         assert f"folder    {folder}\n" in output
         record = json.loads((folder / "run.json").read_text())
         assert (record["status"], record["latest"]["path"]) == ("SUCCEEDED", f"{folder}/checkpoints/epoch_0001")
         assert f"storage_path: {hidden}/runs\n" in (folder / "conf.yaml").read_text()
-        assert types("xp", "stop", "far", "latest")[2].endswith("far run_001 is SUCCEEDED; there is nothing to stop\n")
-        assert types("xp", "rm", "far", "latest", "-y")[0] == 0
+        assert far("xp", "stop", "far", "latest")[2].endswith("far run_001 is SUCCEEDED; there is nothing to stop\n")
+        assert far("xp", "rm", "far", "latest", "-y")[0] == 0
         assert not folder.exists()
 
     def test_the_board_answers(self, laptop: Any) -> None:
@@ -698,21 +698,21 @@ class TestAFolderOfTheCluster:
         storage.remove_folder("moved")
         assert not (hidden / "runs" / "moved").exists()
 
-    def test_what_is_wrong_is_named(self, types: Any, hidden: Path, ray_cluster: RayCluster) -> None:
-        missing = types("xp", "ls", MLX_STORAGE=f"{hidden}/none")
+    def test_what_is_wrong_is_named(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
+        missing = far("xp", "ls", MLX_STORAGE=f"{hidden}/none")
         assert (missing[0], f"{hidden}/none exists neither on this machine nor on the cluster" in missing[2]) == (
             2,
             True,
         )
-        nobody = types("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
+        nobody = far("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
         assert (nobody[0], "refuses the token from RAY_AUTH_TOKEN" in nobody[2]) == (1, True)
-        nowhere = types("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")
+        nowhere = far("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")
         assert (nowhere[0], "does not answer (nothing listens there)" in nowhere[2]) == (1, True)
-        untrusted = types("xp", "logs", f"ray+http://127.0.0.1:1{hidden}/runs/digits/run_001")
+        untrusted = far("xp", "logs", f"ray+http://127.0.0.1:1{hidden}/runs/digits/run_001")
         assert untrusted[2] == (
             "error: you have not named the cluster http://127.0.0.1:1; if it is yours: RAY_ADDRESS=http://127.0.0.1:1\n"
         )
-        unknown = types("data", "show", "digist")
+        unknown = far("data", "show", "digist")
         assert "digist. Did you mean 'digits'?" in unknown[2]
 
 

@@ -88,6 +88,7 @@ def test_a_listing_brings_those_of_runs_and_their_records(root: Path) -> None:
         ("duplicate", ["out/secret", "mine"]),
         ("content", ["../secret", None]),
         ("put", ["../new"]),
+        ("put", ["digits//new"]),
         ("claim", ["digits/../../new"]),
     ],
 )
