@@ -1,7 +1,6 @@
 """`mlx data`."""
 
 import json
-import os
 
 import click
 
@@ -11,7 +10,6 @@ from mlx_runtime.cli.verbs import data, projects
 from mlx_runtime.config.projects import DATA_JOB
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.storage import size_text
-from mlx_runtime.training.engines import JOB_FLAG
 
 
 @click.group("data", cls=commands.Group)
@@ -45,9 +43,7 @@ def run(overrides: tuple[str, ...]) -> None:
 def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
     """Show the contents of the storage, or of PATH in it, with sizes; through a cluster if only that can see it."""
     found = data.show(path, depth, limit, ray_address)
-    if as_json and JOB_FLAG in os.environ:  # the submitting machine reads the answer from this job's log
-        click.echo(data.ANSWER + json.dumps(found.as_json()))
-    elif as_json:
+    if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
     else:
         for line in found.lines():

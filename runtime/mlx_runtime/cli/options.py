@@ -108,7 +108,7 @@ def duration_s(text: str) -> float:
 
 def _complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return completions of a word: experiments, or runs of the experiment already typed."""
-    with contextlib.suppress(Exception):  # a shell cannot show errors
+    with contextlib.suppress(Exception), contextlib.redirect_stderr(None):  # a shell cannot show errors
         if parameter.name == "name":
             names = sorted({run.experiment for run in list_runs(queries.storage_root())})
         else:

@@ -38,7 +38,6 @@ from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_mess
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import Kind, from_json, name_problem
-from mlx_runtime.storage.leases import claim_folder
 from mlx_runtime.storage.local import open_regular, regular
 
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
@@ -246,7 +245,7 @@ def claim_run(
         while folder is None:
             folder = run_folder(root, experiment, next(names))
             announce(folder.name)
-            if not claim_folder(storage, experiment, folder.name) and not again:
+            if not storage.claim_folder(experiment, folder.name) and not again:
                 if name:
                     raise UsageError(f"{folder.title} exists already; choose another name, or resume it")
                 folder = None

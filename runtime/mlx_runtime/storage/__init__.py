@@ -6,8 +6,8 @@ __all__, __getattr__ = door(
     __name__,
     "documents leases local",
     files=(
-        "Storage Stored is_uri join_path parent_of prepared_root size_text split_options storage_at storage_errors "
-        "storage_root to_json"
+        "DOCUMENT_BYTES LocalStorage Storage Stored is_uri join_path parent_of prepared_root size_text split_options "
+        "storage_at storage_errors storage_root to_json"
     ),
     hashing="HashingReader HashingWriter",
     publishing="Publication leftovers recover unpublish",

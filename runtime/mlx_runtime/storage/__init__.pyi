@@ -1,4 +1,6 @@
 # Written by runtime/stubs.py.
+from mlx_runtime.storage.files import DOCUMENT_BYTES as DOCUMENT_BYTES
+from mlx_runtime.storage.files import LocalStorage as LocalStorage
 from mlx_runtime.storage.files import Storage as Storage
 from mlx_runtime.storage.files import Stored as Stored
 from mlx_runtime.storage.files import is_uri as is_uri

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -115,6 +116,16 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def remove_folder(self, *parts: str) -> None:
         """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
+
+    def claim_folder(self, *parts: str) -> bool:
+        """Create a folder unless it exists. Return True for at most one of several callers at the same instant."""
+        mine = f".claim-{uuid.uuid4().hex}"
+        self.write(b"", *parts, mine)
+        # A listing includes all earlier writes, so at least one of two callers sees the other and backs off.
+        if self.names(*parts) == [mine]:
+            return True
+        self.remove_file(*parts, mine)
+        return False
 
     def retry(self, action: Callable[[], T]) -> T:
         """Return the result of an action, which an object store repeats after an outage."""
@@ -230,6 +241,13 @@ class LocalStorage(Storage):
             return False
         return True
 
+    def claim_folder(self, *parts: str) -> bool:
+        try:
+            Path(self.of(*parts)).mkdir()
+        except FileExistsError:
+            return False
+        return True
+
     def move(self, old: str, new: str) -> None:
         Path(self.of(old)).rename(self.of(new))
 
@@ -270,6 +288,8 @@ def storage_at(root: str) -> Storage:
         opened_by: Callable[[str], Storage] = LocalStorage
     elif scheme in SCHEMES:
         opened_by = companions.part("stores").ObjectStore
+    elif scheme.startswith("ray+"):  # a folder that only a cluster has
+        opened_by = companions.part("ray.cluster_storage").ClusterStorage
     else:
         opened_by = _of_others(root, scheme)
     try:

@@ -27,23 +27,6 @@ MARK_S = 300
 """Age at which a mark has expired; holders refresh theirs more often."""
 
 
-def claim_folder(storage: Storage, *parts: str) -> bool:
-    """Create a folder unless it exists. Return True for at most one of several callers at the same instant."""
-    if storage.local:
-        try:
-            Path(storage.of(*parts)).mkdir()
-        except FileExistsError:
-            return False
-        return True
-    mine = f".claim-{uuid.uuid4().hex}"
-    storage.write(b"", *parts, mine)
-    # A listing includes all earlier writes, so at least one of two callers sees the other and backs off.
-    if storage.names(*parts) == [mine]:
-        return True
-    storage.remove_file(*parts, mine)
-    return False
-
-
 def this_process() -> dict[str, Any]:
     """Return fields that identify this process among those of all machines."""
     pid = os.getpid()

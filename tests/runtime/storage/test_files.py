@@ -11,7 +11,6 @@ import pytest
 from mlx_runtime.companions.stores import object_store
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs import claim_run
-from mlx_runtime.storage import leases
 from mlx_runtime.storage.files import Storage, join_path, parent_of, size_text, storage_at
 
 pytestmark = pytest.mark.pure
@@ -26,8 +25,8 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def test_a_file_is_written_read_moved_and_removed(storage: Storage, tmp_path: Path) -> None:
-    assert leases.claim_folder(storage, "a")
-    assert not leases.claim_folder(storage, "a")
+    assert storage.claim_folder("a")
+    assert not storage.claim_folder("a")
     (tmp_path / "x").write_bytes(b"uploaded")
     storage.upload(tmp_path / "x", "a", "up")
     storage.write(b"12", "a", "n")

@@ -1,63 +1,34 @@
 """The verbs of `mlx data`: measure the storage, and remove parts of it."""
 
-import os
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_runtime import companions
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import queries
 from mlx_runtime.runs.queries import StoragePath
-from mlx_runtime.settings import Settings
+from mlx_runtime.settings import Settings, environment
 from mlx_runtime.storage import is_uri, prepared_root
-from mlx_runtime.training.engines import JOB_FLAG
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.prepared import Store
     from mlx_runtime.runs.outputs import Survey
 
-ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
-SHOW_S = 600.0  # maximum time for a cluster to measure its storage
-
 
 def show(path: str | None, depth: int, limit: int, ray_address: str | None = None) -> "Survey":
-    """Measure the storage or a path below its root, on a cluster if this machine cannot see it.
+    """Measure the storage or a path below its root, through a cluster if this machine cannot see it.
 
     `depth` is the number of levels, `limit` the number of entries per folder to list; 0 for all.
     """
-    from mlx_runtime.runs.outputs import Survey, survey
+    from mlx_runtime.runs.outputs import survey
 
-    root = queries.storage_root()
-    if is_uri(root) or Path(root).is_dir():
+    with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
+        root = queries.storage_root()
+        if not is_uri(root) and not Path(root).is_dir():
+            raise UsageError(
+                f"{root} does not exist on this machine; if only a cluster has it, pass --ray-address http://HEAD:8265"
+            )
         return survey(StoragePath.parse(root, path), depth, limit)
-    if JOB_FLAG in os.environ or not (ray_address or os.environ.get("RAY_ADDRESS")):
-        raise UsageError(
-            f"{root} does not exist on this machine; if only a cluster has it, pass --ray-address http://HEAD:8265"
-        )
-    options = ["--depth", str(depth), "--limit", str(limit), *([path] if path else [])]
-    return Survey.from_json(_show_on_cluster(root, options, ray_address))
-
-
-def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None) -> Any:
-    """Return the output of `mlx data show --json`, run as a job on the cluster."""
-    from mlx_runtime.runs import Upload
-
-    client = companions.part("ray")
-    dashboard = client.Dashboard.connect(companions.part("ray").Address.parse(ray_address))
-    command = ["python", "-u", "-m", "mlx_runtime", "data", "show", "--json", *options]
-    with tempfile.TemporaryDirectory() as empty:
-        variables = {JOB_FLAG: "1", "MLX_STORAGE": root}
-        spec = companions.part("ray").JobSpec(command, Upload.of(Path(empty)), variables, {"mlx": "show"})
-        try:
-            return dashboard.ask("mlx-show", spec, marker=ANSWER, timeout_s=SHOW_S)
-        except client.NoAnswerError as error:
-            lines = error.log.splitlines()
-            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-            if errors:
-                raise UsageError(f"on the cluster: {errors[-1]}") from error
-            raise
 
 
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":

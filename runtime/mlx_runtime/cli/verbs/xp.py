@@ -17,7 +17,7 @@ from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.runs import RunFolder, drivers, find_run, records
 from mlx_runtime.runs.logs import last_lines, log_name
-from mlx_runtime.runs.queries import resolve_run, storage_root
+from mlx_runtime.runs.queries import reached, resolve_run, storage_root
 from mlx_runtime.storage import is_uri, join_path, storage_at, storage_errors
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.leases import is_alive
@@ -185,7 +185,8 @@ def board(name: str | None, run: str | None, port: int) -> None:
         cure = "choose another with --port, or any with --port 0"
         raise UsageError(f"cannot serve on port {port}: {os.strerror(error.errno or 0)}; {cure}") from error
     if name is not None and "/" in name:
-        path = name if is_uri(name) else str(Path(name).resolve())
+        path = reached(name)
+        path = path if is_uri(path) else str(Path(path).resolve())
     else:
         path = storage_root()
         if name is not None:

@@ -7,9 +7,9 @@ prepare_ray()  # before anything in this companion imports Ray
 
 __all__, __getattr__ = door(
     __name__,
-    "commands launch private",
+    "cluster_storage commands launch private",
     addresses="Address is_trusted note_untrusted",
-    dashboard="Dashboard NoAnswerError job_statuses",
+    dashboard="Dashboard job_statuses",
     datajob="DataJob refuse_present run_job",
     doctor="checks",
     jobs="JobSpec end_as_stopped",

@@ -3,7 +3,6 @@ from mlx_runtime.companions.ray.addresses import Address as Address
 from mlx_runtime.companions.ray.addresses import is_trusted as is_trusted
 from mlx_runtime.companions.ray.addresses import note_untrusted as note_untrusted
 from mlx_runtime.companions.ray.dashboard import Dashboard as Dashboard
-from mlx_runtime.companions.ray.dashboard import NoAnswerError as NoAnswerError
 from mlx_runtime.companions.ray.dashboard import job_statuses as job_statuses
 from mlx_runtime.companions.ray.datajob import DataJob as DataJob
 from mlx_runtime.companions.ray.datajob import refuse_present as refuse_present

@@ -112,7 +112,7 @@ def train_launch(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
         )
-    overrides += ("cfg.preparation.mode=make",) * make
+    overrides = (*_storage_there(overrides, settings["ray_address"]), *["cfg.preparation.mode=make"] * make)
     if many:  # words that are not options here are options of `sweep`
         sweeps = companions.part("sweeps.commands")
         typed = sweeps.train_sweep.make_context("launch --sweep", [*overrides]).params
@@ -127,7 +127,20 @@ def train_launch(
 @launch_options
 def data_launch(overrides: tuple[str, ...], **settings: Any) -> None:
     """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
-    launch_and_exit(DATA_JOB, overrides, **settings)
+    launch_and_exit(DATA_JOB, _storage_there(overrides, settings["ray_address"]), **settings)
+
+
+def _storage_there(overrides: Sequence[str], ray_address: str | None) -> tuple[str, ...]:
+    """Make a storage that only the cluster has that of this process. Return the overrides without its path."""
+    from mlx_runtime.companions.ray.cluster_storage import reached
+
+    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
+    path = typed[-1].partition("=")[2].strip("'\"") if typed else None
+    path = path or Settings.read().storage or queries.conf_value("cfg.storage_path") or ""
+    if (root := reached(path, ray_address)) == path:
+        return tuple(overrides)
+    os.environ["MLX_STORAGE"] = root
+    return tuple(item for item in overrides if item not in typed)
 
 
 @click.command("ray")

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from mlx_runtime.companions.ray import addresses
@@ -33,6 +33,7 @@ Timeout = float | tuple[float, float]
 
 ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
+DOWNLOAD_S = 86_400  # maximum time for a file of a node; by default, Ray ends a download after 30 s
 STATE_S = 20.0  # timeout of a request that the dashboard passes on to actors
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # maximum silence of a cluster while following a log
@@ -132,6 +133,10 @@ class Dashboard:
 
     def _remove(self, job: str) -> None:
         time.sleep(REMOVE_S)
+        self.forget(job)
+
+    def forget(self, job: str) -> None:
+        """Remove an ended job from the list of jobs, if the cluster answers."""
         with contextlib.suppress(ClusterError):
             self._request("DELETE", f"jobs/{job}")
 
@@ -204,6 +209,36 @@ class Dashboard:
         usage = {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
         return usage, [demand for demand, _ in report.get("resourceDemand", ())]
 
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return the facts that the cluster knows about each job."""
+        return list(self._request("GET", "jobs/", STATE_S, refusal=f"{self.address.url} cannot list its jobs").json())
+
+    def job_facts(self, job: str) -> dict[str, Any] | None:
+        """Return what the cluster knows about a job, or None if it does not know it."""
+        answer = self._request("GET", f"jobs/{job}")
+        return dict(answer.json()) if answer.status_code == 200 else None
+
+    def put_package(self, name: str, content: bytes) -> None:
+        """Store a package that a job reads."""
+        refusal = f"{self.address.url} rejected a request"
+        self._request("PUT", f"packages/gcs/{name}", TRANSFER_S, refusal=refusal, data=content)
+
+    def log_file(self, node: str, file: str, target: IO[bytes]) -> int:
+        """Copy a file in the log folder of a node to an open file. Return its size: 0 if there is no such file.
+
+        Ray sometimes answers with an empty file instead of an error.
+        """
+        import requests
+
+        query = urlencode({"node_id": node, "filename": file, "lines": -1, "timeout": DOWNLOAD_S})
+        with self._request("GET", f"v0/logs/file?{query}", TRANSFER_S, stream=True) as answer:
+            if answer.status_code != 200:
+                return 0
+            try:
+                return sum(target.write(chunk) for chunk in answer.iter_content(1 << 20))
+            except requests.RequestException as error:
+                raise ClusterError(f"{self.address.url} stopped sending: {short_message(error)}") from error
+
     def node_log(self, node: str, file: str, lines: int) -> str:
         """Return the last lines of a file in the log folder of a node."""
         query = urlencode({"node_id": node, "filename": file, "lines": lines})
@@ -243,8 +278,12 @@ class Dashboard:
 
         try:
             answer = _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
+        except requests.ConnectionError as error:
+            raise ClusterError(f"{self.address.url} {_connection_problem(error)}") from error
         except requests.RequestException as error:
             raise ClusterError(f"{self.address.url} does not answer: {short_message(error)}") from error
+        if answer.status_code in UNAUTHORIZED:
+            raise _unauthorized_error(f"{self.address.url} (from {self.address.source})", self.token_source)
         if refusal is not None and answer.status_code != 200:
             raise ClusterError(f"{refusal}: {_reason(answer)}")
         return answer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
@@ -79,8 +80,8 @@ class Launch:
         config = self.config
         run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
         before = drivers.refuse_living(run) if config.run else {}
-        origin = config.origin.location if config.origin else None
-        request = Request(config.overrides, origin=origin, claimed=run.location)
+        origin = path_there(config.origin.location) if config.origin else None
+        request = Request(config.overrides, origin=origin, claimed=path_there(run.location))
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
     def submit_sweep(
@@ -95,7 +96,7 @@ class Launch:
         before = drivers.refuse_living(folder) if sweep else {}
         if sweep is None:
             snapshots.store(Path.cwd(), folder, cfg.code_files)
-        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]
+        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={path_there(folder.location)}", *words]
         new = {} if sweep else {"definition": dict(definition), "trials": []}
         return self._submit_driver(folder, before, command, {}, **new)
 
@@ -124,7 +125,8 @@ class Launch:
             raise
         elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in config.overrides)
         words = shlex.join([run.location] if elsewhere else [run.experiment, run.name])
-        facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": job, "dashboard": page}
+        facts = {"run": f"{run.experiment} {run.name}", "folder": path_there(run.location)}
+        facts |= {"job": job, "dashboard": page}
         facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
         return SubmittedJob(self.dashboard, job, facts, lambda: records.load_record(run).get("status") != "PENDING")
 
@@ -135,11 +137,11 @@ class Launch:
 
         cfg: Any = self.config.cfg
         path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
-        arguments = [*self.config.overrides, storage_override(storage_root(cfg.storage_path))]
-        page = self.submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path})
+        arguments = [*self.config.overrides, storage_override(path_there(storage_root(cfg.storage_path)))]
+        page = self.submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path_there(path)})
         mode = "RAY_AUTH_MODE=token " if self.dashboard.token_source else ""
         ray = f"{mode}RAY_ADDRESS={self.dashboard.address.url} ray job"
-        facts = {"job": job, "folder": path, "dashboard": page}
+        facts = {"job": job, "folder": path_there(path), "dashboard": page}
         facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
         return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
 

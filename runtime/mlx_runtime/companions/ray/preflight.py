@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime.companions.ray import probe
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.autoscaler import Room
+from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
@@ -129,7 +130,7 @@ def check_nodes(
     content = uuid.uuid4().hex
     file = f".probe-{content}"
     extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
-    question: dict[str, Any] = {"root": root, "file": file, "content": content}
+    question: dict[str, Any] = {"root": path_there(root), "file": file, "content": content}
     question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s, **_groups(cfg)}
     environment, command = {probe.QUESTION: json.dumps(question)}, ["python", "-m", probe.__name__]
     spec = JobSpec(command, upload, environment, {"mlx": "check"}, runtime_env)

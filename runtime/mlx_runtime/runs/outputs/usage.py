@@ -58,17 +58,6 @@ class Entry:
             found["more"] = {"entries": self.more[0], "size_bytes": self.more[1]}
         return found
 
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Entry":
-        """Restore an entry from `as_json`."""
-        plain = ("name", "kind", "size_bytes", "files", "note")
-        fields: dict[str, Any] = {name: found[name] for name in plain if name in found}
-        if "children" in found:
-            fields["children"] = [cls.from_json(child) for child in found["children"]]
-        if "more" in found:
-            fields["more"] = found["more"]["entries"], found["more"]["size_bytes"]
-        return cls(**fields)
-
     def rows(self, indent: str = "", indent_below: str = "") -> Iterator[tuple[str, str, str]]:
         """Yield the columns of each line: branch and name, size, and remarks."""
         files = f"{self.files:,} file{'s' * (self.files != 1)}" if self.kind == "folder" else ""
@@ -115,11 +104,6 @@ class Survey:
     def as_json(self) -> dict[str, Any]:
         """Return plain values for `--json`."""
         return self.top.as_json() | ({"unreadable": self.unreadable} if self.unreadable else {})
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Survey":
-        """Restore a survey from `as_json`."""
-        return cls(Entry.from_json(found), found.get("unreadable", []))
 
     def add_mark(self, folder: Parts, name: str, modified_s: float) -> None:
         """Register a folder as a data job or as being read, if the name of a file in it shows that."""

@@ -12,6 +12,7 @@ from mlx_runtime.runs.queries.lookup import NO_STORAGE as NO_STORAGE
 from mlx_runtime.runs.queries.lookup import StoragePath as StoragePath
 from mlx_runtime.runs.queries.lookup import conf_value as conf_value
 from mlx_runtime.runs.queries.lookup import find_checkpoint as find_checkpoint
+from mlx_runtime.runs.queries.lookup import reached as reached
 from mlx_runtime.runs.queries.lookup import resolve_checkpoint as resolve_checkpoint
 from mlx_runtime.runs.queries.lookup import resolve_run as resolve_run
 from mlx_runtime.runs.queries.lookup import storage_root as storage_root

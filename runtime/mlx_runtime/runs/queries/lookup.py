@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
@@ -20,6 +21,8 @@ from mlx_runtime.storage.documents import select_text
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
+
+OTHERS = "name another folder with MLX_STORAGE, or another cluster with RAY_ADDRESS"
 
 RUNS = "runs"
 """The default storage, if conf.yaml does not name another."""
@@ -42,7 +45,19 @@ def storage_root(warn: Callable[[str], object] | None = None) -> str:
         path = RUNS
     if path is None:
         raise UsageError(NO_STORAGE)
-    return root_of(path)
+    root = reached(path)
+    if root != path and storage_at(root).find() is None:
+        raise UsageError(
+            f"{path} exists neither on this machine nor on the cluster at {root.removesuffix(path)[4:]}; {OTHERS}"
+        )
+    return root_of(root)
+
+
+def reached(path: str) -> str:
+    """Return the URI of a folder that this machine lacks and the cluster of `RAY_ADDRESS` may have; else the path."""
+    if path.startswith("/") and os.environ.get("RAY_ADDRESS") and not Path(path).exists():
+        return str(companions.part("ray.cluster_storage").reached(path))
+    return path
 
 
 def conf_value(key: str) -> str | None:
@@ -68,6 +83,7 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
         )
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)
+    name = reached(name)
     if is_uri(name) or name.count("/") > 1 or Path(name, "run.json").is_file():
         return named_run(name, "", "")
     experiment = "" if "/" in name else conf_value("cfg.name")
@@ -81,6 +97,7 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
 
     For a run, `which` is `latest` (the default), `best` or a name. Return the run, and the checkpoint's folder or URI.
     """
+    text = reached(text)
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?|best|latest)/?(\?.*)?", path)
     if match and match[2] in ("best", "latest"):
@@ -161,6 +178,7 @@ class StoragePath:
             UsageError: It lies outside the storage, or does not exist.
         """
         storage = storage_at(root)
+        text = reached(text) if text and not storage.local else text
         parts = _local_parts(storage, text or "") if storage.local else _remote_parts(root, text or "")
         found = cls(root, parts)
         with storage_errors(f"cannot read {root}"):

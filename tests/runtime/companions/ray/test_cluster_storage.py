@@ -1,0 +1,127 @@
+"""URIs of folders on a cluster, and what its agent answers; `test_cluster.py` has both on a real cluster."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_runtime.companions.ray.cluster_storage import path_there, reached, split, uri_of
+from mlx_runtime.companions.ray.storage_agent import INLINE_BYTES, PROTOCOL, pack, reply_to, unpack
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.storage import join_path
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize("url", ["http://head:8265", "https://[::1]:8265", "https://proxy/team/ray"])
+def test_a_uri_names_the_dashboard_and_the_folder(url: str) -> None:
+    uri = join_path(uri_of(url, "/ceph/runs"), "digits", "run_001")
+    assert split(uri) == (url, "/ceph/runs/digits/run_001")
+    assert path_there(uri) == "/ceph/runs/digits/run_001"
+    assert path_there("/ceph/runs") == "/ceph/runs"
+
+
+@pytest.mark.parametrize("uri", ["ray+http://head:8265", "ray+ftp://head/runs", "ray+http:///runs"])
+def test_an_incomplete_uri_is_refused(uri: str) -> None:
+    with pytest.raises(StorageError, match=r"write ray\+http://HEAD:8265/FOLDER"):
+        split(uri)
+
+
+def test_only_folders_that_this_machine_lacks_are_those_of_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    there = str(tmp_path / "there")
+    assert reached(str(tmp_path)) == str(tmp_path)
+    assert reached("runs") == "runs"
+    assert reached(there) == f"ray+http://head:8265{there}"
+    assert capsys.readouterr().err == f"storage   {there} on http://head:8265, as this machine lacks it\n"
+    assert reached(there, "other") == f"ray+http://other:8265{there}"
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert reached(there) == there
+    with pytest.raises(UsageError, match="--ray-address is 'local'"):
+        reached(there, "local")
+    monkeypatch.setenv("MLX_JOB", "digits-run_001")
+    assert reached(there, "other") == there
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A storage with a run, and a link that leads out of it."""
+    run = tmp_path / "runs" / "digits" / "run_001"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "runs" / "out").symlink_to(tmp_path)
+    return tmp_path / "runs"
+
+
+def ask(root: Path, call: str, *arguments: Any, data: bytes = b"", protocol: int = PROTOCOL) -> tuple[Any, Any]:
+    message = {"protocol": protocol, "root": str(root), "call": call, "arguments": arguments}
+    head, content = reply_to(pack(message, data))
+    return head.get("done", (head.get("error"), head.get("text"))), content
+
+
+def test_a_listing_brings_those_of_runs_and_their_records(root: Path) -> None:
+    found, content = ask(root, "look", "")
+    names = {folder: sorted(path for path, *_ in entries) for folder, entries in found["listings"].items()}
+    assert names == {
+        "": ["digits", "out"],
+        "digits": ["digits/run_001"],
+        "digits/run_001": ["digits/run_001/run.json"],
+    }
+    assert (found["documents"], content) == ({"digits/run_001/run.json": 2}, b"{}")
+    assert ask(root, "look", "none")[0] == {"listings": {}, "documents": {}}
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("content", ["out/secret", None]),
+        ("look", ["out"]),
+        ("everything", ["out"]),
+        ("put", ["out/new"]),
+        ("discard", ["out/secret"]),
+        ("discard_folder", ["out/runs"]),
+        ("rename", ["digits", "out/digits"]),
+        ("rename", ["out/secret", "mine"]),
+        ("duplicate", ["out/secret", "mine"]),
+        ("content", ["../secret", None]),
+        ("put", ["../new"]),
+        ("put", ["digits//new"]),
+        ("claim", ["digits/../../new"]),
+    ],
+)
+def test_nothing_leads_out_of_the_storage(root: Path, call: str, arguments: list[Any]) -> None:
+    before = sorted(root.parent.rglob("*"))
+    assert ask(root, call, *arguments)[0][0] in ("os", "irregular")
+    assert sorted(root.parent.rglob("*")) == before
+
+
+def test_a_link_itself_is_removed(root: Path) -> None:
+    assert ask(root, "discard", "out")[0] is None
+    assert (root.parent / "secret").exists()
+    assert not (root / "out").is_symlink()
+    assert ask(root, "discard_folder", "")[0] is None  # the storage itself
+    assert not root.exists()
+
+
+def test_what_it_does_not_know_is_an_error_of_one_request(root: Path) -> None:
+    assert ask(root, "system", "")[0] == ("storage", "there is no call 'system'")
+    assert ask(root, "look", "", protocol=7)[0] == ("storage", "the agent answers requests of version 1, not 7")
+    assert ask(root / "a" / "b", "put", "c")[0][0] == "os"  # the folder above is missing: a mount, or a typing error
+    assert reply_to(b"nonsense")[0]["error"] == "storage"
+
+
+def test_large_files_are_not_copied(root: Path) -> None:
+    (root / "large").write_bytes(b"x" * (INLINE_BYTES + 1))
+    assert ask(root, "content", "large", None) == (INLINE_BYTES + 1, root / "large")
+    assert ask(root, "content", "large", 5)[0][0] == "irregular"
+
+
+@pytest.mark.parametrize("data", [b"", b"text " * 1000, bytes(range(256))])
+def test_messages_are_packed_and_unpacked(data: bytes) -> None:
+    message = pack({"root": "/ceph"}, data)
+    head, found = unpack(message)
+    assert (head["root"], found) == ("/ceph", data)
+    assert len(message) < len(data) / 10 or not head["packed"]
