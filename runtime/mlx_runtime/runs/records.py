@@ -45,12 +45,9 @@ REPLACED = "replaced"
 """Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
 
 _DRIVER = {
-    "start": TIME.or_null(),
-    "end": TIME.or_null(),
-    "status": TEXT.or_null(),
-    "command": TEXT.or_null(),
+    **dict.fromkeys(("start", "end"), TIME.or_null()),
+    **dict.fromkeys(("status", "command", "host", "error"), TEXT.or_null()),
     "overrides": list_of(TEXT).or_null(),
-    "host": TEXT.or_null(),
     "pid": COUNT.or_null(),
     "job": mapping_with({"id": TEXT, "address": TEXT}, needs=("id", "address")).or_null(),
 }
@@ -68,7 +65,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "heartbeat": TIME,
     "attempt": COUNT,
     "attempts": list_of(mapping_with(_DRIVER)),
-    **dict.fromkeys(("boot", "pid_started", "error", "device", "monitor", "experiment_class"), TEXT.or_null()),
+    **dict.fromkeys(("boot", "pid_started", "device", "monitor", "experiment_class", "stop_reason"), TEXT.or_null()),
     "waits_for": TEXT.or_null(),  # resources, if the status is WAITING
     **dict.fromkeys(("epoch", "epochs", "failures", "workers", "seed", "parameters"), COUNT.or_null()),
     "mode": one_of("max", "min").or_null(),

@@ -66,6 +66,7 @@ class Launch:
     config: "RunConfig"
     upload: Upload
     runtime_env: Mapping[str, Any]
+    retries: int = 0  # of a driver that dies
 
     def submit_run(self, driver: Sequence[str] = ("main.py",), **metadata: str) -> SubmittedJob:
         """Create the folder and the record of a run, and submit it.
@@ -114,6 +115,8 @@ class Launch:
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
         record = self._pending_record(run, before, job, **fields)
         metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name, **metadata}
+        if self.retries:
+            command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), run.location, *command]
         try:
             page = self.submit(job, command, metadata)
         except ClusterError as error:
@@ -162,7 +165,7 @@ class Launch:
         facts["job"] = {"id": job, "address": self.dashboard.address.url}
         if before:
             facts |= {"attempts": records.attempts(before), records.REPLACED: before}
-        kept = {name: item for name, item in before.items() if name not in ("end", "error")}
+        kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
         return records.Record(run, kept, **facts)
 
 
