@@ -66,6 +66,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "attempt": COUNT,
     "attempts": list_of(mapping_with(_DRIVER)),
     **dict.fromkeys(("boot", "pid_started", "device", "monitor", "experiment_class", "stop_reason"), TEXT.or_null()),
+    **dict.fromkeys(("output", "filling", "code", "settings"), TEXT.or_null()),  # of a data job
     "waits_for": TEXT.or_null(),  # resources, if the status is WAITING
     **dict.fromkeys(("epoch", "epochs", "failures", "workers", "seed", "parameters"), COUNT.or_null()),
     "mode": one_of("max", "min").or_null(),
@@ -91,7 +92,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
     "mirror": mapping_with({"uri": TEXT, "id": TEXT, "unfinished": FLAG}, needs=("uri", "id", "unfinished")).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
-    "files": COUNT,
+    **dict.fromkeys(("files", "size_bytes"), COUNT),
     "sweep": mapping_with(
         {"name": NAME, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
     ).or_null(),

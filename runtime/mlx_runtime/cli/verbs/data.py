@@ -16,6 +16,7 @@ from mlx_runtime.training.engines import JOB_FLAG
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.prepared import Store
+    from mlx_runtime.runs import RunFolder
     from mlx_runtime.runs.outputs import Survey
 
 ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
@@ -58,6 +59,14 @@ def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None)
             if errors:
                 raise UsageError(f"on the cluster: {errors[-1]}") from error
             raise
+
+
+def find_job(name: str, run: str) -> "RunFolder":
+    """Return the folder of a data job in the storage."""
+    from mlx_runtime.runs import outputs
+
+    folder: RunFolder = outputs.find_job("" if "/" in name else queries.storage_root(), name, run)
+    return folder
 
 
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":

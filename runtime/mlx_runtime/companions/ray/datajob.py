@@ -3,22 +3,41 @@
 import contextlib
 import errno
 import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from mlx_runtime.config import Config, build
-from mlx_runtime.errors import ConfigError, DataJobError, MlxError, RunStopped, StorageError, short_message, user_errors
-from mlx_runtime.runs import outputs, provenance
+from mlx_runtime.errors import (
+    ConfigError,
+    DataJobError,
+    MlxError,
+    RunStopped,
+    StorageError,
+    full_message,
+    short_message,
+    user_errors,
+)
+from mlx_runtime.runs import claim_run, drivers, named_run, outputs, provenance
+from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.outputs import Filling, Output
+from mlx_runtime.runs.records import Record, load_record
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, join_path, size_text, storage_root
+from mlx_runtime.storage import documents, join_path, leases, size_text, storage_root
 from mlx_runtime.storage.documents import is_name
+from mlx_runtime.storage.secrets import redact
 from mlx_runtime.tracking import Display
-from mlx_runtime.training import DataConfig, StopRequests, Terminated, sigterm_stops
+from mlx_runtime.training import DataConfig, StopRequests, Terminated, interrupt_main, sigterm_stops
 from mlx_runtime.training.engines import Cluster
+
+CLAIMED = "MLX_DATA_JOB"
+"""Variable with the folder that the launcher of a job has claimed for its record."""
+
+LAUNCHER_FACTS = ("command", "overrides", "git")
+"""Parts of the provenance of a run or data job that its launcher records, because they are unknown to its job."""
 
 MAX_RETRIES = 3  # of a task whose process or node is lost
 
@@ -111,33 +130,81 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     cfg: Any = config.cfg
     if not isinstance(cfg, DataConfig):
         raise ConfigError(f"cfg is a {type(cfg).__name__}; a data job needs class JobConfig(mlx_runtime.DataConfig)")
-    path, settings, started = output_path(cfg), Settings.read(), time.monotonic()
-    display = Display(sys.stdout, quiet=settings.quiet)
-    display.print(f"job       {cfg.name}")
-    display.print(f"folder    {path}")
-    tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
-    display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
-    facts = provenance(config.overrides)
-    facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
-    control = StopRequests()
-    with contextlib.closing(display), sigterm_stops(control):
+    path, started = output_path(cfg), time.monotonic()
+    refuse_present(config)  # before there is a record
+    with _recorded(config, path) as (record, display):
+        display.print(f"job       {record.folder.experiment} {record.folder.name}")
+        display.print(f"folder    {path}")
+        tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
+        display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
+        facts = provenance(config.overrides)
+        facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": Settings.read().job}
+        with Filling(path, overwrite=cfg.overwrite, **facts) as target:
+            record.update(filling=target.id)
+            instance = job(**{name: build(node, name) for name, node in config.tree.items()})
+            instance.output, instance._display = target.output, display
+            with _user_errors(f"{job.__name__}.run"):
+                instance.run()
+            files, size = target.commit()
+        record.note(files=files, size_bytes=size)
+        display.print()
+        display.print(f"took      {time.monotonic() - started:.1f} s")
+        display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
+        display.print(f"folder    {path}", always=True)
+    return path
+
+
+@contextlib.contextmanager
+def _recorded(config: Config, path: str) -> Iterator[tuple[Record, Display]]:
+    """Record a job and its output while the block runs, which requests to stop interrupt."""
+    control = StopRequests(interrupt_main)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sigterm_stops(control))
+        record = _claim(config, path)
+        stack.enter_context(record.alive())
+        log = stack.enter_context(Log(record.folder))
+        if Settings.read().quiet:
+            display = Display(log.screen, cast(TextIO, log), quiet=True)
+        else:
+            display = Display(sys.stdout, log.copy)
+        stack.callback(display.close)
         try:
-            with Filling(path, overwrite=cfg.overwrite, **facts) as target:
-                instance = job(**{name: build(node, name) for name, node in config.tree.items()})
-                instance.output, instance._display = target.output, display
-                with _user_errors(f"{job.__name__}.run"):
-                    instance.run()
-                files, size = target.commit()
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
+            with control.watch(record.folder, record["attempt"]):
+                record.begin(config.yaml())
+                yield record, display
         except KeyboardInterrupt as interrupt:
+            record.finish("STOPPED")
             code = control.exit_code if isinstance(interrupt, Terminated) else 130
             raise RunStopped(f"stopped; {path} was not created", code) from None
-    display.print()
-    display.print(f"took      {time.monotonic() - started:.1f} s")
-    display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
-    display.print(f"folder    {path}", always=True)
-    return path
+        except (MlxError, OSError) as error:
+            text = full_message(error)
+            if isinstance(error, OSError):
+                text = f"cannot write {path}: {error.strerror or short_message(error)}"
+            with contextlib.suppress(StorageError):  # it may be what failed
+                record.finish("FAILED", error=redact(text))
+            log.write(f"error: {text}\n")
+            if isinstance(error, OSError):
+                raise StorageError(text) from error
+            raise
+        record.finish("SUCCEEDED")
+
+
+def _claim(config: Config, path: str) -> Record:
+    """Create the record of a job, or continue that of its launch."""
+    facts = provenance(config.overrides) | {"status": "RUNNING", "start": documents.now(), "output": path}
+    if claimed := os.environ.get(CLAIMED):
+        folder = named_run(claimed, "", "")
+        attempt, before = drivers.take_over(folder), load_record(folder)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        facts = {name: value for name, value in facts.items() if name not in LAUNCHER_FACTS}
+    else:
+        folder, attempt, before = (
+            claim_run(outputs.jobs_root(storage_root(config.cfg.storage_path)), config.cfg.name),
+            1,
+            {},
+        )
+        folder.claim_attempt(attempt, leases.lease())
+    return Record(folder, before, **facts, attempt=attempt)
 
 
 def refuse_present(config: Config) -> None:

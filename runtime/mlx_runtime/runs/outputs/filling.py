@@ -133,6 +133,11 @@ class Filling:
         self._heartbeat = contextlib.ExitStack()
         self._write_record()
 
+    @property
+    def id(self) -> str:
+        """Id in the `job.json` of the folder."""
+        return self._publication.id
+
     def __enter__(self) -> "Filling":
         self._heartbeat.enter_context(leases.heartbeat(self._beat))
         return self
@@ -212,10 +217,6 @@ def refuse_present(location: str, *, overwrite: bool) -> None:
             f"{location} already exists, made {str(record.get('end'))[:10]}; replace it with cfg.overwrite=true, or "
             "choose another cfg.path"
         )
-
-
-def being_filled(location: str) -> bool:
-    return _filler(storage_at(location)) is not None
 
 
 def job_status(record: Mapping[str, Any]) -> str:

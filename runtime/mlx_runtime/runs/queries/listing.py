@@ -126,6 +126,7 @@ class Row:
             "age_s": self.age_s,
             "duration_s": self.duration_s,
             "error": self.record.get("error"),
+            "attempts": self.record.get("attempts") or [],
             "job": self.record.get("job"),
             "sweep": self.record.get("sweep"),
             "place": self.folder.location,

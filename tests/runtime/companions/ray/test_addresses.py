@@ -21,7 +21,7 @@ from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import RunFolder, Upload, records
-from mlx_runtime.runs.queries import listing
+from mlx_runtime.runs.queries import listing, resolve_run
 from mlx_runtime.storage import leases
 from mlx_runtime.training import DataConfig
 
@@ -271,10 +271,10 @@ def test_an_address_in_a_record_gets_no_token(
     monkeypatch.setattr(xp, "STOP_S", 0.1)
     printed: list[str] = []
     assert [row.status for row in listing.list_rows(ask=job_statuses)] == ["RUNNING"]
-    xp.logs("digits", "latest", printed.append, follow=False)
-    xp.logs("digits", "latest", printed.append, follow=False, tail=1)
+    xp.logs(resolve_run("digits", "latest"), printed.append, follow=False)
+    xp.logs(resolve_run("digits", "latest"), printed.append, follow=False, tail=1)
     with pytest.raises(Exception, match="still RUNNING"):
-        xp.stop("digits", "latest")
+        xp.stop(resolve_run("digits", "latest"))
     assert server.sent
     assert {*server.sent} == {None}
     assert printed == ["what it printed\n"] * 2
