@@ -29,9 +29,11 @@ group.add_command(commands.bind_command(DATA_JOB))
 
 @group.command(context_settings=commands.OVERRIDES)
 @options.verbosity
+@commands.resume_option
 @click.argument("overrides", nargs=-1)
-def run(overrides: tuple[str, ...]) -> None:
+def run(resume: bool, overrides: tuple[str, ...]) -> None:
     """Run the data job on this machine. OVERRIDES are Hydra's: cfg.path=data/small cfg.start_workers=8"""
+    overrides += ("cfg.resume=true",) * resume
     folder = DATA_JOB.folder()
     projects.refuse_options(DATA_JOB, overrides, "run")
     commands.load_config(DATA_JOB, folder, overrides)

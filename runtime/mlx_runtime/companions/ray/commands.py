@@ -129,9 +129,11 @@ def train_launch(
 
 
 @click.command("launch", context_settings=commands.OVERRIDES)
+@commands.resume_option
 @launch_options
-def data_launch(overrides: tuple[str, ...], **settings: Any) -> None:
+def data_launch(resume: bool, overrides: tuple[str, ...], **settings: Any) -> None:
     """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
+    overrides += ("cfg.resume=true",) * resume
     launch_and_exit(DATA_JOB, overrides, **settings)
 
 

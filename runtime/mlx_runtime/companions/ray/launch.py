@@ -13,6 +13,7 @@ from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.datajob import CLAIMED, LAUNCHER_FACTS, output_path
+from mlx_runtime.companions.ray.items import interrupted
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.config import storage_override
@@ -138,10 +139,11 @@ class Launch:
     def submit_data_job(self) -> SubmittedJob:
         """Create the record of a data job, and submit it."""
         cfg: Any = self.config.cfg
-        root = storage_root(cfg.storage_path)
-        folder = claim_run(jobs_root(root), cfg.name)
+        root, path = storage_root(cfg.storage_path), output_path(cfg)
+        resumed = interrupted(self.config, path) if cfg.resume else None
+        before = drivers.refuse_living(resumed) if resumed else {}
         command = ["main.py", *self.config.overrides, storage_override(root)]
-        return self._submit_driver(folder, {}, command, {}, output=output_path(cfg))
+        return self._submit_driver(resumed or claim_run(jobs_root(root), cfg.name), before, command, {}, output=path)
 
     def submit(
         self, job: str, arguments: Sequence[str], metadata: Mapping[str, str], variables: Mapping[str, str]

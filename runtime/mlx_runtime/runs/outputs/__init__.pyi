@@ -1,4 +1,5 @@
 # Written by runtime/stubs.py.
+from mlx_runtime.runs.outputs.filling import RECORD as RECORD
 from mlx_runtime.runs.outputs.filling import Filling as Filling
 from mlx_runtime.runs.outputs.filling import Output as Output
 from mlx_runtime.runs.outputs.filling import refuse_present as refuse_present
