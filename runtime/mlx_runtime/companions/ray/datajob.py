@@ -40,8 +40,6 @@ CLAIMED = "MLX_DATA_JOB"
 LAUNCHER_FACTS = ("command", "overrides", "git")
 """Parts of the provenance of a run or data job that its launcher records, because they are unknown to its job."""
 
-_OF_RUNTIME = ("output", "_display", "_finished", "_groups")
-
 MAX_RETRIES = 3  # of a task whose process or node is lost
 
 Item = TypeVar("Item")
@@ -71,7 +69,6 @@ class DataJob:
     output: Output
     _display: Display | None = None
     _finished: FinishedItems | None = None
-    _groups: tuple[str, ...] = ()
 
     def __init__(self, **groups: Any) -> None:
         for name, group in groups.items():
@@ -113,10 +110,6 @@ class DataJob:
                     self._display.show_progress(title, count, len(items))
         return results
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the attributes that are neither built from the config nor set by the runtime."""
-        return {name: value for name, value in vars(self).items() if name not in (*self._groups, *_OF_RUNTIME)}
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for tasks, without the objects that remain on the driver."""
         return {name: value for name, value in vars(self).items() if name not in ("_display", "_finished")}
@@ -155,13 +148,12 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         adopt = record["filling"] if cfg.resume else None
         with Filling(path, overwrite=cfg.overwrite, adopt=adopt, **facts) as target, contextlib.ExitStack() as stack:
             record.update(filling=target.id, **fingerprints(config))
-            finished = FinishedItems(record.folder, target.output, resumed=target.adopted)
+            finished = FinishedItems(record.folder, target.output, config.tree, resumed=target.adopted)
             stack.callback(finished.close)
             if cfg.resume:
                 display.print(f"resumed   {finished.count} finished items")
             instance = job(**{name: build(node, name) for name, node in config.tree.items()})
             instance.output, instance._display, instance._finished = target.output, display, finished
-            instance._groups = tuple(config.tree)
             try:
                 with _user_errors(f"{job.__name__}.run"):
                     instance.run()

@@ -52,11 +52,13 @@ class FinishedItems:
     Args:
         folder: folder of the job.
         output: folder that it fills.
+        groups: names of the groups of its config.
         resumed: the output has the files of an earlier driver. Those of items that are not kept are removed.
     """
 
-    def __init__(self, folder: RunFolder, output: Output, *, resumed: bool) -> None:
+    def __init__(self, folder: RunFolder, output: Output, groups: Iterable[str], *, resumed: bool) -> None:
         self._output, self._calls = output, 0
+        self._given = {"output", "_display", "_finished", *groups}  # attributes of a job that `run` has not set
         self._kept: dict[Key, Finished] = {}
         if resumed:
             present = {file.path for file in output.below() if file.path != RECORD}
@@ -75,11 +77,21 @@ class FinishedItems:
 
         Finished items of that call with other keys are removed.
         """
-        identity = _identity(job, function)
+        identity = self._identity(job, function)
         keys = [Key(self._calls, number, _digest(identity, item)) for number, item in enumerate(items)]
         self._forget({key for key in self._kept if key.call == self._calls} - {*keys})
         self._calls += 1
         return keys, {key.number: self._kept[key] for key in keys if key in self._kept}
+
+    def _identity(self, job: Any, function: Callable[[Any], Any]) -> bytes | None:
+        """Return the identity of a method of a job with the attributes that its `run` has set, or None."""
+        if getattr(function, "__self__", None) is not job:
+            return None
+        state = {name: value for name, value in vars(job).items() if name not in self._given}
+        try:
+            return pickle.dumps((function.__module__, function.__qualname__, state))
+        except Exception:  # pickling raises many types
+            return None
 
     def add(self, key: Key, result: Any, files: Iterable[str] | None) -> None:
         """Add an item, if it may be kept; `files` is None if they are not known."""
@@ -161,16 +173,6 @@ def _read(folder: RunFolder) -> dict[Key, Finished]:
             continue
         items[Key(found["call"], found["number"], found["item"])] = Finished(found["result"], frozenset(found["files"]))
     return items
-
-
-def _identity(job: Any, function: Callable[[Any], Any]) -> bytes | None:
-    """Return the identity of a method of a job with the attributes that `run` has set, or None."""
-    if getattr(function, "__self__", None) is not job or job is None:
-        return None
-    try:
-        return pickle.dumps((function.__module__, function.__qualname__, job.own_state()))
-    except Exception:  # pickling raises many types
-        return None
 
 
 def _digest(identity: bytes | None, item: Any) -> str:

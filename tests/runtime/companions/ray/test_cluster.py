@@ -624,13 +624,9 @@ class TestDataJobs:
         self, shards: Path, types: Types, ray_cluster: RayCluster
     ) -> None:
         """All items but the first wait for a file, in two tasks at a time."""
-        wait = "while first and not Path('go').exists(): time.sleep(0.1)".replace("go", str(shards / "go"))
-        edit(
-            shards / "src" / "job.py",
-            "        digits = load_digits()\n",
-            f"        {wait}\n        digits = load_digits()\n",
-        )
-        edit(shards / "src" / "job.py", "import io\n", "import io\nimport time\nfrom pathlib import Path\n")
+        job, load = shards / "src" / "job.py", "        digits = load_digits()\n"
+        edit(job, load, f"        while first and not Path({str(shards / 'go')!r}).exists(): time.sleep(0.1)\n{load}")
+        edit(job, "import io\n", "import io\nimport time\nfrom pathlib import Path\n")
         done = types("data", "launch", "images.per_shard=600")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "follow    mlx data logs shards run_001" in done.stdout.splitlines()
