@@ -59,11 +59,10 @@ _CHECKPOINT = mapping_with(
     needs=("epoch",),
 )
 SHAPE: dict[str, Kind] = _DRIVER | {
-    "experiment": NAME,
-    "run": NAME,
+    **dict.fromkeys(("experiment", "run"), NAME),
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
     "heartbeat": TIME,
-    "attempt": COUNT,
+    **dict.fromkeys(("attempt", "files", "size_bytes"), COUNT),
     "attempts": list_of(mapping_with(_DRIVER)),
     **dict.fromkeys(("boot", "pid_started", "device", "monitor", "experiment_class", "stop_reason"), TEXT.or_null()),
     **dict.fromkeys(("output", "filling", "code", "settings"), TEXT.or_null()),  # of a data job
@@ -92,7 +91,6 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
     "mirror": mapping_with({"uri": TEXT, "id": TEXT, "unfinished": FLAG}, needs=("uri", "id", "unfinished")).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
-    **dict.fromkeys(("files", "size_bytes"), COUNT),
     "sweep": mapping_with(
         {"name": NAME, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
     ).or_null(),
