@@ -22,6 +22,7 @@ prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="P
 variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
 )
+resume_option = click.option("--resume", is_flag=True, help="Keep the finished items of an interrupted job.")
 from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 
 

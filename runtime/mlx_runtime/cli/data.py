@@ -1,15 +1,19 @@
 """`mlx data`."""
 
 import json
+import sys
 
 import click
 
 from mlx_runtime.cli import commands, options
-from mlx_runtime.cli.options import confirm, say, word
-from mlx_runtime.cli.verbs import data, projects
+from mlx_runtime.cli.options import confirm, job_statuses, say, word
+from mlx_runtime.cli.verbs import data, projects, xp
+from mlx_runtime.cli.xp import log_options, print_log
 from mlx_runtime.config.projects import DATA_JOB
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.storage import size_text
+from mlx_runtime.runs import queries
+from mlx_runtime.runs.tables import print_table
+from mlx_runtime.storage import size_text, to_json
 
 
 @click.group("data", cls=commands.Group)
@@ -23,13 +27,53 @@ group.add_command(commands.bind_command(DATA_JOB))
 
 @group.command(context_settings=commands.OVERRIDES)
 @options.verbosity
+@commands.resume_option
 @click.argument("overrides", nargs=-1)
-def run(overrides: tuple[str, ...]) -> None:
+def run(resume: bool, overrides: tuple[str, ...]) -> None:
     """Run the data job on this machine. OVERRIDES are Hydra's: cfg.path=data/small cfg.start_workers=8"""
+    overrides += ("cfg.resume=true",) * resume
     folder = DATA_JOB.folder()
     projects.refuse_options(DATA_JOB, overrides, "run")
     commands.load_config(DATA_JOB, folder, overrides)
     projects.run(DATA_JOB, overrides)
+
+
+@group.command()
+@options.json
+@click.argument("name", type=word, required=False)
+def ls(as_json: bool, name: str | None) -> None:
+    """List all data jobs in the storage, or those of NAME, and their outputs."""
+    from mlx_runtime.runs.outputs import list_jobs
+
+    root = queries.storage_root()
+    rows = list_jobs(root, name, job_statuses)
+    if as_json:
+        click.echo(to_json([row.fields() for row in rows]), nl=False)
+    elif rows:
+        print_table([row.cells(root) for row in rows], sys.stdout)
+        say(f"outputs are in {root}", err=True)
+    else:
+        say(f"there are no data jobs in {root} yet; start one with: mlx data run", err=True)
+
+
+@group.command()
+@click.argument("name", type=word)
+@click.argument("run", type=word, default="latest")
+@log_options
+def logs(name: str, run: str, follow: bool | None, tail: int | None) -> None:
+    """Print the output of a data job NAME, the latest or another RUN (run_003 or 3).
+
+    Without --no-follow, the exit code is that of the job, as of mlx xp logs.
+    """
+    sys.exit(print_log(data.find_job(name, run), follow=follow, tail=tail))
+
+
+@group.command()
+@click.argument("name", type=word)
+@click.argument("run", type=word, default="latest")
+def stop(name: str, run: str) -> None:
+    """Stop a data job NAME, the latest or another RUN (run_003 or 3). Its output is not published."""
+    say(xp.stop(data.find_job(name, run)))
 
 
 @group.command()

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,7 +14,7 @@ from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import StorageError, UsageError, printable
-from mlx_runtime.runs import SWEEP, queries
+from mlx_runtime.runs import SWEEP, RunFolder, queries
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage import to_json
 
@@ -21,6 +22,19 @@ MAX_PROBLEMS = 5
 """Maximum number of unreadable records that `ls` explains."""
 
 MODES = click.Choice(["max", "min"])
+
+
+def log_options(function: options.Function) -> options.Function:
+    """Add the options of `print_log` for runs and data jobs."""
+    function = click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Start with the last N lines.")(
+        function
+    )
+    return click.option(
+        "-f/ ",
+        "--follow/--no-follow",
+        default=None,
+        help="Wait for the end and exit with its code, or only print existing output. Default: follow a live one.",
+    )(function)
 
 
 @click.group("xp", cls=commands.Group)
@@ -169,28 +183,18 @@ def _remove_failed(name: str, run: str | None, yes: bool) -> None:
 @group.command()
 @options.name()
 @options.run("latest")
-@click.option(
-    "-f/ ",
-    "--follow/--no-follow",
-    default=None,
-    help="Wait for the run to end and exit with its code, or only print existing output. Default: follow a live run.",
-)
+@log_options
 @click.option("--rank", type=click.IntRange(min=0), help="Only the output of this worker.")
-@click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Start with the last N lines.")
 def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int | None) -> None:
     """Print the output of a RUN (run_003, 3 or latest) of NAME, wherever it trains or trained.
 
     Without --no-follow, the exit code is that of the run: 0 if it has SUCCEEDED or was PRUNED, 143 if it was STOPPED, 1
     if it has FAILED or is STALE.
     """
-    try:
-        code = xp.logs(name, run, echo_stored, follow=follow, rank=rank, tail=tail)
-    except KeyboardInterrupt:
-        click.echo("\nthe run continues; only its log was closed", err=True)
-        code = 130
-    else:
-        if code == 1 and (text := xp.lost_driver(name, run)):
-            say(text, err=True)
+    folder = queries.resolve_run(name, run)
+    code = print_log(folder, follow=follow, rank=rank, tail=tail)
+    if code == 1 and (text := xp.lost_driver(folder)):
+        say(text, err=True)
     sys.exit(code)
 
 
@@ -217,7 +221,7 @@ def ps(name: str, run: str, stacks: bool, as_json: bool) -> None:
 @options.run()
 def stop(name: str, run: str | None) -> None:
     """Stop a RUN (run_003, 3 or latest) of NAME after its current step, with a checkpoint."""
-    say(xp.stop(name, _require_run(name, run, "stop")))
+    say(xp.stop(queries.resolve_run(name, _require_run(name, run, "stop"))))
 
 
 @group.command()
@@ -233,6 +237,15 @@ def stop(name: str, run: str | None) -> None:
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard for the whole storage, an experiment or folder NAME, or its RUN (run_003, 3 or latest)."""
     xp.board(name, run, port)
+
+
+def print_log(folder: RunFolder, **settings: Any) -> int:
+    """Print the output of a run or data job. Return an exit code."""
+    try:
+        return xp.logs(folder, echo_stored, **settings)
+    except KeyboardInterrupt:
+        click.echo("\nthe run continues; only its log was closed", err=True)
+        return 130
 
 
 def echo_stored(text: str) -> None:

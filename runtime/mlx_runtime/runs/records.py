@@ -45,12 +45,9 @@ REPLACED = "replaced"
 """Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
 
 _DRIVER = {
-    "start": TIME.or_null(),
-    "end": TIME.or_null(),
-    "status": TEXT.or_null(),
-    "command": TEXT.or_null(),
+    **dict.fromkeys(("start", "end"), TIME.or_null()),
+    **dict.fromkeys(("status", "command", "host", "error"), TEXT.or_null()),
     "overrides": list_of(TEXT).or_null(),
-    "host": TEXT.or_null(),
     "pid": COUNT.or_null(),
     "job": mapping_with({"id": TEXT, "address": TEXT}, needs=("id", "address")).or_null(),
 }
@@ -62,13 +59,13 @@ _CHECKPOINT = mapping_with(
     needs=("epoch",),
 )
 SHAPE: dict[str, Kind] = _DRIVER | {
-    "experiment": NAME,
-    "run": NAME,
+    **dict.fromkeys(("experiment", "run"), NAME),
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
     "heartbeat": TIME,
-    "attempt": COUNT,
+    **dict.fromkeys(("attempt", "files", "size_bytes"), COUNT),
     "attempts": list_of(mapping_with(_DRIVER)),
-    **dict.fromkeys(("boot", "pid_started", "error", "device", "monitor", "experiment_class"), TEXT.or_null()),
+    **dict.fromkeys(("boot", "pid_started", "device", "monitor", "experiment_class", "stop_reason"), TEXT.or_null()),
+    **dict.fromkeys(("output", "filling", "code", "settings"), TEXT.or_null()),  # of a data job
     "waits_for": TEXT.or_null(),  # resources, if the status is WAITING
     **dict.fromkeys(("epoch", "epochs", "failures", "workers", "seed", "parameters"), COUNT.or_null()),
     "mode": one_of("max", "min").or_null(),
@@ -94,7 +91,6 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
     "mirror": mapping_with({"uri": TEXT, "id": TEXT, "unfinished": FLAG}, needs=("uri", "id", "unfinished")).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
-    "files": COUNT,
     "sweep": mapping_with(
         {"name": NAME, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
     ).or_null(),

@@ -188,6 +188,7 @@ class DataConfig(_CheckedSettings):
         path: folder in the storage that the job fills; None means `data/<name>`.
         overwrite: replace the result of an earlier data job in that folder when this one is done; otherwise, refuse to
             start.
+        resume: start with the finished items of this job if it was interrupted, as `--resume` does.
         start_workers: maximum number of concurrent tasks; 0 runs them in this process, where a debugger works.
         cpus_per_worker: CPU cores per task.
         runtime_env: the same as for training.
@@ -199,6 +200,7 @@ class DataConfig(_CheckedSettings):
     name: str = "data"
     path: str | None = None
     overwrite: bool = False
+    resume: bool = False
     start_workers: int = at_least(0, 2)
     cpus_per_worker: int = at_least(1, 1)
     runtime_env: dict[str, Any] | None = None

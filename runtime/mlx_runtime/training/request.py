@@ -234,7 +234,7 @@ def choose_run(request: Request, cls: type, composition: Composition, *, look: b
         runs = reversed(list_runs(root, experiment))
         begun = (run.name for run in runs if run.has_begun() and not run.in_sweep())  # others died at once
         name = next(begun, "" if name == "auto" else name)
-    if not name:
+    if not name or name is True:  # data jobs resume themselves
         return choice
     try:
         run = named_run(str(name), root, experiment)

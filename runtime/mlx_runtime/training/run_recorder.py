@@ -54,6 +54,8 @@ class RunRecorder:
                 self.record.note(epoch=epoch, epochs=epochs, metrics={**(self.record["metrics"] or {}), **values})
             case events.CheckpointSaved():
                 self._record_checkpoint(event)
+            case events.StopRequested(reason):
+                self.record.note(stop_reason=reason)
             case events.WorkersLost():
                 self.record.update(failures=(self.record["failures"] or 0) + 1)
             case events.LoopEnded(metrics, stopped):
@@ -140,7 +142,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             from mlx_runtime.runs import drivers
 
             previous = drivers.refuse_living(folder)
-        attempt = folder.attempts() + 1 if config.sweep else 1  # an earlier driver may have died before the run began
+        attempt = folder.attempts() + 1 if config.claimed else 1  # an earlier driver may have died before the run began
         try:
             claimed = folder.claim_attempt(attempt, leases.lease())
         except MlxError:

@@ -292,7 +292,7 @@ def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
     assert done.stdout.splitlines()[:5] == [
         "no src/conf.yaml yet: binding first",
         "wrote src/conf.yaml",
-        "job       lines",
+        "job       lines run_001",
         f"folder    {job.made}",
         "workers   0: in this process",
     ]

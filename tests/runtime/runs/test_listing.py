@@ -428,11 +428,11 @@ class TestLogs:
             if len(told) == 3:
                 driver.kill() if status != "SUCCEEDED" else driver.stdin and os.write(driver.stdin.fileno(), b"\n")
 
-        assert xp.logs("digits", "1", write) == code
+        assert xp.logs(resolve_run("digits", "1"), write) == code
         assert told == ["one\n", "two\n", "three\n", *(["four\n"] if status == "SUCCEEDED" else [])]
         for follow in (None, True):  # it has ended, so there is nothing to wait for
-            assert xp.logs("digits", "1", told.append, follow=follow) == code
-        assert xp.logs("digits", "1", told.append, follow=False) == 0
+            assert xp.logs(resolve_run("digits", "1"), told.append, follow=follow) == code
+        assert xp.logs(resolve_run("digits", "1"), told.append, follow=False) == 0
 
     @pytest.mark.parametrize(("status", "code"), [("PRUNED", 0), ("STALE", 1), ("FAILED", 1)])
     def test_the_code_of_a_run_that_has_ended(self, made: Made, status: str, code: int) -> None:

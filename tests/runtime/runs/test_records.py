@@ -191,13 +191,13 @@ class TestOneDriver:
         number = drivers.take_over(run)
         record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
         with ThreadPoolExecutor(1) as pool:
-            stopped = pool.submit(xp.stop, str(run.path), "latest")
+            stopped = pool.submit(xp.stop, run)
             while run.STOP not in run.names() and not stopped.done():
                 time.sleep(0.01)
             record.withdraw()
             assert stopped.result() == "digits run_001 is SUCCEEDED"
         with pytest.raises(UsageError, match="digits run_001 is SUCCEEDED; there is nothing to stop"):
-            xp.stop(str(run.path), "latest")
+            xp.stop(run)
 
     def test_a_job_that_fails_to_resume_puts_the_record_back(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)

@@ -12,6 +12,7 @@ from mlx_runtime.storage import is_uri, prepared_root
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.prepared import Store
+    from mlx_runtime.runs import RunFolder
     from mlx_runtime.runs.outputs import Survey
 
 
@@ -29,6 +30,14 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
                 f"{root} does not exist on this machine; if only a cluster has it, pass --ray-address http://HEAD:8265"
             )
         return survey(StoragePath.parse(root, path), depth, limit)
+
+
+def find_job(name: str, run: str) -> "RunFolder":
+    """Return the folder of a data job in the storage."""
+    from mlx_runtime.runs import outputs
+
+    folder: RunFolder = outputs.find_job("" if "/" in name else queries.storage_root(), name, run)
+    return folder
 
 
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":

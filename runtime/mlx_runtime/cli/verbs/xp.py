@@ -17,7 +17,7 @@ from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.runs import RunFolder, drivers, find_run, records
 from mlx_runtime.runs.logs import last_lines, log_name
-from mlx_runtime.runs.queries import reached, resolve_run, storage_root
+from mlx_runtime.runs.queries import reached, storage_root
 from mlx_runtime.storage import is_uri, join_path, storage_at, storage_errors
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.leases import is_alive
@@ -31,9 +31,8 @@ MIRROR_S = 10.0  # interval for refreshing local copies of an object store
 STOP_S = 60  # maximum time for `stop` to wait for a step and a checkpoint
 
 
-def stop(name: str, run: str) -> str:
+def stop(folder: RunFolder) -> str:
     """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it. Return a line to print."""
-    folder = resolve_run(name, run)
     title = f"{folder.experiment} {folder.name}"
     record = records.load_record(folder)
     status = records.status_of(record, _job_status(record))
@@ -61,8 +60,7 @@ def stop(name: str, run: str) -> str:
 
 
 def logs(
-    name: str,
-    run: str,
+    folder: RunFolder,
     write: Callable[[str], object],
     *,
     follow: bool | None = None,
@@ -75,7 +73,6 @@ def logs(
     code is 0. `rank` selects a worker; None means the driver, whose output includes that of all workers. `tail` is the
     number of lines to start with.
     """
-    folder = resolve_run(name, run)
     record = records.load_record(folder)
     status = records.status_of(record, _job_status(record))
     code = 0 if follow is False else EXIT_CODES.get(status, 1)
@@ -93,9 +90,8 @@ def logs(
     return followed if follow else code
 
 
-def lost_driver(name: str, run: str) -> str | None:
+def lost_driver(folder: RunFolder) -> str | None:
     """Return a line about a run whose driver could not record its end, with the command that resumes it, or None."""
-    folder = resolve_run(name, run)
     record = records.load_record(folder)
     if (
         record["status"] not in ("RUNNING", "WAITING")

@@ -1,5 +1,6 @@
 """Commands for clusters: launch, and the dashboard."""
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ def launch_and_exit(
     overrides: Sequence[str],
     *,
     sweep: tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None = None,
+    retries: int = 0,
     ray_address: str | None,
     check: bool,
     follow: bool,
@@ -67,7 +69,7 @@ def launch_and_exit(
         prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
         code = 0
         if not check:
-            job = submit(prepared)
+            job = submit(dataclasses.replace(prepared, retries=retries))
             quiet = Settings.read().quiet
             for title, text in job.facts.items():
                 if title == "folder" or not quiet:
@@ -88,6 +90,9 @@ def launch_and_exit(
 @click.option("--sweep", "many", is_flag=True, help="Run a sweep there, with any options of mlx train sweep.")
 @click.option("--name", metavar="NAME", help="Name of the experiment, cfg.name; with --sweep, name of the sweep.")
 @commands.prepare_option
+@click.option(
+    "--retries", metavar="N", type=click.IntRange(min=0), default=0, help="Resume at most N times if the driver dies."
+)
 @click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
 @click.option("--code", hidden=True)
 @commands.from_option
@@ -124,9 +129,11 @@ def train_launch(
 
 
 @click.command("launch", context_settings=commands.OVERRIDES)
+@commands.resume_option
 @launch_options
-def data_launch(overrides: tuple[str, ...], **settings: Any) -> None:
+def data_launch(resume: bool, overrides: tuple[str, ...], **settings: Any) -> None:
     """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
+    overrides += ("cfg.resume=true",) * resume
     launch_and_exit(DATA_JOB, _storage_there(overrides, settings["ray_address"]), **settings)
 
 

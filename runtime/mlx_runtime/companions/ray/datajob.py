@@ -3,22 +3,42 @@
 import contextlib
 import errno
 import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
+from mlx_runtime.companions.ray.items import FinishedItems, fingerprints, interrupted
 from mlx_runtime.config import Config, build
-from mlx_runtime.errors import ConfigError, DataJobError, MlxError, RunStopped, StorageError, short_message, user_errors
-from mlx_runtime.runs import outputs, provenance
+from mlx_runtime.errors import (
+    ConfigError,
+    DataJobError,
+    MlxError,
+    RunStopped,
+    StorageError,
+    full_message,
+    short_message,
+    user_errors,
+)
+from mlx_runtime.runs import claim_run, drivers, named_run, outputs, provenance
+from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.outputs import Filling, Output
+from mlx_runtime.runs.records import Record, attempts, load_record
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, join_path, size_text, storage_root
+from mlx_runtime.storage import documents, join_path, leases, size_text, storage_root
 from mlx_runtime.storage.documents import is_name
+from mlx_runtime.storage.secrets import redact
 from mlx_runtime.tracking import Display
-from mlx_runtime.training import DataConfig, StopRequests, Terminated, sigterm_stops
+from mlx_runtime.training import DataConfig, StopRequests, Terminated, interrupt_main, sigterm_stops
 from mlx_runtime.training.engines import Cluster
+
+CLAIMED = "MLX_DATA_JOB"
+"""Variable with the folder that the launcher of a job has claimed for its record."""
+
+LAUNCHER_FACTS = ("command", "overrides", "git")
+"""Parts of the provenance of a run or data job that its launcher records, because they are unknown to its job."""
 
 MAX_RETRIES = 3  # of a task whose process or node is lost
 
@@ -48,6 +68,7 @@ class DataJob:
     cfg: Any
     output: Output
     _display: Display | None = None
+    _finished: FinishedItems | None = None
 
     def __init__(self, **groups: Any) -> None:
         for name, group in groups.items():
@@ -76,18 +97,22 @@ class DataJob:
             MlxError: the process or node of an item was lost too many times.
         """
         items = list(items)
-        results: list[Any] = [None] * len(items)
+        keys, known = self._finished.begin_call(self, function, items) if self._finished is not None else ([], {})
+        results: list[Any] = [known[index].result if index in known else None for index in range(len(items))]
         calls = _calls_here if self.cfg.start_workers == 0 else _calls_on_ray
-        with contextlib.closing(calls(function, items, self.cfg)) as finished:
-            for count, (index, result) in enumerate(finished, start=1):
+        waiting = [(index, item) for index, item in enumerate(items) if index not in known]
+        with contextlib.closing(calls(function, waiting, self.cfg)) as finished:
+            for count, (index, result, files) in enumerate(finished, start=len(known) + 1):
                 results[index] = result
+                if self._finished is not None:
+                    self._finished.add(keys[index], result, files)
                 if self._display is not None:
                     self._display.show_progress(title, count, len(items))
         return results
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for tasks, without the display, which remains on the driver."""
-        return {name: value for name, value in vars(self).items() if name != "_display"}
+        """Return the state for tasks, without the objects that remain on the driver."""
+        return {name: value for name, value in vars(self).items() if name not in ("_display", "_finished")}
 
 
 def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
@@ -111,33 +136,95 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     cfg: Any = config.cfg
     if not isinstance(cfg, DataConfig):
         raise ConfigError(f"cfg is a {type(cfg).__name__}; a data job needs class JobConfig(mlx_runtime.DataConfig)")
-    path, settings, started = output_path(cfg), Settings.read(), time.monotonic()
-    display = Display(sys.stdout, quiet=settings.quiet)
-    display.print(f"job       {cfg.name}")
-    display.print(f"folder    {path}")
-    tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
-    display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
-    facts = provenance(config.overrides)
-    facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
-    control = StopRequests()
-    with contextlib.closing(display), sigterm_stops(control):
-        try:
-            with Filling(path, overwrite=cfg.overwrite, **facts) as target:
-                instance = job(**{name: build(node, name) for name, node in config.tree.items()})
-                instance.output, instance._display = target.output, display
+    path, started = output_path(cfg), time.monotonic()
+    refuse_present(config)  # before there is a record
+    with _recorded(config, path) as (record, display):
+        display.print(f"job       {record.folder.experiment} {record.folder.name}")
+        display.print(f"folder    {path}")
+        tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
+        display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
+        facts = provenance(config.overrides)
+        facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": Settings.read().job}
+        adopt = record["filling"] if cfg.resume else None
+        with Filling(path, overwrite=cfg.overwrite, adopt=adopt, **facts) as target, contextlib.ExitStack() as stack:
+            record.update(filling=target.id, **fingerprints(config))
+            finished = FinishedItems(record.folder, target.output, config.tree, resumed=target.adopted)
+            stack.callback(finished.close)
+            if cfg.resume:
+                display.print(f"resumed   {finished.count} finished items")
+            instance = job(**{name: build(node, name) for name, node in config.tree.items()})
+            instance.output, instance._display, instance._finished = target.output, display, finished
+            try:
                 with _user_errors(f"{job.__name__}.run"):
                     instance.run()
-                files, size = target.commit()
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
+            except BaseException:
+                if finished.count:
+                    target.kept = True
+                    verb = "launch" if Settings.read().job else "run"
+                    display.print(f"kept      {finished.count} finished items; to continue: mlx data {verb} --resume")
+                raise
+            finished.complete()
+            files, size = target.commit()
+        record.note(files=files, size_bytes=size)
+        display.print()
+        display.print(f"took      {time.monotonic() - started:.1f} s")
+        display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
+        display.print(f"folder    {path}", always=True)
+    return path
+
+
+@contextlib.contextmanager
+def _recorded(config: Config, path: str) -> Iterator[tuple[Record, Display]]:
+    """Record a job and its output while the block runs, which requests to stop interrupt."""
+    control = StopRequests(interrupt_main)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sigterm_stops(control))
+        record = _claim(config, path)
+        stack.enter_context(record.alive())
+        log = stack.enter_context(Log(record.folder))
+        if Settings.read().quiet:
+            display = Display(log.screen, cast(TextIO, log), quiet=True)
+        else:
+            display = Display(sys.stdout, log.copy)
+        stack.callback(display.close)
+        try:
+            with control.watch(record.folder, record["attempt"]):
+                record.begin(config.yaml())
+                yield record, display
         except KeyboardInterrupt as interrupt:
+            record.finish("STOPPED")
             code = control.exit_code if isinstance(interrupt, Terminated) else 130
             raise RunStopped(f"stopped; {path} was not created", code) from None
-    display.print()
-    display.print(f"took      {time.monotonic() - started:.1f} s")
-    display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
-    display.print(f"folder    {path}", always=True)
-    return path
+        except (MlxError, OSError) as error:
+            text = full_message(error)
+            if isinstance(error, OSError):
+                text = f"cannot write {path}: {error.strerror or short_message(error)}"
+            with contextlib.suppress(StorageError):  # it may be what failed
+                record.finish("FAILED", error=redact(text))
+            log.write(f"error: {text}\n")
+            if isinstance(error, OSError):
+                raise StorageError(text) from error
+            raise
+        record.finish("SUCCEEDED")
+
+
+def _claim(config: Config, path: str) -> Record:
+    """Create the record of a job, or continue that of its launch."""
+    facts = provenance(config.overrides) | {"status": "RUNNING", "start": documents.now(), "output": path}
+    claimed, folder = os.environ.get(CLAIMED), interrupted(config, path) if config.cfg.resume else None
+    if claimed:
+        folder = named_run(claimed, "", "")
+        facts = {name: value for name, value in facts.items() if name not in LAUNCHER_FACTS}
+    if folder is None:
+        folder = claim_run(outputs.jobs_root(storage_root(config.cfg.storage_path)), config.cfg.name)
+        folder.claim_attempt(1, leases.lease())
+        return Record(folder, **facts, attempt=1)
+    attempt, before = drivers.take_over(folder), load_record(folder)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if not claimed:
+        facts |= {"attempts": attempts(before), "job": None}
+    before = {name: value for name, value in before.items() if name not in ("end", "error")}
+    return Record(folder, before, **facts, attempt=attempt)
 
 
 def refuse_present(config: Config) -> None:
@@ -160,18 +247,33 @@ def output_path(cfg: DataConfig) -> str:
     return join_path(storage_root(cfg.storage_path), *path.parts)
 
 
-Results = Generator[tuple[int, Any], None, None]
-"""Index of an item and the result of its call, in the order in which calls finish."""
+Results = Generator[tuple[int, Any, list[str] | None], None, None]
+"""Index of an item, the result of its call, and the files that it wrote, in the order in which calls finish.
+
+The files are None if they are not known.
+"""
 
 
-def _calls_here(function: Callable[[Any], Any], items: Sequence[Any], cfg: DataConfig) -> Results:
-    for index, item in enumerate(items):
+def _calls_here(function: Callable[[Any], Any], items: Sequence[tuple[int, Any]], cfg: DataConfig) -> Results:
+    for index, item in items:
         with _user_errors(_item_title(item)):
-            result = function(item)
-        yield index, result
+            result, files = _call_tracked(function, item)
+        yield index, result, files
 
 
-def _calls_on_ray(function: Callable[[Any], Any], items: Sequence[Any], cfg: DataConfig) -> Results:
+def _call_tracked(function: Callable[[Any], Any], item: Any) -> tuple[Any, list[str] | None]:
+    """Call a function. Return its result, and the files that it has written to the output of its job."""
+    output = getattr(getattr(function, "__self__", None), "output", None)
+    if not isinstance(output, Output):
+        return function(item), None
+    before, output.written, output.opaque = (output.written, output.opaque), [], False
+    try:
+        return function(item), None if output.opaque else output.written
+    finally:
+        output.written, output.opaque = [*before[0], *output.written], before[1] or output.opaque
+
+
+def _calls_on_ray(function: Callable[[Any], Any], items: Sequence[tuple[int, Any]], cfg: DataConfig) -> Results:
     """Call a function in tasks of Ray, at most `cfg.start_workers` at a time."""
     import ray
     from ray import cloudpickle
@@ -179,7 +281,7 @@ def _calls_on_ray(function: Callable[[Any], Any], items: Sequence[Any], cfg: Dat
     gpus = {"num_gpus": 1} if cfg.use_gpu else {}
     task = ray.remote(_call).options(num_cpus=cfg.cpus_per_worker, max_retries=MAX_RETRIES, **gpus)
     pickled = ray.put(cloudpickle.dumps(function))
-    waiting = iter(enumerate(items))
+    waiting = iter(items)
     running: dict[Any, tuple[int, str]] = {}
     try:
         while True:
@@ -191,17 +293,17 @@ def _calls_on_ray(function: Callable[[Any], Any], items: Sequence[Any], cfg: Dat
             ready, _ = ray.wait(list(running), timeout=1)  # signals are only handled between calls
             for ref in ready:
                 index, title = running.pop(ref)
-                yield index, _task_result(ref, title)
+                yield index, *_task_result(ref, title)
     finally:
         for ref in running:
             ray.cancel(ref, force=True)
 
 
-def _task_result(ref: Any, title: str) -> Any:
+def _task_result(ref: Any, title: str) -> tuple[Any, list[str] | None]:
     import ray
 
     try:
-        result, error = ray.get(ref)
+        result, files, error = ray.get(ref)
     except ray.exceptions.RayTaskError as unpicklable:  # `_call` returns what user code raises
         cause = short_message(unpicklable.cause)
         raise MlxError(f"the result of {title} cannot be sent to the driver: {cause}") from unpicklable
@@ -210,11 +312,11 @@ def _task_result(ref: Any, title: str) -> Any:
         raise MlxError(f"{title} was lost {MAX_RETRIES + 1} times: {cause}") from lost
     if error is not None:
         raise error
-    return result
+    return result, files
 
 
-def _call(project: str, function: bytes, item: bytes, title: str) -> tuple[Any, MlxError | None]:
-    """Call a pickled function in a process of Ray. Return its result, or the error for the user."""
+def _call(project: str, function: bytes, item: bytes, title: str) -> tuple[Any, list[str] | None, MlxError | None]:
+    """Call a pickled function in a process of Ray. Return its result and files, or the error for the user."""
     folder = Path.cwd() if Path("src").is_dir() else Path(project)  # each node of a cluster has its own copy
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -222,9 +324,9 @@ def _call(project: str, function: bytes, item: bytes, title: str) -> tuple[Any, 
 
     try:
         with _user_errors(title):
-            return cloudpickle.loads(function)(cloudpickle.loads(item)), None
+            return *_call_tracked(cloudpickle.loads(function), cloudpickle.loads(item)), None
     except MlxError as error:
-        return None, error
+        return None, None, error
 
 
 def _item_title(item: Any) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import io
+import os
 import signal
 import threading
 import zipfile
@@ -17,6 +18,9 @@ from mlx_runtime.storage.documents import from_yaml
 
 SIGNAL_S = 5.0
 """Time to wait for Ray's signal before a job exits; none comes if an earlier one is the reason for exiting."""
+
+SUPERVISED = "MLX_SUPERVISED"
+"""Variable of drivers whose parent process decides whether their job has ended."""
 
 Send = Callable[[str, bytes], str]
 """Uploads a package under a name and returns its URI."""
@@ -95,7 +99,10 @@ def end_as_stopped(job: str) -> None:
     """Make the dashboard list the job of this process as STOPPED. Call this in the main thread, just before exiting.
 
     Ray treats every exit code other than 0 as a failure, unless it was asked to stop the job. It then sends SIGTERM.
+    Does nothing in a supervised driver.
     """
+    if SUPERVISED in os.environ:
+        return
     from ray.job_submission import JobSubmissionClient
 
     received = threading.Event()

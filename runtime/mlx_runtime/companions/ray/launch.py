@@ -13,12 +13,15 @@ from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
+from mlx_runtime.companions.ray.datajob import CLAIMED, LAUNCHER_FACTS, output_path
+from mlx_runtime.companions.ray.items import interrupted
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
+from mlx_runtime.config import storage_override
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import SWEEP, RunFolder, Upload, claim_run, drivers, provenance, records, snapshots
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.outputs import being_filled
+from mlx_runtime.runs.outputs import jobs_root
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, storage_root
 from mlx_runtime.storage.secrets import redact
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 
 STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
 FAILED_LOG_LINES = 40
-LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance unknown to its job
 STOP_WAIT_S = 30  # between SIGTERM and SIGKILL when a job is stopped: long enough to save a checkpoint
 
 
@@ -67,6 +69,7 @@ class Launch:
     config: "RunConfig"
     upload: Upload
     runtime_env: Mapping[str, Any]
+    retries: int = 0  # of a driver that dies
 
     def submit_run(self, driver: Sequence[str] = ("main.py",), **metadata: str) -> SubmittedJob:
         """Create the folder and the record of a run, and submit it.
@@ -110,13 +113,16 @@ class Launch:
     ) -> SubmittedJob:
         """Submit the driver of a claimed run, or of a sweep, and record that it is pending."""
         config, before = self.config, before.get(records.REPLACED) or before
-        attempt = run.attempts() + 1
-        title = f"{run.experiment}-{run.name}"
+        attempt, is_data = run.attempts() + 1, "output" in fields
+        there = path_there(run.location)
+        title = f"data-{run.experiment}-{run.name}" if is_data else f"{run.experiment}-{run.name}"
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
         record = self._pending_record(run, before, job, **fields)
-        metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name, **metadata}
+        metadata = {"mlx": "data" if is_data else "train", "experiment": run.experiment, "run": run.name, **metadata}
+        if self.retries:
+            command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
         try:
-            page = self.submit(job, command, metadata)
+            page = self.submit(job, command, metadata, {CLAIMED: there} if is_data else {})
         except ClusterError as error:
             if before:
                 record.withdraw()
@@ -125,30 +131,28 @@ class Launch:
             raise
         elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in config.overrides)
         words = shlex.join([run.location] if elsewhere else [run.experiment, run.name])
-        facts = {"run": f"{run.experiment} {run.name}", "folder": path_there(run.location)}
-        facts |= {"job": job, "dashboard": page}
-        facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
+        facts = {"run": f"{run.experiment} {run.name}", "folder": there, "job": job, "dashboard": page}
+        if is_data:
+            facts |= {"folder": fields["output"], "follow": f"mlx data logs {words}", "stop": f"mlx data stop {words}"}
+        else:
+            facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
         return SubmittedJob(self.dashboard, job, facts, lambda: records.load_record(run).get("status") != "PENDING")
 
     def submit_data_job(self) -> SubmittedJob:
-        """Submit a data job."""
-        from mlx_runtime.companions.ray.datajob import output_path
-        from mlx_runtime.config import storage_override
-
+        """Create the record of a data job, and submit it."""
         cfg: Any = self.config.cfg
-        path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
-        arguments = [*self.config.overrides, storage_override(path_there(storage_root(cfg.storage_path)))]
-        page = self.submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path_there(path)})
-        mode = "RAY_AUTH_MODE=token " if self.dashboard.token_source else ""
-        ray = f"{mode}RAY_ADDRESS={self.dashboard.address.url} ray job"
-        facts = {"job": job, "folder": path_there(path), "dashboard": page}
-        facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
-        return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
+        root, path = storage_root(cfg.storage_path), path_there(output_path(cfg))
+        resumed = interrupted(self.config, path) if cfg.resume else None
+        before = drivers.refuse_living(resumed) if resumed else {}
+        command = ["main.py", *self.config.overrides, storage_override(path_there(root))]
+        return self._submit_driver(resumed or claim_run(jobs_root(root), cfg.name), before, command, {}, output=path)
 
-    def submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
+    def submit(
+        self, job: str, arguments: Sequence[str], metadata: Mapping[str, str], variables: Mapping[str, str]
+    ) -> str:
         """Upload the folder, and start Python with these arguments. Return the URL of the job in the dashboard."""
         settings = Settings.read()
-        environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+        environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **variables}
         environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
         environment |= {"MLX_QUIET": "1"} if settings.quiet else {}
         command = ["python", "-u", *arguments]
@@ -164,7 +168,7 @@ class Launch:
         facts["job"] = {"id": job, "address": self.dashboard.address.url}
         if before:
             facts |= {"attempts": records.attempts(before), records.REPLACED: before}
-        kept = {name: item for name, item in before.items() if name not in ("end", "error")}
+        kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
         return records.Record(run, kept, **facts)
 
 

@@ -125,9 +125,9 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
         folder, before = plan.folder, records.load_record(plan.folder)
         trials = _stored_trials(plan, before, retry_failed)
         attempt = drivers.take_over(folder)
-        facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
-        if Settings.read().job is None:
-            facts["job"] = None
+        facts["start"] = before.get("start")
+        if Settings.read().job is None:  # otherwise, the launch has recorded the earlier attempts
+            facts |= {"attempts": records.attempts(before), "job": None}
         before = {name: value for name, value in before.items() if name not in ("end", "error")}
     else:
         if name and not is_name(name):

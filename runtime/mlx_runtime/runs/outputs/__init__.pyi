@@ -1,8 +1,11 @@
 # Written by runtime/stubs.py.
+from mlx_runtime.runs.outputs.filling import RECORD as RECORD
 from mlx_runtime.runs.outputs.filling import Filling as Filling
 from mlx_runtime.runs.outputs.filling import Output as Output
-from mlx_runtime.runs.outputs.filling import being_filled as being_filled
 from mlx_runtime.runs.outputs.filling import refuse_present as refuse_present
+from mlx_runtime.runs.outputs.jobs import find_job as find_job
+from mlx_runtime.runs.outputs.jobs import jobs_root as jobs_root
+from mlx_runtime.runs.outputs.jobs import list_jobs as list_jobs
 from mlx_runtime.runs.outputs.inputs import INPUTS as INPUTS
 from mlx_runtime.runs.outputs.inputs import keep_input as keep_input
 from mlx_runtime.runs.outputs.inputs import remove_unused_inputs as remove_unused_inputs

@@ -37,10 +37,13 @@ class Output:
 
     def __init__(self, root: str) -> None:
         self._storage = storage_at(root)
+        self.written: list[str] = []  # paths of the files written by this object
+        self.opaque = False  # other files may have been written, too
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # as when it is unpickled
             raise AttributeError(name)
+        self.opaque = self.opaque or name in ("path", "root")
         return getattr(self._storage, name)
 
     @property
@@ -56,6 +59,7 @@ class Output:
                 f"{self._storage.root} is not a folder on this machine; use self.output.write, .create or .upload"
             )
         self.check_visible()
+        self.opaque = True
         return Path(self._storage.path)
 
     def write(self, data: bytes | str, *parts: str) -> None:
@@ -83,6 +87,7 @@ class Output:
         self._storage.upload(file, *parts)
 
     def _make_folders(self, parts: Sequence[str]) -> None:
+        self.written.append("/".join(Path(*parts).parts))
         if self._storage.local:
             self.check_visible()
             folder = Path(self._storage.path)
@@ -106,13 +111,14 @@ class Filling:
     Args:
         location: Folder or URI.
         overwrite: Replace the result of an earlier job.
+        adopt: Id of a job that has ended and left its unfinished content, with which this one starts if it is there.
         facts: Further fields of `job.json`.
 
     Raises:
         UsageError: The folder exists, or another job is filling it.
     """
 
-    def __init__(self, location: str, *, overwrite: bool, **facts: Any) -> None:
+    def __init__(self, location: str, *, overwrite: bool, adopt: str | None = None, **facts: Any) -> None:
         self._location, self._overwrite = location, overwrite
         self._target = storage_at(location)
         self._above, name = _parent(self._target)
@@ -120,18 +126,29 @@ class Filling:
         refuse_present(location, overwrite=overwrite)
         if self._above.local:
             Path(self._above.path).mkdir(parents=True, exist_ok=True)
-            recover(self._above, name, self._is_abandoned)
+            left = f".{name}.part-{adopt}"
+            recover(self._above, name, lambda leftover: leftover != left and self._is_abandoned(leftover))
         else:
+            self.adopted = adopt is not None and (job_record(self._target) or {}).get("filling") == adopt
             self._target.remove_file(RECORD)  # the existing content is no longer valid
-            self._target.remove_folder()
+            if not self.adopted:
+                self._target.remove_folder()
         self._publication = Publication(self._above, name, RECORD)
         self._facts = leases.this_process() | facts | {"status": "RUNNING", "filling": self._publication.id}
         self._publication.__enter__()
+        if self._above.local:
+            self.adopted = adopt is not None and self._adopt(left)
         self.output = Output(str(Path(self._above.path, self._publication.folder)) if self._above.local else location)
+        self.kept = False  # leave the content for another job if this one fails
         self._committed = False
         self._lock = threading.Lock()
         self._heartbeat = contextlib.ExitStack()
         self._write_record()
+
+    @property
+    def id(self) -> str:
+        """Id in the `job.json` of the folder."""
+        return self._publication.id
 
     def __enter__(self) -> "Filling":
         self._heartbeat.enter_context(leases.heartbeat(self._beat))
@@ -151,13 +168,22 @@ class Filling:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._heartbeat.close()
-        self._publication.__exit__()
-        if not self._committed and not self._target.local:
+        if not self.kept:
+            self._publication.__exit__()
+        if not self._committed and (self.kept or not self._target.local):
             with contextlib.suppress(OSError):  # the storage may be what failed
                 if self._is_ours():
                     stopped = isinstance(error, KeyboardInterrupt)
                     self._facts |= {"status": "STOPPED" if stopped else "FAILED", "end": now()}
                     self._write_record()
+
+    def _adopt(self, leftover: str) -> bool:
+        """Take the content of an earlier job. Only one of several jobs can rename it."""
+        try:
+            self._above.move(leftover, self._publication.folder)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _new_record(self) -> bytes:
         self._facts["heartbeat"] = now()
@@ -212,10 +238,6 @@ def refuse_present(location: str, *, overwrite: bool) -> None:
             f"{location} already exists, made {str(record.get('end'))[:10]}; replace it with cfg.overwrite=true, or "
             "choose another cfg.path"
         )
-
-
-def being_filled(location: str) -> bool:
-    return _filler(storage_at(location)) is not None
 
 
 def job_status(record: Mapping[str, Any]) -> str:

@@ -129,6 +129,7 @@ class Row:
             "age_s": self.age_s,
             "duration_s": self.duration_s,
             "error": self.record.get("error"),
+            "attempts": self.record.get("attempts") or [],
             "job": self.record.get("job"),
             "sweep": self.record.get("sweep"),
             "place": self.folder.location,
@@ -139,11 +140,12 @@ class Row:
         shown = metric or self.monitor or next(iter(self.metrics), None)
         epochs = self.record.get("epochs")
         epoch = "" if self.epoch is None else f"{self.epoch}/{epochs}" if epochs else str(self.epoch)
-        workers = self.record.get("workers")
+        workers, earlier = self.record.get("workers"), self.record.get("attempts")
+        status = f"{self.status}, attempt {len(earlier) + 1}" if earlier and self.status == "RUNNING" else self.status
         values = {
             "experiment": self.folder.experiment,
             "run": self.folder.name,
-            "status": f"{self.status} {self._waiting()} for {self.waits_for}" if self.waits_for else self.status,
+            "status": f"{self.status} {self._waiting()} for {self.waits_for}" if self.waits_for else status,
             "epoch": epoch,
             "metric": shown or "",
             "best": format_number(self.best) if shown == self.monitor else "",

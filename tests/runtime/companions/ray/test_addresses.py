@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +17,11 @@ from mlx_runtime.companions.ray import dashboard as dashboard_module
 from mlx_runtime.companions.ray.addresses import Address, remember
 from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
+from mlx_runtime.companions.ray.launch import SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import RunFolder, Upload, records
-from mlx_runtime.runs.queries import listing
+from mlx_runtime.runs.queries import listing, resolve_run
 from mlx_runtime.storage import leases
-from mlx_runtime.training import DataConfig
 
 pytestmark = pytest.mark.pure
 
@@ -92,19 +90,6 @@ def test_a_port_without_http_is_told_apart_from_a_closed_one() -> None:
             Dashboard.connect(address)
     with pytest.raises(ClusterError, match=r"does not answer \(nothing listens there\)"):
         Dashboard.connect(address)
-
-
-@pytest.mark.parametrize(("source", "prefix"), [("RAY_AUTH_TOKEN", "RAY_AUTH_MODE=token "), (None, "")])
-def test_commands_of_a_data_job_use_the_token(
-    source: str | None, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    dashboard = Dashboard(Address("http://head:8265", "here"), "2.60", {}, source, 0.1)
-    monkeypatch.setattr(Dashboard, "unused_id", lambda self, wanted: wanted)
-    monkeypatch.setattr(Launch, "submit", lambda *_: "page")
-    config: Any = SimpleNamespace(cfg=DataConfig(storage_path=str(tmp_path)), overrides=())
-    facts = Launch(dashboard, config, Upload.of(tmp_path), {}).submit_data_job().facts
-    assert facts["follow"] == f"{prefix}RAY_ADDRESS=http://head:8265 ray job logs --follow data-data"
-    assert facts["stop"] == f"{prefix}RAY_ADDRESS=http://head:8265 ray job stop data-data"
 
 
 @pytest.mark.s3
@@ -271,10 +256,10 @@ def test_an_address_in_a_record_gets_no_token(
     monkeypatch.setattr(xp, "STOP_S", 0.1)
     printed: list[str] = []
     assert [row.status for row in listing.list_rows(ask=job_statuses)] == ["RUNNING"]
-    xp.logs("digits", "latest", printed.append, follow=False)
-    xp.logs("digits", "latest", printed.append, follow=False, tail=1)
+    xp.logs(resolve_run("digits", "latest"), printed.append, follow=False)
+    xp.logs(resolve_run("digits", "latest"), printed.append, follow=False, tail=1)
     with pytest.raises(Exception, match="still RUNNING"):
-        xp.stop("digits", "latest")
+        xp.stop(resolve_run("digits", "latest"))
     assert server.sent
     assert {*server.sent} == {None}
     assert printed == ["what it printed\n"] * 2
