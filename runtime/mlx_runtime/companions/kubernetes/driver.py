@@ -7,6 +7,7 @@ The record of the run names its job, so each attempt finds the run of the earlie
 import contextlib
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     job = Settings.read().job
     if job is None:
         raise UsageError("this process belongs to no job: MLX_JOB is not set")
-    Path(PID_FILE).write_text(f"{os.getpid()}\n")
+    Path(tempfile.gettempdir(), PID_FILE).write_text(f"{os.getpid()}\n")
     (_sweep if kind == SWEEP else _train)(job, root, experiment, words)
 
 

@@ -26,10 +26,10 @@ MOUNT = "/mnt/runs"
 JOB_LABEL = "mlx-runtime/job"
 """Label of the pods with the name of their RayJob."""
 
-PID_FILE = "/tmp/mlx-driver.pid"  # of the head's container
-"""File with the process id of the driver, for the hook of the head."""
+PID_FILE = "mlx-driver.pid"
+"""File with the process id of the driver, in the folder for temporary files of the head."""
 
-STOP_DRIVER = f"read pid < {PID_FILE} && kill $pid && while kill -0 $pid; do sleep 1; done; true"
+STOP_DRIVER = f'read pid < "${{TMPDIR:-/tmp}}/{PID_FILE}" && kill $pid && while kill -0 $pid; do sleep 1; done; true'
 """Hook of the head before its deletion: the driver stops with a checkpoint."""
 
 DRAIN_NODE = (
@@ -95,10 +95,11 @@ def rayjob(
         ray_version: version of Ray in the image.
         trials: runs of a sweep that train at the same time; None for a single run.
     """
-    worker = _resources(cfg, pods, 1)
     alone = trials is None and cfg.start_workers == 0  # trains in the driver
-    head = _pod(name, pods, root, "ray-head", worker if alone else _amounts(pods.head_cpus, pods.head_memory))
-    head["spec"]["containers"][0]["lifecycle"] = _before_deletion(STOP_DRIVER)
+    head_amounts = _worker_amounts(cfg, pods, 1) if alone else _amounts(pods.head_cpus, pods.head_memory)
+    head = _pod(name, pods, root, "ray-head", head_amounts, STOP_DRIVER)
+    if alone:
+        head["spec"] |= _placement(cfg, pods)
     cluster: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
     if not alone and trials is None and _most(cfg) > _least(cfg):
         cluster |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2"}}
@@ -154,20 +155,28 @@ def _worker_group(name: str, pods: Pods, cfg: TrainConfig, root: str, trials: in
         trials * math.ceil(max(1, workers) / pods.workers_per_pod)
         for workers in (_least(cfg), cfg.start_workers, _most(cfg))
     )
-    template = _pod(name, pods, root, "ray-worker", _resources(cfg, pods, pods.workers_per_pod))
-    hook = DRAIN_NODE.format(seconds=pods.grace)
-    template["spec"]["containers"][0]["lifecycle"] = _before_deletion(hook)
-    if pods.node:
-        template["spec"]["nodeSelector"] = dict(pods.node)
-    if cfg.use_gpu:
-        template["spec"]["tolerations"] = [{"key": pods.gpu, "operator": "Exists", "effect": "NoSchedule"}]
+    amounts, hook = _worker_amounts(cfg, pods, pods.workers_per_pod), DRAIN_NODE.format(seconds=pods.grace)
+    template = _pod(name, pods, root, "ray-worker", amounts, hook)
+    template["spec"] |= _placement(cfg, pods)
     sizes = {"replicas": start, "minReplicas": least, "maxReplicas": most}
     return {"groupName": "workers", **sizes, "rayStartParams": {}, "template": template}
 
 
-def _pod(name: str, pods: Pods, root: str, container: str, resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template of a pod with one container."""
-    ray: dict[str, Any] = {"name": container, "image": pods.image, "resources": dict(resources)}
+def _placement(cfg: TrainConfig, pods: Pods) -> dict[str, Any]:
+    """Return the fields that determine the nodes of pods that train."""
+    placement: dict[str, Any] = {"nodeSelector": dict(pods.node)} if pods.node else {}
+    if cfg.use_gpu:
+        placement["tolerations"] = [{"key": pods.gpu, "operator": "Exists", "effect": "NoSchedule"}]
+    return placement
+
+
+def _pod(
+    name: str, pods: Pods, root: str, container: str, amounts: Mapping[str, str], before_deletion: str
+) -> dict[str, Any]:
+    """Return the template of a pod with one container, which runs a hook before its deletion."""
+    ray: dict[str, Any] = {"name": container, "image": pods.image}
+    ray["resources"] = {"requests": dict(amounts), "limits": dict(amounts)}
+    ray["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", before_deletion]}}}
     ray["env"] = [{"name": "MLX_STORAGE", "value": root}]  # for commands that are typed in the pod
     if pods.secret:
         ray["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.secret]
@@ -184,20 +193,15 @@ def _pod(name: str, pods: Pods, root: str, container: str, resources: Mapping[st
     return {"metadata": {"labels": {JOB_LABEL: name}}, "spec": spec | {"containers": [ray]}}
 
 
-def _resources(cfg: TrainConfig, pods: Pods, workers: int) -> dict[str, Any]:
+def _worker_amounts(cfg: TrainConfig, pods: Pods, workers: int) -> dict[str, str]:
     """Return the resources of a pod with this number of workers."""
     number, unit = re.fullmatch(r"([\d.]+)(\D+)", pods.memory).groups()  # type: ignore[union-attr]
-    gpus = {pods.gpu: workers * cfg.gpus_per_worker} if cfg.use_gpu else {}
-    return _amounts(workers * cfg.cpus_per_worker, f"{workers * float(number):g}{unit}", **gpus)
+    gpus = {pods.gpu: str(workers * cfg.gpus_per_worker)} if cfg.use_gpu else {}
+    return _amounts(workers * cfg.cpus_per_worker, f"{workers * float(number):g}{unit}") | gpus
 
 
-def _amounts(cpus: int, memory: str, **gpus: int) -> dict[str, Any]:
-    amounts = {"cpu": str(cpus), "memory": memory} | {name: str(number) for name, number in gpus.items()}
-    return {"requests": amounts, "limits": amounts}
-
-
-def _before_deletion(command: str) -> dict[str, Any]:
-    return {"preStop": {"exec": {"command": ["/bin/sh", "-c", command]}}}
+def _amounts(cpus: int, memory: str) -> dict[str, str]:
+    return {"cpu": str(cpus), "memory": memory}
 
 
 def _deletion(pods: Pods) -> dict[str, Any]:
