@@ -28,7 +28,7 @@ from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
 from mlx_runtime.storage.secrets import redact
 
 POLL_S = 0.5
-"""Interval at which a request to stop is noticed; the run itself looks once a second."""
+"""Interval at which a request to stop is noticed. The run itself looks once a second or less often."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -42,11 +42,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_of(job: str, root: str, experiment: str) -> RunFolder | None:
-    """Return the run that an earlier attempt of a job has begun, or None."""
+    """Return the run of a job that an earlier attempt has claimed, or None.
+
+    A run whose driver died just before it began cannot be continued; the next attempt claims another.
+    """
     for folder in reversed(list_runs(root, experiment)):
         with contextlib.suppress(StorageError):  # claimed at this moment, or damaged
-            if (load_record(folder).get("job") or {}).get("id") == job and folder.has_begun():
-                return folder
+            if (load_record(folder).get("job") or {}).get("id") == job:
+                return folder if folder.has_begun() or not folder.attempts() else None
     return None
 
 
@@ -59,21 +62,21 @@ def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[s
         return
     if folder is None and request.resume:
         folder = find_run(root, experiment, request.resume)
-    if folder is not None:
+    if folder is not None and folder.has_begun():
         before = drivers.refuse_living(folder)
         before = before.get(records.REPLACED) or before
     folder = folder or claim_run(root, experiment)
     pending = pending_record(folder, before, job, request.overrides)
-    try:
-        with ends_for_good(folder):
+    with ends_for_good(folder):
+        try:
             projects.run(AN_EXPERIMENT, request.overrides, claimed=folder.location, origin=request.origin)
-    except MlxError as error:
-        if load_record(folder).get("status") == "PENDING":  # it failed before the run began
+        except MlxError as error:
             if before:
-                pending.withdraw()
-            else:
+                if load_record(folder).get("status") == "PENDING":  # it was not resumed
+                    pending.withdraw()
+            elif not folder.has_begun() and not isinstance(error, RunStopped):
                 pending.finish("FAILED", error=redact(full_message(error)))
-        raise
+            raise
 
 
 def _sweep(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
@@ -109,7 +112,7 @@ def ends_for_good(folder: RunFolder) -> Iterator[None]:
     asked, done = threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not done.wait(POLL_S * (10 if folder.uri else 1)):
+        while not done.wait(POLL_S):
             if folder.asked_to_stop():
                 asked.set()
 
