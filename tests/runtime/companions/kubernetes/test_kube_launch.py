@@ -1,5 +1,7 @@
 """`mlx train launch --kube`: printed manifests, and those that kubectl applies, with its checks and refusals."""
 
+import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import Mlx
+from conftest import ROOT, Mlx
 from kube import ApiServer, problems
 
 pytestmark = pytest.mark.process
@@ -70,10 +72,26 @@ class TestPrinted:
         assert " --parallel=2 " in found["spec"]["entrypoint"]
         assert found["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
 
+    def test_the_guide_shows_it(self, launch: Launch) -> None:
+        page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+        command = re.search(
+            r"^mlx train launch --kube (.*--dry-run .*?) > digits.yaml$", page, re.MULTILINE | re.DOTALL
+        )
+        shown = re.search(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)
+        assert command is not None
+        assert shown is not None
+        printed = launch(*shlex.split(command[1])).stdout
+        name = yaml.safe_load(printed)["metadata"]["name"]
+        assert shown[1] == printed.replace(name, "digits-4f1c9a")
+
     def test_options_are_listed(self, launch: Launch) -> None:
+        """The guide names all of them."""
         done = launch("--", "--help")
         assert done.returncode == 0
         assert "MLX_KUBE_IMAGE" in done.stdout
+        page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+        options = {*re.findall(r"--[a-z][a-z-]+", done.stdout)} - {"--kube", "--sweep", "--help", "--service-account"}
+        assert {option for option in options if f"`{option}" not in page} == set()
 
 
 @pytest.mark.parametrize(
