@@ -1,5 +1,6 @@
 """`mlx train launch --kube`: printed manifests, and those that kubectl applies, with its checks and refusals."""
 
+import json
 import re
 import shlex
 import shutil
@@ -12,6 +13,10 @@ import pytest
 import yaml
 from conftest import ROOT, Mlx
 from kube import ApiServer, problems
+
+from mlx_runtime.companions.kubernetes.kubectl import Kubectl
+from mlx_runtime.companions.kubernetes.manifest import Pods
+from mlx_runtime.companions.kubernetes.preflight import check_cluster, check_options
 
 pytestmark = pytest.mark.process
 
@@ -46,6 +51,12 @@ def launch(mlx: Mlx, bound: Path) -> Launch:
     return run
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer(OBJECTS) as server:
+        yield server
+
+
 class TestPrinted:
     """`--dry-run` needs neither a cluster nor kubectl."""
 
@@ -74,13 +85,11 @@ class TestPrinted:
 
     def test_the_guide_shows_it(self, launch: Launch) -> None:
         page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-        command = re.search(
-            r"^mlx train launch --kube (.*--dry-run .*?) > digits.yaml$", page, re.MULTILINE | re.DOTALL
-        )
+        command = re.search(r"mlx train launch --kube ([^`]*--dry-run[^`]*) > digits.yaml", page)
         shown = re.search(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)
         assert command is not None
         assert shown is not None
-        printed = launch(*shlex.split(command[1])).stdout
+        printed = launch(*shlex.split(command[1].replace("\\\n", " "))).stdout
         name = yaml.safe_load(printed)["metadata"]["name"]
         assert shown[1] == printed.replace(name, "digits-4f1c9a")
 
@@ -98,18 +107,11 @@ class TestPrinted:
     ("words", "code", "message"),
     [
         (("--claim", "runs"), 2, "Missing option '--image'"),
-        ((*IMAGE,), 1, "FAIL  storage    /mnt/runs would end with the pods. Name a PersistentVolumeClaim with --claim"),
-        (("--image", "digits", "--claim", "runs"), 1, "FAIL  image      digits names no version. Tag each build"),
-        ((*IMAGE, "--claim", "runs", "cfg.storage_path=s3://b/a"), 1, "s3://b/a is not on the claim runs. Leave out"),
-        (
-            (*IMAGE, "--claim", "runs", "cfg.secrets=[WANDB_API_KEY]"),
-            1,
-            "FAIL  secrets    no Secret holds WANDB_API_KEY of cfg.secrets. Create one: kubectl create secret",
-        ),
-        ((*IMAGE, "--claim", "runs", "--grace", "10s"), 2, "10s is too short for a checkpoint; the minimum is 30s"),
-        ((*IMAGE, "--claim", "runs", "--memory", "4"), 2, "'4' is not an amount of memory; write 4Gi"),
-        ((*IMAGE, "--claim", "runs", "--pip"), 2, "--pip is for a running cluster of Ray"),
-        ((*IMAGE, "--claim", "runs", "--clam"), 2, "there is no option --clam"),
+        ((*IMAGE, "--grace", "10s"), 2, "10s is too short for a checkpoint; the minimum is 30s"),
+        ((*IMAGE, "--memory", "4"), 2, "'4' is not an amount of memory; write 4Gi"),
+        ((*IMAGE, "--node", "gpus"), 2, "'gpus' is not a label; write KEY=VALUE"),
+        ((*IMAGE, "--pip"), 2, "--pip is for a running cluster of Ray"),
+        ((*IMAGE, "--clam"), 2, "there is no option --clam"),
         (
             (*IMAGE, "--claim", "runs", "+cfg.runtime_env={env_vars: {HF_TOKEN: hf_abcdefghijklmnopqrstuvwx}}"),
             1,
@@ -130,35 +132,40 @@ def test_bad_input_gets_one_line(launch: Launch, words: tuple[str, ...], code: i
     assert "hf_abc" not in done.stderr
 
 
-def test_without_kubectl(launch: Launch, tmp_path: Path) -> None:
-    done = launch(*IMAGE, "--claim", "runs", PATH=str(tmp_path))
-    assert done.returncode == 1
-    cure = "install kubectl, or print the manifest with --dry-run"
-    assert f"FAIL  cluster    there is no kubectl on the PATH. {cure}" in done.stderr
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("options", "root", "secrets", "line"),
+    [
+        ({}, "/mnt/runs", (), "FAIL  storage    /mnt/runs would end with the pods. Name a PersistentVolumeClaim with"),
+        ({"image": "a/digits"}, "s3://b/a", (), "FAIL  image      a/digits names no version. Tag each build"),
+        ({"image": "a:5000/digits:latest"}, "s3://b/a", (), "FAIL  image      a:5000/digits:latest names no version"),
+        ({"claim": "runs"}, "s3://b/a", (), "FAIL  storage    s3://b/a is not on the claim runs. Leave out --claim"),
+        ({}, "s3://b/a", ("KEY",), "FAIL  secrets    no Secret holds KEY of cfg.secrets. Create one: kubectl create"),
+        ({"image": "a/digits@sha256:0"}, "s3://b/a", (), "ok    image      a/digits@sha256:0"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[str, ...], line: str) -> None:
+    checks = check_options(Pods(**{"image": "a:1", **options}), root, secrets)
+    found = [check.line() for check in checks if not check.ok or options.get("image", "").count("@")]
+    assert len(found) == 1
+    assert found[0].startswith(line)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 class TestApplied:
     """With kubectl and an API server."""
 
-    @pytest.fixture(scope="class")
-    def server(self) -> Iterator[ApiServer]:
-        with ApiServer(OBJECTS) as server:
-            yield server
+    @pytest.fixture(autouse=True)
+    def kubeconfig(self, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+        """Variables of kubectl, whose caches are in its home."""
+        variables = {"KUBECONFIG": str(server.write_config(tmp_path / "config")), "HOME": str(tmp_path)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return variables
 
-    @pytest.fixture
-    def apply(self, server: ApiServer, launch: Launch, tmp_path: Path) -> Launch:
-        """`apply(...)` launches with kubectl, and returns the process."""
-
-        def run(*words: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-            config = str(server.write_config(tmp_path / "config"))
-            return launch(*IMAGE, *words, KUBECONFIG=config, HOME=str(tmp_path), **settings)
-
-        return run
-
-    def test_a_run(self, apply: Launch, server: ApiServer) -> None:
-        options = ("--namespace", "team", "--claim", "runs", "--secret", "keys")
-        done = apply(*options, "cfg.secrets=[WANDB_API_KEY]")
+    def test_a_run(self, launch: Launch, server: ApiServer, kubeconfig: dict[str, str]) -> None:
+        options = (*IMAGE, "--namespace", "team", "--claim", "runs", "--secret", "keys")
+        done = launch(*options, "cfg.secrets=[WANDB_API_KEY]", **kubeconfig)
         assert done.returncode == 0, done.stderr
         (job,) = server.jobs
         name = job["metadata"]["name"]
@@ -169,52 +176,65 @@ class TestApplied:
         assert "secret-value" not in str(job) + done.stdout + done.stderr
         assert "c2VjcmV0LXZhbHVl" not in str(job)
 
-    def test_check_prints_everything_and_applies_nothing(self, apply: Launch, server: ApiServer) -> None:
+    def test_check_prints_everything_and_applies_nothing(
+        self, launch: Launch, server: ApiServer, kubeconfig: dict[str, str]
+    ) -> None:
         before = len(server.jobs)
-        done = apply("--namespace", "team", "--claim", "runs", "--check")
+        done = launch(*IMAGE, "--namespace", "team", "--claim", "runs", "--check", **kubeconfig)
         assert done.returncode == 0, done.stderr
         found = [line.split(None, 2)[1] for line in done.stderr.splitlines() if line.startswith("ok ")]
         assert found == ["config", "secrets", "image", "cluster", "kuberay", "claim", "manifest"]
         assert len(server.jobs) == before
 
+    def test_a_namespace_that_does_not_exist(
+        self, launch: Launch, server: ApiServer, kubeconfig: dict[str, str]
+    ) -> None:
+        before = len(server.jobs)
+        done = launch(*IMAGE, "--namespace", "tema", "--claim", "runs", **kubeconfig)
+        assert (done.returncode, done.stdout, len(server.jobs)) == (1, "", before)
+        cure = "there is no namespace tema. Create it: kubectl create namespace tema"
+        assert f"FAIL  namespace  {cure}\n" in done.stderr
+
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("options", "secrets", "line"),
         [
-            (
-                ("--namespace", "tema", "--claim", "runs"),
-                "FAIL  namespace  there is no namespace tema. Create it: kubectl create namespace tema",
-            ),
-            (
-                ("--namespace", "team", "--claim", "disk"),
-                "FAIL  claim      disk has the access modes ReadWriteOnce. All pods write to the storage",
-            ),
-            (("--namespace", "team", "--claim", "ruins"), "FAIL  claim      there is no PersistentVolumeClaim ruins"),
-            (
-                ("--namespace", "team", "--claim", "runs", "--secret", "keys", "cfg.secrets=[HF_TOKEN]"),
-                "FAIL  secrets    HF_TOKEN is no key of keys. Add it to one of them",
-            ),
-            (
-                ("--namespace", "team", "--claim", "runs", "--secret", "kyes"),
-                "FAIL  secrets    there is no Secret kyes. See: kubectl -n team get secrets",
-            ),
+            ({"claim": "disk"}, (), "FAIL  claim      disk has the access modes ReadWriteOnce. All pods write to"),
+            ({"claim": "ruins"}, (), "FAIL  claim      there is no PersistentVolumeClaim ruins. See: kubectl get"),
+            ({"secret": ("keys",)}, ("HF_TOKEN",), "FAIL  secrets    HF_TOKEN is no key of keys. Add it to one of"),
+            ({"secret": ("kyes",)}, (), "FAIL  secrets    there is no Secret kyes. See: kubectl -n team get secrets"),
+            ({"service_account": "me"}, (), "FAIL  serviceaccount there is no serviceaccount me. See: kubectl -n"),
         ],
     )
-    def test_missing_objects_are_named(self, apply: Launch, words: tuple[str, ...], message: str) -> None:
-        done = apply(*words)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert message in done.stderr
+    def test_missing_objects_are_named(self, options: dict[str, Any], secrets: tuple[str, ...], line: str) -> None:
+        assert self.failure(Pods("a:1", namespace="team", **options), secrets).startswith(line)
 
-    def test_a_cluster_without_kuberay(self, launch: Launch, tmp_path: Path) -> None:
+    def failure(self, pods: Pods, secrets: tuple[str, ...] = (), manifest: str = "") -> str:
+        """The only check that fails."""
+        kubectl = Kubectl.of(pods.context, pods.namespace)
+        (found,) = [check.line() for check in check_cluster(kubectl, pods, secrets, manifest) if not check.ok]
+        return found
+
+    def test_a_manifest_with_fields_that_kuberay_lacks(self) -> None:
+        job = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "a"}, "spec": {"authOptions": {}}}
+        found = self.failure(Pods("a:1", namespace="team"), manifest=json.dumps(job))
+        assert found.startswith("FAIL  manifest   the cluster rejects it: ")
+        assert "authOptions" in found
+        assert "Install KubeRay 1.5.1 or newer" in found
+
+    def test_a_cluster_without_kuberay(self, tmp_path: Path) -> None:
         with ApiServer(OBJECTS, kuberay=False) as server:
-            config = str(server.write_config(tmp_path / "config"))
-            done = launch(*IMAGE, "--claim", "runs", KUBECONFIG=config, HOME=str(tmp_path))
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "FAIL  kuberay    the cluster has no RayJobs. Install KubeRay 1.5.1 or newer" in done.stderr
+            server.write_config(tmp_path / "config")
+            found = self.failure(Pods("a:1"))
+        assert found.startswith("FAIL  kuberay    the cluster has no RayJobs. Install KubeRay 1.5.1 or newer")
 
-    def test_a_cluster_that_does_not_answer(self, launch: Launch, tmp_path: Path) -> None:
+    def test_a_cluster_that_does_not_answer(self, tmp_path: Path) -> None:
         with ApiServer(OBJECTS) as server:
-            config = str(server.write_config(tmp_path / "config"))
-        done = launch(*IMAGE, "--claim", "runs", KUBECONFIG=config, HOME=str(tmp_path))
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "FAIL  cluster    " in done.stderr
-        assert "See: kubectl config get-contexts" in done.stderr
+            server.write_config(tmp_path / "config")
+        found = self.failure(Pods("a:1"))
+        assert found.startswith("FAIL  cluster    ")
+        assert found.endswith("See: kubectl config get-contexts")
+
+    def test_without_kubectl(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        cure = "install kubectl, or print the manifest with --dry-run, for whoever has it"
+        assert self.failure(Pods("a:1")) == f"FAIL  cluster    there is no kubectl on the PATH. {cure}"
