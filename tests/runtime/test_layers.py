@@ -45,6 +45,8 @@ PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "
 ON_OTHERS = {
     ("hub", "sharding"),
     ("hub", "sweeps"),
+    ("kubernetes", "ray"),
+    ("kubernetes", "sweeps"),
     ("notebook", "ray"),
     ("notebook", "sweeps"),
     ("prepared", "ray"),
@@ -73,7 +75,11 @@ HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
     "botocore": {"companions.stores.object_store"},
-    "click": {"cli", *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands)},
+    "click": {
+        "cli",
+        "companions.kubernetes.commands",
+        *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
+    },
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.secrets.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
@@ -114,7 +120,7 @@ HOMES = {
     "transformers": {"config.pretrained"},
     "uvicorn": {"companions.serving.http.connections", "companions.serving.http.server"},
     "wandb": {"companions.services.weights_and_biases"},
-    "yaml": {"storage.documents"},
+    "yaml": {"companions.kubernetes.manifest", "storage.documents"},
 }
 """The rooms or modules that import each outside library."""
 

@@ -10,12 +10,15 @@ from conftest import ROOT, Mlx
 pytestmark = pytest.mark.process
 
 FILES = [
+    ".dockerignore",
     ".env.example",
     ".gitignore",
     ".rayignore",
+    "Dockerfile",
     "Makefile",
     "README.md",
     "constraints.txt",
+    "environment.yml",
     "main.py",
     "notebook.ipynb",
     "pyproject.toml",

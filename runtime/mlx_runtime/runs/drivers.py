@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.folder import RunFolder, attempt_name
 from mlx_runtime.runs.records import LIVING, load_record, parse_record, status_of
 from mlx_runtime.settings import Settings
@@ -36,6 +36,20 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
             f"{name} is being trained by {holder(driver)}. Wait for it, or end it with: mlx xp stop {name}"
         )
     return record
+
+
+def wait_for_end(folder: RunFolder, most_s: float) -> None:
+    """Wait until a run has no driver: that of a lost machine seems alive until its lease expires."""
+    deadline = time.monotonic() + most_s
+    while time.monotonic() < deadline:
+        try:
+            refuse_living(folder)
+        except UsageError:
+            time.sleep(CLAIM_S)
+        except StorageError:  # it has no record yet
+            return
+        else:
+            return
 
 
 def claiming_driver(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:

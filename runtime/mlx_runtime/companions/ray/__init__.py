@@ -7,7 +7,7 @@ prepare_ray()  # before anything in this companion imports Ray
 
 __all__, __getattr__ = door(
     __name__,
-    "cluster_storage commands launch private",
+    "cluster_storage commands launch preflight private",
     addresses="Address is_trusted note_untrusted",
     dashboard="Dashboard job_statuses",
     datajob="DataJob refuse_present run_job",

@@ -85,6 +85,8 @@ def is_trusted(url: str) -> bool:
 
 def note_untrusted(url: str) -> None:
     """Print to stderr that a cluster did not receive the token because only a run's record names it."""
+    if not url.startswith("http"):  # like kube://, without a dashboard that this machine could ask
+        return
     problem = f"your token was not sent to {url}, which only run.json names"
     print(printable(f"note: {problem}; if it is your cluster: RAY_ADDRESS={url}"), file=sys.stderr)
 

@@ -1,10 +1,10 @@
 """Commands for clusters: launch, and the dashboard."""
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +21,10 @@ from mlx_runtime.settings import Settings
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.launch import SubmittedJob
     from mlx_runtime.training import RunConfig
+
+
+OF_RAY = ("ray_address", "follow", "pip", "retries")
+"""Options that need a running cluster of Ray."""
 
 
 def launch_options(function: Function) -> Function:
@@ -43,6 +47,7 @@ def launch_and_exit(
     *,
     sweep: tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None = None,
     retries: int = 0,
+    elsewhere: Callable[..., Any] | None = None,
     ray_address: str | None,
     check: bool,
     follow: bool,
@@ -51,25 +56,29 @@ def launch_and_exit(
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Further fields are those of `Request`. `sweep` is the result of `sweep_request`. The exit code is the job's with
-    `follow`, 130 after Ctrl-C, and 0 otherwise.
+    Further fields are those of `Request`. `sweep` is the result of `sweep_request`, and `elsewhere` prepares a launch
+    other than on a running cluster of Ray. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
     """
     try:
         folder = kind.folder()
         projects.refuse_options(kind, overrides, "launch")
         from mlx_runtime.companions.ray.addresses import Address
-        from mlx_runtime.companions.ray.launch import Launch, prepare
+        from mlx_runtime.companions.ray.launch import prepare
 
         load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check, **fields)
-        submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
-        if kind == AN_EXPERIMENT:
-            submit = Launch.submit_run
+        submit: Callable[[Any], SubmittedJob] = methodcaller("submit_run")
+        if kind == DATA_JOB:
+            submit = methodcaller("submit_data_job")
         if sweep is not None:
             load, submit = companions.part("sweeps.commands").launch_steps(kind, folder, *sweep, look=check)
-        prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
+        if elsewhere is not None:
+            trials = None if sweep is None else sweep[1].get("parallel", 1)
+            prepared = elsewhere(folder, load, trials=trials, show_all=check)
+        else:
+            prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, retries=retries, show_all=check)
         code = 0
         if not check:
-            job = submit(dataclasses.replace(prepared, retries=retries))
+            job = submit(prepared)
             quiet = Settings.read().quiet
             for title, text in job.facts.items():
                 if title == "folder" or not quiet:
@@ -78,7 +87,7 @@ def launch_and_exit(
                 code = job.follow()
             else:
                 status = job.wait()
-                if not quiet:
+                if status and not quiet:
                     print(f"status    {status}")
     except KeyboardInterrupt:
         click.echo("\nif the job was submitted, it keeps running", err=True)
@@ -88,6 +97,9 @@ def launch_and_exit(
 
 @click.command("launch", context_settings=commands.OVERRIDES)
 @click.option("--sweep", "many", is_flag=True, help="Run a sweep there, with any options of mlx train sweep.")
+@click.option(
+    "--kube", "place", flag_value="kubernetes", help="Train on Kubernetes: mlx train launch --kube -- --help."
+)
 @click.option("--name", metavar="NAME", help="Name of the experiment, cfg.name; with --sweep, name of the sweep.")
 @commands.prepare_option
 @click.option(
@@ -100,6 +112,7 @@ def launch_and_exit(
 @launch_options
 def train_launch(
     many: bool,
+    place: str | None,
     make: bool,
     name: str | None,
     resume: str | None,
@@ -117,7 +130,14 @@ def train_launch(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
         )
-    overrides = (*_storage_there(overrides, settings["ray_address"]), *["cfg.preparation.mode=make"] * make)
+    overrides += ("cfg.preparation.mode=make",) * make
+    if place is not None:  # words that are not options here may be options of that companion
+        if given := [name for name in OF_RAY if settings[name]]:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise UsageError(f"{flag} is for a running cluster of Ray; leave it out, or leave out --kube")
+        overrides, settings["elsewhere"] = companions.part(f"{place}.commands").parse(overrides)
+    else:
+        overrides = _storage_there(overrides, settings["ray_address"])
     if many:  # words that are not options here are options of `sweep`
         sweeps = companions.part("sweeps.commands")
         typed = sweeps.train_sweep.make_context("launch --sweep", [*overrides]).params

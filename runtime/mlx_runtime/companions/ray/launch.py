@@ -117,7 +117,8 @@ class Launch:
         there = path_there(run.location)
         title = f"data-{run.experiment}-{run.name}" if is_data else f"{run.experiment}-{run.name}"
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
-        record = self._pending_record(run, before, job, **fields)
+        known = {"id": job, "address": self.dashboard.address.url}
+        record = pending_record(run, before, known, config.overrides, **fields)
         metadata = {"mlx": "data" if is_data else "train", "experiment": run.experiment, "run": run.name, **metadata}
         if self.retries:
             command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
@@ -159,17 +160,22 @@ class Launch:
         self.dashboard.submit(job, JobSpec(command, self.upload, environment, metadata, self.runtime_env))
         return f"{self.dashboard.address.url}/#/jobs/{job}"
 
-    def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str, **fields: Any) -> records.Record:
-        """Write the record of a run that waits for its job, whose driver continues the record."""
-        known = provenance(self.config.overrides)
-        facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
-        facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
-        facts |= {"status": "PENDING", "start": documents.now(), **fields}
-        facts["job"] = {"id": job, "address": self.dashboard.address.url}
-        if before:
-            facts |= {"attempts": records.attempts(before), records.REPLACED: before}
-        kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
-        return records.Record(run, kept, **facts)
+
+def pending_record(
+    run: RunFolder, before: Mapping[str, Any], job: Mapping[str, str], overrides: Sequence[str], **fields: Any
+) -> records.Record:
+    """Write the record of a claimed run that waits for its job, whose driver continues the record.
+
+    `before` is the record of a run to resume, and `job` its id and address.
+    """
+    known = provenance(overrides)
+    facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
+    facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
+    facts |= {"status": "PENDING", "start": documents.now(), **fields, "job": dict(job)}
+    if before:
+        facts |= {"attempts": records.attempts(before), records.REPLACED: before}
+    kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
+    return records.Record(run, kept, **facts)
 
 
 def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dashboard, Upload]:
@@ -194,6 +200,7 @@ def prepare(
     load: "Callable[[], RunConfig]",
     *,
     pip: bool = False,
+    retries: int = 0,
     show_all: bool = False,
     write: Callable[[str], object] = print,
 ) -> Launch:
@@ -244,4 +251,4 @@ def prepare(
     show_checks(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env))
     if failed:
         raise failure()
-    return Launch(dashboard, config, upload, runtime_env)
+    return Launch(dashboard, config, upload, runtime_env, retries)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +17,9 @@ from mlx_runtime.companions.ray import on_ray
 from mlx_runtime.companions.sweeps import BEGUN, TrialJob, record_end, run_trial
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
-from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
+from mlx_runtime.errors import full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
-from mlx_runtime.runs import RunFolder, drivers
+from mlx_runtime.runs import drivers
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
 from mlx_runtime.training import StopRequests, TrainConfig
 from mlx_runtime.training.processes import PRUNE
@@ -75,7 +74,7 @@ class OnCluster:
                 self._take(answer, self._running.pop(answer), sweep)
         self.close()
         for trial in self._running.values():
-            _wait_for_driver(trial.job.folder, KILL_S)  # it would record the run as running again
+            drivers.wait_for_end(trial.job.folder, KILL_S)  # it would record the run as running again
             record_end(trial.job, "STOPPED")
             sweep.ended(trial.job, "STOPPED")
 
@@ -135,7 +134,7 @@ class _Driver:
 
     def _train(self, job: TrialJob) -> None:
         try:
-            _wait_for_driver(job.folder, STALE_S + HEARTBEAT_S)
+            drivers.wait_for_end(job.folder, STALE_S + HEARTBEAT_S)
             if job.folder.has_begun():  # by the driver that was lost
                 job = replace(job, overrides=BEGUN)
             ended = run_trial(job, self._emit, self._control)
@@ -149,17 +148,3 @@ class _Driver:
         if isinstance(event, EpochEnded) or (isinstance(event, StepProgress) and event.epoch > self._epoch):
             self._epoch = event.epoch
             self._found.put(event)
-
-
-def _wait_for_driver(run: RunFolder, most_s: float) -> None:
-    """Wait until a run has no driver: that of a lost machine seems alive until its lease expires."""
-    deadline = time.monotonic() + most_s
-    while time.monotonic() < deadline:
-        try:
-            drivers.refuse_living(run)
-        except UsageError:
-            time.sleep(POLL_S)
-        except StorageError:  # it has no record yet
-            return
-        else:
-            return

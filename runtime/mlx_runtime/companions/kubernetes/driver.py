@@ -1,0 +1,139 @@
+"""The driver of a RayJob, in the pod of the head: it trains the run of the job, or resumes it in a later attempt.
+
+KubeRay starts a job again that has failed, on a new cluster, and submits it again to a cluster whose head was replaced.
+The record of the run names its job, so each attempt finds the run of the earlier ones.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime import companions
+from mlx_runtime.cli.verbs import projects
+from mlx_runtime.companions.kubernetes.manifest import PID_FILE
+from mlx_runtime.companions.ray.launch import pending_record
+from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, full_message
+from mlx_runtime.exits import clean_exit
+from mlx_runtime.runs import SWEEP, RunFolder, claim_run, drivers, find_run, list_runs, records, run_folder
+from mlx_runtime.runs.records import load_record
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
+from mlx_runtime.storage.secrets import redact
+
+POLL_S = 0.5
+"""Interval at which a request to stop is noticed. The run itself looks once a second or less often."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train. Arguments: the kind of folder (`run_` or `sweep_`), root, experiment, and the words of the command."""
+    kind, root, experiment, *words = arguments
+    job = Settings.read().job
+    if job is None:
+        raise UsageError("this process belongs to no job: MLX_JOB is not set")
+    Path(tempfile.gettempdir(), PID_FILE).write_text(f"{os.getpid()}\n")
+    (_sweep if kind == SWEEP else _train)(job, root, experiment, words)
+
+
+def run_of(job: str, root: str, experiment: str) -> RunFolder | None:
+    """Return the run of a job that an earlier attempt has claimed, or None.
+
+    A run whose driver died just before it began cannot be continued; the next attempt claims another.
+    """
+    for folder in reversed(list_runs(root, experiment)):
+        with contextlib.suppress(StorageError):  # claimed at this moment, or damaged
+            if (load_record(folder).get("job") or {}).get("id") == job:
+                return folder if folder.has_begun() or not folder.attempts() else None
+    return None
+
+
+def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
+    from mlx_runtime.training import Request
+
+    request = Request.parse(words)
+    folder, before = run_of(job["id"], root, experiment), dict[str, Any]()
+    if folder is not None and _has_succeeded(folder):
+        return
+    if folder is None and request.resume:
+        folder = find_run(root, experiment, request.resume)
+    if folder is not None and folder.has_begun():
+        before = drivers.refuse_living(folder)
+        before = before.get(records.REPLACED) or before
+    folder = folder or claim_run(root, experiment)
+    pending = pending_record(folder, before, job, request.overrides)
+    with ends_for_good(folder):
+        try:
+            projects.run(AN_EXPERIMENT, request.overrides, claimed=folder.location, origin=request.origin)
+        except MlxError as error:
+            if before:
+                if load_record(folder).get("status") == "PENDING":  # it was not resumed
+                    pending.withdraw()
+            elif not folder.has_begun() and not isinstance(error, RunStopped):
+                pending.finish("FAILED", error=redact(full_message(error)))
+            raise
+
+
+def _sweep(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
+    """Run the sweep that is named like the job or after `--resume`, or resume it."""
+    resumed = [word.partition("=")[2] for word in words if word.startswith("--resume=")]
+    folder = run_folder(root, experiment, resumed[0] if resumed else f"{SWEEP}{job['id']}")
+    named = []
+    if not resumed:
+        begun = storage_at(folder.location).size_bytes(folder.record.name) is not None
+        if begun and _has_succeeded(folder):
+            return
+        named = [f"--resume={folder.name}" if begun else f"--name={job['id']}"]
+    command = companions.part("sweeps.commands").train_sweep
+    with ends_for_good(folder):
+        command.main([*named, *words], prog_name="mlx train sweep", standalone_mode=False)
+
+
+def _has_succeeded(folder: RunFolder) -> bool:
+    """Wait until an earlier attempt has ended, and return True if it has succeeded: KubeRay did not notice."""
+    drivers.wait_for_end(folder, STALE_S + HEARTBEAT_S)
+    succeeded = load_record(folder).get("status") == "SUCCEEDED"
+    print(f"{folder.title} has succeeded" if succeeded else f"resuming  {folder.title}", flush=True)
+    return succeeded
+
+
+@contextlib.contextmanager
+def ends_for_good(folder: RunFolder) -> Iterator[None]:
+    """Let only `mlx xp stop` end the job as STOPPED, for good.
+
+    After any other early stop, like that of a drained node, this process exits as if it had failed, so that KubeRay
+    starts the job again.
+    """
+    asked, done = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL_S):
+            if _asked_to_stop(folder):
+                asked.set()
+
+    threading.Thread(target=watch, name="stop", daemon=True).start()
+    try:
+        yield
+    except RunStopped as error:
+        if asked.is_set() or _asked_to_stop(folder):
+            raise
+        print(f"{error}\nThe job fails, so that Kubernetes starts it again", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    finally:
+        done.set()
+
+
+def _asked_to_stop(folder: RunFolder) -> bool:
+    with contextlib.suppress(StorageError):
+        return RunFolder.STOP in folder.names()
+    return False
+
+
+if __name__ == "__main__":
+    with clean_exit():
+        main(sys.argv[1:])

@@ -1,0 +1,215 @@
+"""The manifest of a RayJob: the cluster that a run needs, and the job that trains it.
+
+Fields: https://docs.ray.io/en/latest/cluster/kubernetes/references/api.html (KubeRay 1.5.1 to 1.7).
+"""
+
+import math
+import re
+import shlex
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mlx_runtime.settings import Settings
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.engines import JOB_FLAG
+
+NAME_LETTERS = 47
+"""Maximum length of a RayJob's name: KubeRay appends to it for the names of the cluster, its pods and services."""
+
+MOUNT = "/mnt/runs"
+"""Storage in the pods if `cfg.storage_path` is relative to the experiment on this machine."""
+
+JOB_LABEL = "mlx-runtime/job"
+"""Label of the pods with the name of their RayJob."""
+
+PID_FILE = "mlx-driver.pid"
+"""File with the process id of the driver, in the folder for temporary files of the head."""
+
+STOP_DRIVER = f'read pid < "${{TMPDIR:-/tmp}}/{PID_FILE}" && kill $pid && while kill -0 $pid; do sleep 1; done; true'
+"""Hook of the head before its deletion: the driver stops with a checkpoint."""
+
+DRAIN_NODE = (
+    "busy() {{ grep -qs '[R]ayTrainWorker' /proc/[0-9]*/cmdline; }}; busy || exit 0; "
+    "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is being deleted' "
+    "--deadline-remaining-seconds {seconds}; while busy; do sleep 1; done; true"
+)
+"""Hook of a pod with workers before its deletion: they save a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Options of `mlx train launch --kube`; times are in seconds."""
+
+    image: str
+    namespace: str | None = None
+    context: str | None = None
+    claim: str | None = None
+    secret: tuple[str, ...] = ()
+    pull_secret: tuple[str, ...] = ()
+    service_account: str | None = None
+    gpu: str = "nvidia.com/gpu"
+    workers_per_pod: int = 1
+    memory: str = "4Gi"
+    head_cpus: int = 1
+    head_memory: str = "4Gi"
+    label: tuple[tuple[str, str], ...] = ()
+    node: tuple[tuple[str, str], ...] = ()
+    backoff_limit: int = 2
+    deadline: int | None = None
+    grace: int = 60
+    keep: int = 300
+    keep_failed: int | None = None
+
+
+def job_name(title: str) -> str:
+    """Return a new name for a RayJob: a DNS label that begins with a title."""
+    words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    words = words if words[:1].isalpha() else f"run-{words}"
+    return f"{words[: NAME_LETTERS - 7].rstrip('-')}-{uuid.uuid4().hex[:6]}"
+
+
+def rayjob(
+    name: str,
+    pods: Pods,
+    cfg: TrainConfig,
+    root: str,
+    command: Sequence[str],
+    metadata: Mapping[str, str],
+    *,
+    ray_version: str,
+    trials: int | None = None,
+) -> dict[str, Any]:
+    """Return the manifest of a job that runs a command on the head of its cluster.
+
+    Args:
+        name: name of the RayJob, and id of the job.
+        pods: options of the launch.
+        cfg: settings of the run, or of all runs of a sweep.
+        root: folder or URI of the storage, as the pods see it.
+        command: words of the command.
+        metadata: shown in Ray's dashboard.
+        ray_version: version of Ray in the image.
+        trials: runs of a sweep that train at the same time; None for a single run.
+    """
+    alone = trials is None and cfg.start_workers == 0  # trains in the driver
+    head_amounts = _worker_amounts(cfg, pods, 1) if alone else _amounts(pods.head_cpus, pods.head_memory)
+    head = _pod(name, pods, root, "ray-head", head_amounts, STOP_DRIVER)
+    if alone:
+        head["spec"] |= _placement(cfg, pods)
+    cluster: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
+    if not alone and trials is None and _most(cfg) > _least(cfg):
+        cluster |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2"}}
+    cluster["headGroupSpec"] = {"rayStartParams": {"num-cpus": "0"}, "template": head}
+    if not alone:
+        cluster["workerGroupSpecs"] = [_worker_group(name, pods, cfg, root, trials or 1)]
+    environment = {JOB_FLAG: "1", "MLX_JOB": name, "MLX_JOB_ADDRESS": f"kube://{pods.namespace or ''}/{name}"}
+    settings, runtime_env = Settings.read(), dict(cfg.runtime_env or {})
+    environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
+    environment |= {"MLX_QUIET": "1"} if settings.quiet else {}
+    runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **environment}
+    spec: dict[str, Any] = {
+        "entrypoint": shlex.join(command),
+        "jobId": name,
+        "metadata": dict(metadata),
+        "submissionMode": "HTTPMode",
+        "backoffLimit": pods.backoff_limit,
+    }
+    spec |= {"activeDeadlineSeconds": pods.deadline} if pods.deadline else {}
+    spec |= _deletion(pods)
+    spec |= {"runtimeEnvYAML": to_yaml(runtime_env), "rayClusterSpec": cluster}
+    about = {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
+    labels = {"labels": dict(pods.label)} if pods.label else {}
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about | labels, "spec": spec}
+
+
+def to_yaml(tree: Any) -> str:
+    """Return YAML with keys in the given order, and text of several lines as blocks."""
+    dump: Any = yaml.dump  # has no annotations
+    return str(dump(tree, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True))
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # write equal parts out, without anchors
+
+    def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> Any:
+        represent: Any = super().represent_scalar
+        return represent(tag, value, "|" if isinstance(value, str) and "\n" in value else style)
+
+
+def _least(cfg: TrainConfig) -> int:
+    return cfg.elastic.min_workers or cfg.start_workers
+
+
+def _most(cfg: TrainConfig) -> int:
+    return cfg.elastic.max_workers or cfg.start_workers
+
+
+def _worker_group(name: str, pods: Pods, cfg: TrainConfig, root: str, trials: int) -> dict[str, Any]:
+    """Return the group of pods with workers, enough for `trials` runs of a sweep, or for one run."""
+    least, start, most = (
+        trials * math.ceil(max(1, workers) / pods.workers_per_pod)
+        for workers in (_least(cfg), cfg.start_workers, _most(cfg))
+    )
+    amounts, hook = _worker_amounts(cfg, pods, pods.workers_per_pod), DRAIN_NODE.format(seconds=pods.grace)
+    template = _pod(name, pods, root, "ray-worker", amounts, hook)
+    template["spec"] |= _placement(cfg, pods)
+    sizes = {"replicas": start, "minReplicas": least, "maxReplicas": most}
+    return {"groupName": "workers", **sizes, "rayStartParams": {}, "template": template}
+
+
+def _placement(cfg: TrainConfig, pods: Pods) -> dict[str, Any]:
+    """Return the fields that determine the nodes of pods that train."""
+    placement: dict[str, Any] = {"nodeSelector": dict(pods.node)} if pods.node else {}
+    if cfg.use_gpu:
+        placement["tolerations"] = [{"key": pods.gpu, "operator": "Exists", "effect": "NoSchedule"}]
+    return placement
+
+
+def _pod(
+    name: str, pods: Pods, root: str, container: str, amounts: Mapping[str, str], before_deletion: str
+) -> dict[str, Any]:
+    """Return the template of a pod with one container, which runs a hook before its deletion."""
+    ray: dict[str, Any] = {"name": container, "image": pods.image}
+    ray["resources"] = {"requests": dict(amounts), "limits": dict(amounts)}
+    ray["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", before_deletion]}}}
+    ray["env"] = [{"name": "MLX_STORAGE", "value": root}]  # for commands that are typed in the pod
+    if pods.secret:
+        ray["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.secret]
+    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": pods.grace}
+    # Claims often belong to root; the user of the image has this group.
+    spec["securityContext"] = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    if pods.service_account:
+        spec["serviceAccountName"] = pods.service_account
+    if pods.pull_secret:
+        spec["imagePullSecrets"] = [{"name": secret} for secret in pods.pull_secret]
+    if pods.claim:
+        ray["volumeMounts"] = [{"name": "storage", "mountPath": root}]
+        spec["volumes"] = [{"name": "storage", "persistentVolumeClaim": {"claimName": pods.claim}}]
+    return {"metadata": {"labels": {JOB_LABEL: name}}, "spec": spec | {"containers": [ray]}}
+
+
+def _worker_amounts(cfg: TrainConfig, pods: Pods, workers: int) -> dict[str, str]:
+    """Return the resources of a pod with this number of workers."""
+    number, unit = re.fullmatch(r"([\d.]+)(\D+)", pods.memory).groups()  # type: ignore[union-attr]
+    gpus = {pods.gpu: str(workers * cfg.gpus_per_worker)} if cfg.use_gpu else {}
+    return _amounts(workers * cfg.cpus_per_worker, f"{workers * float(number):g}{unit}") | gpus
+
+
+def _amounts(cpus: int, memory: str) -> dict[str, str]:
+    return {"cpu": str(cpus), "memory": memory}
+
+
+def _deletion(pods: Pods) -> dict[str, Any]:
+    """Return the fields that determine when the pods are deleted."""
+    if pods.keep_failed is None:
+        return {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": pods.keep}
+    rules = {"SUCCEEDED": pods.keep, "FAILED": pods.keep_failed}
+    conditions = [{"jobStatus": status, "ttlSeconds": seconds} for status, seconds in rules.items()]
+    return {
+        "deletionStrategy": {"deletionRules": [{"policy": "DeleteCluster", "condition": item} for item in conditions]}
+    }

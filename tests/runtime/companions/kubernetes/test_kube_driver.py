@@ -1,0 +1,93 @@
+"""The driver of a RayJob: each attempt finds the run of the earlier ones, and only a request of a user ends it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import current_test
+
+from mlx_runtime.companions.kubernetes import driver
+from mlx_runtime.companions.kubernetes.manifest import STOP_DRIVER
+from mlx_runtime.runs import RunFolder, claim_run, records
+
+pytestmark = pytest.mark.process
+
+LONG = ("cfg.start_workers=0", "cfg.num_epochs=100000", "cfg.debug.limit_batches=2", "cfg.keep_checkpoints=1")
+
+Attempt = Callable[[], "subprocess.Popen[str]"]
+
+
+def job_of(folder: RunFolder, job: str) -> None:
+    records.Record(folder, {}, job={"id": job, "address": "kube:///a"}, attempt=1)
+
+
+@pytest.mark.pure
+def test_the_run_of_a_job_is_found(tmp_path: Path) -> None:
+    """run_001 is of another job, run_002 has begun, run_003 was claimed, and the driver of run_004 died too early."""
+    root = str(tmp_path)
+    assert driver.run_of("a-1", root, "digits") is None
+    runs = [claim_run(root, "digits") for _ in range(4)]
+    for run, job in zip(runs, ("other", "begun", "claimed", "died"), strict=True):
+        job_of(run, job)
+    for run in (runs[0], runs[1]):
+        run.conf.write_text("cfg: {}")
+    runs[3].claim_attempt(1)
+    found = [driver.run_of(job, root, "digits") for job in ("other", "begun", "claimed", "died", "none")]
+    assert found == [runs[0], runs[1], runs[2], None, None]
+
+
+@pytest.fixture
+def attempt(bound: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[Attempt]:
+    """`attempt()` starts the command of one RayJob, as in its pod."""
+    started = []
+    variables = {"MLX_IN_JOB": "1", "MLX_JOB": "digits-1", "MLX_JOB_ADDRESS": "kube:///digits-1"}
+    variables |= {"MLX_STORAGE": str(tmp_path), "TMPDIR": str(tmp_path)} | current_test()
+    command = [sys.executable, "-u", "-m", driver.__name__, "run_", str(tmp_path), "digits", *LONG]
+
+    def start() -> "subprocess.Popen[str]":
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(subprocess.Popen(command, cwd=bound, env=environment | variables, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_a_deleted_pod_resumes_and_a_stopped_run_does_not(attempt: Attempt, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "digits" / "run_001")
+
+    def record() -> dict[str, Any]:
+        return json.loads(run.record.read_text()) if run.record.exists() else {}
+
+    def until_epoch(epoch: int, process: "subprocess.Popen[str]") -> None:
+        until = time.monotonic() + 300
+        while (record().get("latest") or {"epoch": -1})["epoch"] < epoch:
+            assert time.monotonic() < until
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.2)
+
+    first = attempt()
+    until_epoch(1, first)
+    with subprocess.Popen(["/bin/sh", "-c", STOP_DRIVER], env={"TMPDIR": str(tmp_path)}) as hook:
+        assert "The job fails, so that Kubernetes starts it again" in first.communicate(timeout=60)[1]
+        assert first.returncode == 143
+        assert hook.wait(timeout=10) == 0
+    saved = record()["latest"]["epoch"]
+
+    second = attempt()
+    until_epoch(saved + 1, second)
+    run.ask_to_stop()
+    output, errors = second.communicate(timeout=300)
+    assert second.returncode == 143
+    assert "resuming  digits/run_001" in output
+    assert "The job fails" not in errors
+    found = record()
+    assert (found["status"], found["job"]["id"], len(found["attempts"])) == ("STOPPED", "digits-1", 1)
+    assert [path.name for path in (tmp_path / "digits").iterdir()] == ["run_001"]

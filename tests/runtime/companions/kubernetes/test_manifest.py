@@ -1,0 +1,186 @@
+"""Manifests of RayJobs: valid for KubeRay and Kubernetes, and with the resources that the config asks for."""
+
+import math
+import re
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kube import problems
+
+from mlx_runtime.companions.kubernetes.commands import LEAST_GRACE_S
+from mlx_runtime.companions.kubernetes.manifest import Pods, job_name, rayjob, to_yaml
+from mlx_runtime.sections import Elastic
+from mlx_runtime.training import TrainConfig, stop_requests
+
+pytestmark = pytest.mark.pure
+
+KUBERNETES = "1.33"
+
+
+def job(cfg: TrainConfig | None = None, trials: int | None = None, **options: Any) -> dict[str, Any]:
+    """Return a manifest, as read from its YAML."""
+    pods, command = Pods(image="registry/digits:1", **options), ["python", "main.py", "data.path=a b", "$HOME"]
+    made = rayjob(
+        "digits-1",
+        pods,
+        cfg or TrainConfig(),
+        "/mnt/runs",
+        command,
+        {"mlx": "train"},
+        ray_version="2.60.0",
+        trials=trials,
+    )
+    found: dict[str, Any] = yaml.safe_load(to_yaml(made))
+    assert found == made
+    return found
+
+
+def head(job: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    return found
+
+
+def workers(job: dict[str, Any]) -> dict[str, Any]:
+    (found,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    return dict(found)
+
+
+def sizes(job: dict[str, Any]) -> tuple[int, int, int]:
+    group = workers(job)
+    return group["minReplicas"], group["replicas"], group["maxReplicas"]
+
+
+def amounts(template: dict[str, Any]) -> dict[str, str]:
+    resources = template["spec"]["containers"][0]["resources"]
+    assert resources["requests"] == resources["limits"]
+    return dict(resources["limits"])
+
+
+EVERYTHING = {
+    "namespace": "team",
+    "claim": "runs",
+    "secret": ("keys", "more-keys"),
+    "pull_secret": ("registry",),
+    "service_account": "trainer",
+    "label": (("kueue.x-k8s.io/queue-name", "team"),),
+    "node": (("pool", "gpus"),),
+    "deadline": 3600,
+    "keep_failed": 86400,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"claim": "runs"}, EVERYTHING])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        TrainConfig(),
+        TrainConfig(start_workers=0),
+        TrainConfig(use_gpu=True, gpus_per_worker=2, cpus_per_worker=4),
+        TrainConfig(start_workers=4, elastic=Elastic(min_workers=2, max_workers=8)),
+        TrainConfig(runtime_env={"pip": ["einops"], "env_vars": {"NCCL_DEBUG": "INFO"}}),
+    ],
+)
+def test_kuberay_and_kubernetes_accept_it(cfg: TrainConfig, options: dict[str, Any]) -> None:
+    found = job(cfg, **options)
+    assert problems(found) == []
+    templates = [
+        head(found),
+        *(group["template"] for group in found["spec"]["rayClusterSpec"].get("workerGroupSpecs", [])),
+    ]
+    for template in templates:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **{"spec": template["spec"]}}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_mistakes_are_found() -> None:
+    """The schema rejects fields of other versions, and contradictions."""
+    found = job(keep_failed=60)
+    found["spec"]["rayClusterSpec"]["authOption"] = {}
+    found["spec"]["submissionMode"] = "SSHMode"
+    found["spec"]["shutdownAfterJobFinishes"] = True
+    assert [text.partition(":")[0] for text in problems(found)] == [
+        "$.spec.rayClusterSpec",
+        "$.spec.submissionMode",
+        "spec.shutdownAfterJobFinishes and spec.deletionStrategy.deletionRules are mutually exclusive",
+    ]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": head(found)["spec"] | {"envs": []}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="envs"):
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_a_run_of_two_workers() -> None:
+    found = job(claim="runs")
+    spec = found["spec"]
+    assert spec["entrypoint"] == "python main.py 'data.path=a b' '$HOME'"
+    assert (spec["submissionMode"], spec["backoffLimit"], spec["jobId"]) == ("HTTPMode", 2, "digits-1")
+    assert (spec["shutdownAfterJobFinishes"], spec["ttlSecondsAfterFinished"]) == (True, 300)
+    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    assert "enableInTreeAutoscaling" not in spec["rayClusterSpec"]
+    assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["MLX_JOB"] == "digits-1"
+    assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    assert sizes(found) == (2, 2, 2)
+    for template in (head(found), workers(found)["template"]):
+        assert amounts(template) == {"cpu": "1", "memory": "4Gi"}
+        (container,) = template["spec"]["containers"]
+        assert container["image"] == "registry/digits:1"
+        assert container["volumeMounts"] == [{"name": "storage", "mountPath": "/mnt/runs"}]
+        assert template["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
+        assert template["spec"]["terminationGracePeriodSeconds"] == 60
+
+
+def test_workers_of_a_pod_share_it() -> None:
+    cfg = TrainConfig(start_workers=6, use_gpu=True, gpus_per_worker=2, cpus_per_worker=3)
+    found = job(cfg, workers_per_pod=4, memory="1.5Gi", gpu="amd.com/gpu")
+    assert sizes(found) == (2, 2, 2)
+    assert amounts(workers(found)["template"]) == {"cpu": "12", "memory": "6Gi", "amd.com/gpu": "8"}
+    assert workers(found)["template"]["spec"]["tolerations"][0]["key"] == "amd.com/gpu"
+    assert amounts(head(found)) == {"cpu": "1", "memory": "4Gi"}
+
+
+def test_an_elastic_run_lets_the_cluster_grow() -> None:
+    found = job(TrainConfig(start_workers=4, elastic=Elastic(min_workers=2, max_workers=7)), workers_per_pod=2)
+    assert sizes(found) == (1, 2, 4)
+    assert found["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"] is True
+    assert found["spec"]["rayClusterSpec"]["autoscalerOptions"] == {"version": "v2"}
+
+
+def test_a_run_in_one_process_trains_on_the_head() -> None:
+    found = job(TrainConfig(start_workers=0, use_gpu=True, cpus_per_worker=8), memory="16Gi")
+    assert "workerGroupSpecs" not in found["spec"]["rayClusterSpec"]
+    assert amounts(head(found)) == {"cpu": "8", "memory": "16Gi", "nvidia.com/gpu": "1"}
+    assert head(found)["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_a_sweep_has_room_for_its_trials() -> None:
+    assert sizes(job(TrainConfig(start_workers=3), trials=4, workers_per_pod=2)) == (8, 8, 8)
+    assert sizes(job(TrainConfig(start_workers=0), trials=3)) == (3, 3, 3)
+
+
+def test_secrets_are_references() -> None:
+    found = job(secret=("keys", "more-keys"), pull_secret=("registry",))
+    for template in (head(found), workers(found)["template"]):
+        (container,) = template["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "keys"}}, {"secretRef": {"name": "more-keys"}}]
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def test_failed_jobs_may_be_kept_longer() -> None:
+    spec = job(keep=60, keep_failed=86400)["spec"]
+    assert spec["deletionStrategy"]["deletionRules"] == [
+        {"policy": "DeleteCluster", "condition": {"jobStatus": "SUCCEEDED", "ttlSeconds": 60}},
+        {"policy": "DeleteCluster", "condition": {"jobStatus": "FAILED", "ttlSeconds": 86400}},
+    ]
+    assert {"shutdownAfterJobFinishes", "ttlSecondsAfterFinished"} & spec.keys() == set()
+
+
+@pytest.mark.parametrize("title", ["digits", "My_Experiment.v2", "9lives", "a" * 100, "-", "x-" * 30])
+def test_names_are_labels(title: str) -> None:
+    names = {job_name(title) for _ in range(20)}
+    assert len(names) == 20
+    assert all(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= 47 for name in names)
+
+
+def test_a_pod_lives_long_enough_for_a_checkpoint() -> None:
+    assert math.ceil(stop_requests.GRACE_S) + 5 <= LEAST_GRACE_S <= Pods(image="a").grace
