@@ -49,6 +49,7 @@ ON_OTHERS = {
     ("notebook", "sweeps"),
     ("prepared", "ray"),
     ("prepared", "sweeps"),
+    ("ray", "slurm"),
     ("ray", "sweeps"),
     ("serving", "hub"),
     ("serving", "ray"),
@@ -59,6 +60,7 @@ ON_OTHERS = {
     ("sweeps", "prepared"),
     ("sweeps", "ray"),
     ("sweeps", "views"),
+    ("slurm", "ray"),
     ("views", "sweeps"),
 }
 """The companions that use another one. docs/architecture.md says why."""
@@ -73,7 +75,11 @@ HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
     "botocore": {"companions.stores.object_store"},
-    "click": {"cli", *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands)},
+    "click": {
+        "cli",
+        "companions.slurm.commands",
+        *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
+    },
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.secrets.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
@@ -103,6 +109,7 @@ HOMES = {
         "companions.prepared.mapping",
         "companions.ray",
         "companions.serving.cluster.replica",
+        "companions.slurm.nodes",
         "companions.sweeps.engines.cluster",
     },
     "requests": {"companions.ray.dashboard"},

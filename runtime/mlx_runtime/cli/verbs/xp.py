@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
@@ -152,6 +152,12 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     """Connect to the cluster of a run's job. Return None unless it is trusted, answers and knows the job."""
     job = record.get("job")
     if not job:
+        return None
+    if job["address"].startswith("slurm:"):
+        with contextlib.suppress(ClusterError):
+            queue = companions.part("slurm").Queue.connect(job["address"])
+            queue.state(job["id"])
+            return cast("Dashboard", queue)  # has the same methods
         return None
     addresses = companions.part("ray")
     if not addresses.is_trusted(job["address"]):

@@ -18,7 +18,7 @@ from mlx_runtime.runs import queries, refuse_empty
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.launch import SubmittedJob
+    from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
     from mlx_runtime.training import RunConfig
 
 
@@ -41,6 +41,7 @@ def launch_and_exit(
     overrides: Sequence[str],
     *,
     sweep: tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None = None,
+    scheduler: Callable[..., "Launch"] | None = None,
     ray_address: str | None,
     check: bool,
     follow: bool,
@@ -49,8 +50,8 @@ def launch_and_exit(
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Further fields are those of `Request`. `sweep` is the result of `sweep_request`. The exit code is the job's with
-    `follow`, 130 after Ctrl-C, and 0 otherwise.
+    Further fields are those of `Request`. `sweep` is the result of `sweep_request`. `scheduler` prepares the launch for
+    a scheduler instead of a Ray cluster. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
     """
     try:
         folder = kind.folder()
@@ -64,7 +65,12 @@ def launch_and_exit(
             submit = Launch.submit_run
         if sweep is not None:
             load, submit = companions.part("sweeps.commands").launch_steps(kind, folder, *sweep, look=check)
-        prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
+        if scheduler is None:
+            prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
+        elif pip or ray_address:
+            raise UsageError("--pip and --ray-address are options for Ray clusters")
+        else:
+            prepared = scheduler(folder, load, show_all=check)
         code = 0
         if not check:
             job = submit(prepared)
@@ -85,6 +91,13 @@ def launch_and_exit(
 
 
 @click.command("launch", context_settings=commands.OVERRIDES)
+@click.option(
+    "--slurm",
+    "scheduler",
+    flag_value="slurm",
+    help="Submit to Slurm instead, with --nodes, --partition, --account, --time, --gres, --output, any other options "
+    'as --sbatch="...", or --dry-run.',
+)
 @click.option("--sweep", "many", is_flag=True, help="Run a sweep there, with any options of mlx train sweep.")
 @click.option("--name", metavar="NAME", help="Name of the experiment, cfg.name; with --sweep, name of the sweep.")
 @commands.prepare_option
@@ -94,6 +107,7 @@ def launch_and_exit(
 @commands.variant_option
 @launch_options
 def train_launch(
+    scheduler: str | None,
     many: bool,
     make: bool,
     name: str | None,
@@ -112,6 +126,11 @@ def train_launch(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
         )
+    if scheduler is not None:  # words that are not options here are options of the scheduler
+        parser = companions.part(f"{scheduler}.commands").launch_options
+        typed = parser.make_context(f"launch --{scheduler}", [*overrides]).params
+        overrides = typed.pop("overrides")
+        settings["scheduler"] = partial(companions.part(f"{scheduler}.launch").prepare, **typed)
     overrides += ("cfg.preparation.mode=make",) * make
     if many:  # words that are not options here are options of `sweep`
         sweeps = companions.part("sweeps.commands")
