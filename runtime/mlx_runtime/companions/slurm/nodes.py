@@ -47,15 +47,17 @@ def start(file: Path) -> int:
     else:
         command += [f"--address={head_address}:{port}"]
     prepare_ray()
-    ray = subprocess.Popen(command)
-    signal.signal(signal.SIGTERM, lambda *_: ray.terminate())
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{JOIN_S:.0f}")
+    ray = subprocess.Popen(command, preexec_fn=os.setpgrp)
     try:
         if is_head:
             _wait_for_nodes(f"{head_address}:{port}", int(variables["SLURM_NTASKS"]), ray)
             write_atomic(file, f"{head_address}:{port}\n")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the driver has ended; `ray.init` has another handler
         return ray.wait()
     finally:
-        ray.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ray.pid, signal.SIGKILL)  # Ray takes up to 30 s to drain after SIGTERM, and nothing is left to do
         ray.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -72,7 +74,6 @@ def _wait_for_nodes(address: str, count: int, started: "subprocess.Popen[bytes]"
             if joined == count:
                 ray.shutdown()
                 return
-            print(f"{joined} of {count} nodes have joined", flush=True)
         if started.poll() is not None or time.monotonic() > until:
             sys.exit(f"error: not all of {count} nodes started Ray within {JOIN_S:.0f} s")
         time.sleep(0.5)

@@ -21,12 +21,13 @@ cd "$job/code" || exit  # a copy of the code, made when the job was submitted
 
 RAY = """
 # One Ray node per node of the allocation, for this job alone. They end with the step.
-export MLX_IN_JOB=1 RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$("$python" -c "import secrets; print(secrets.token_hex(32))")
+export MLX_IN_JOB=alone RAY_TRAIN_ENABLE_PREEMPTION_WATCHER=0
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$("$python" -c "import secrets; print(secrets.token_hex(32))")
 address=$job/ray-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\
   --output="$address-%n.log" "$python" -m mlx_runtime.companions.slurm.nodes "$address" &
 ray=$!
-trap 'kill $ray; wait $ray' EXIT
+trap 'scancel --signal=TERM $SLURM_JOB_ID.0; wait $ray' EXIT
 until [ -s "$address" ]; do
   kill -0 $ray || {{ cat "$address"-*.log; echo "error: Ray did not start on all nodes"; exit 1; }}
   sleep 0.2
