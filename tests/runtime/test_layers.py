@@ -49,7 +49,6 @@ ON_OTHERS = {
     ("notebook", "sweeps"),
     ("prepared", "ray"),
     ("prepared", "sweeps"),
-    ("ray", "slurm"),
     ("ray", "sweeps"),
     ("serving", "hub"),
     ("serving", "ray"),

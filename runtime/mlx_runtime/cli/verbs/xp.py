@@ -102,7 +102,8 @@ def lost_driver(name: str, run: str) -> str | None:
         or records.status_of(record, _job_status(record)) in records.LIVING
     ):
         return None
-    command = f"mlx train {'launch' if record.get('job') else 'run'} --resume={folder.title}"
+    verb = "run" if not (job := record.get("job")) else "launch --slurm" if _in_slurm(job) else "launch"
+    command = f"mlx train {verb} --resume={folder.title}"
     return f"the driver of {folder.title} was killed, or its machine was lost. Resume: {command}"
 
 
@@ -153,7 +154,7 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     job = record.get("job")
     if not job:
         return None
-    if job["address"].startswith("slurm:"):
+    if _in_slurm(job):
         with contextlib.suppress(ClusterError):
             queue = companions.part("slurm").Queue.connect(job["address"])
             queue.state(job["id"])
@@ -171,6 +172,10 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     except ClusterError:
         return None
     return dashboard
+
+
+def _in_slurm(job: Mapping[str, str]) -> bool:
+    return job["address"].startswith("slurm:")
 
 
 def _job_status(record: Mapping[str, Any]) -> str | None:

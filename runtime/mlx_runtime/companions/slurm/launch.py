@@ -59,7 +59,7 @@ class SlurmLaunch(Launch):
         The job is held until the record names it. With `dry_run`, only print the script, and exit.
         """
         before, queue = before.get(records.REPLACED) or before, cast(Queue, self.dashboard)
-        folder = run.path / "slurm" / str(run.attempts() + 1)
+        folder = run.path / "slurm" / str(1 + len([*run.path.glob("slurm/*")]))
         text = self.script(run.location, folder, command)
         if self.dry_run:
             print(text, end="")
@@ -74,24 +74,17 @@ class SlurmLaunch(Launch):
             self._pending_record(run, before, job, **fields)
             queue.release(job)
         except BaseException as error:
-            self._withdraw(run, before, job, error, fields)
+            if job is not None:
+                queue.stop(job)
+            if not before:
+                records.Record(run, **fields).finish("FAILED", error=redact(str(error) or type(error).__name__))
+            elif job is not None:
+                records.Record(run, records.load_record(run)).withdraw()
             raise
         name = shlex.join([run.experiment, run.name])
         facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.address.url}"}
         facts |= {"script": str(folder / "job.sh"), "follow": f"mlx xp logs {name}", "stop": f"mlx xp stop {name}"}
         return QueuedJob(self.dashboard, job, facts, lambda: True)
-
-    def _withdraw(
-        self, run: RunFolder, before: Mapping[str, Any], job: str | None, error: BaseException, fields: Any
-    ) -> None:
-        """Undo a launch that has failed or was interrupted: restore the record, or mark a new run as failed."""
-        if job is not None:
-            cast(Queue, self.dashboard).stop(job)
-        if not before:
-            record = records.Record(run, **fields)
-            record.finish("FAILED", error=redact(str(error) or type(error).__name__))
-        elif job is not None:
-            records.Record(run, records.load_record(run)).withdraw()
 
     @property
     def typed(self) -> list[str]:

@@ -41,7 +41,7 @@ def requeue(path: str) -> None:
         "attempts": records.attempts(before),
     }
     facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the driver that has ended
-    record = records.Record(folder, kept, **facts, **{records.REPLACED: before})
+    record = records.Record(folder, kept, **facts, replaced=before)
     try:
         print(f"requeued  {folder.title} resumes when the job {job['id']} starts again", flush=True)
         run("scontrol", "requeue", job["id"])  # ends this process, too
