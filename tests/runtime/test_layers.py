@@ -61,6 +61,7 @@ ON_OTHERS = {
     ("sweeps", "prepared"),
     ("sweeps", "ray"),
     ("sweeps", "views"),
+    ("slurm", "ray"),
     ("views", "sweeps"),
 }
 """The companions that use another one. docs/architecture.md says why."""
@@ -78,6 +79,7 @@ HOMES = {
     "click": {
         "cli",
         "companions.kubernetes.commands",
+        "companions.slurm.commands",
         *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
     },
     "cookiecutter": {"cli.verbs.projects"},
@@ -109,6 +111,7 @@ HOMES = {
         "companions.prepared.mapping",
         "companions.ray",
         "companions.serving.cluster.replica",
+        "companions.slurm.nodes",
         "companions.sweeps.engines.cluster",
     },
     "requests": {"companions.ray.dashboard"},

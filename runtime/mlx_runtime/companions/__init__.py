@@ -33,6 +33,7 @@ COMPANIONS = {
     "services": Companion(),
     "serving": Companion(("train predict", "xp export", *SERVERS)),
     "sharding": Companion(("xp consolidate",)),
+    "slurm": Companion(),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
     "views": Companion(("xp diff", "xp report")),

@@ -253,15 +253,15 @@ def parse_record(content: bytes) -> dict[str, Any]:
 def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
     """Return the status of a run: PENDING WAITING RUNNING SUCCEEDED FAILED STOPPED PRUNED, or STALE if its driver died.
 
-    `job` is the status of its job on the cluster, if known.
+    `job` is the status of its job on the cluster, if known, perhaps with a reason, as in `PENDING (Priority)`.
     """
-    status = str(record.get("status"))
+    status, job = str(record.get("status")), (job or "").partition(" ")[0]
     if status not in LIVING:
         return status
     if job in ("SUCCEEDED", "FAILED", "STOPPED"):
         return job
-    if job is not None and status == "PENDING":
-        return status  # the job waits for resources or for its environment
+    if job and "PENDING" in (status, job):
+        return "PENDING"  # the job waits for resources or for its environment, perhaps again
     return status if is_alive(record) else "STALE"
 
 

@@ -166,7 +166,9 @@ def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:
     """Return the command that resumes a run."""
     named = any(item.startswith("cfg.name=") for item in overrides)
     name = run.location if _elsewhere(overrides) else run.title if named else run.name
-    return shlex.join(["mlx", "train", "launch" if Settings.read().job else "run", f"--resume={name}"])
+    job = Settings.read().job
+    verb = ["launch", *["--slurm"] * job["address"].startswith("slurm:")] if job else ["run"]
+    return shlex.join(["mlx", "train", *verb, f"--resume={name}"])
 
 
 def _board_command(run: events.RunInfo, overrides: tuple[str, ...]) -> str:

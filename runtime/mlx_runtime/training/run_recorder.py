@@ -11,6 +11,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message
 from mlx_runtime.runs import claim_run, provenance, records, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointStore, score
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases, storage_at, storage_root
 from mlx_runtime.storage.secrets import redact
 from mlx_runtime.training.planning import RunPlan
@@ -132,9 +133,9 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             from mlx_runtime.training.resuming import best_kept  # here, because few runs need it
 
             facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
-        if not plan.launched:
+        if records.REPLACED not in previous or not plan.launched:  # else the launcher has recorded these
             previous = before
-            facts |= {"attempts": records.attempts(previous), "job": None}
+            facts |= {"attempts": records.attempts(previous), "job": Settings.read().job}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
         previous = {}

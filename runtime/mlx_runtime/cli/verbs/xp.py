@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
@@ -98,7 +98,8 @@ def lost_driver(folder: RunFolder) -> str | None:
         or records.status_of(record, _job_status(record)) in records.LIVING
     ):
         return None
-    command = f"mlx train {'launch' if record.get('job') else 'run'} --resume={folder.title}"
+    verb = "run" if not (job := record.get("job")) else "launch --slurm" if _in_slurm(job) else "launch"
+    command = f"mlx train {verb} --resume={folder.title}"
     return f"the driver of {folder.title} was killed, or its machine was lost. Resume: {command}"
 
 
@@ -149,6 +150,12 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     job = record.get("job")
     if not job:
         return None
+    if _in_slurm(job):
+        with contextlib.suppress(ClusterError):
+            queue = companions.part("slurm").Queue.connect(job["address"])
+            queue.state(job["id"])
+            return cast("Dashboard", queue)  # has the same methods
+        return None
     addresses = companions.part("ray")
     if not addresses.is_trusted(job["address"]):
         if record.get("status") in records.LIVING:  # the stored log of any other run is complete
@@ -161,6 +168,10 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     except ClusterError:
         return None
     return dashboard
+
+
+def _in_slurm(job: Mapping[str, str]) -> bool:
+    return job["address"].startswith("slurm:")
 
 
 def _job_status(record: Mapping[str, Any]) -> str | None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mlx_runtime.training import RunConfig
 
 
-OF_RAY = ("ray_address", "follow", "pip", "retries")
-"""Options that need a running cluster of Ray."""
+ELSEWHERE = {"kubernetes": ("ray_address", "retries", "pip", "follow"), "slurm": ("ray_address", "retries", "pip")}
+"""Companions that launch in other places than a running cluster of Ray, with the options of `launch` that they lack."""
 
 
 def launch_options(function: Function) -> Function:
@@ -100,6 +100,7 @@ def launch_and_exit(
 @click.option(
     "--kube", "place", flag_value="kubernetes", help="Train on Kubernetes: mlx train launch --kube -- --help."
 )
+@click.option("--slurm", "place", flag_value="slurm", help="Train on Slurm: mlx train launch --slurm -- --help.")
 @click.option("--name", metavar="NAME", help="Name of the experiment, cfg.name; with --sweep, name of the sweep.")
 @commands.prepare_option
 @click.option(
@@ -132,9 +133,9 @@ def train_launch(
         )
     overrides += ("cfg.preparation.mode=make",) * make
     if place is not None:  # words that are not options here may be options of that companion
-        if given := [name for name in OF_RAY if settings[name]]:
-            flag = f"--{given[0].replace('_', '-')}"
-            raise UsageError(f"{flag} is for a running cluster of Ray; leave it out, or leave out --kube")
+        if given := [name for name in ELSEWHERE[place] if settings[name]]:
+            flag, there = f"--{given[0].replace('_', '-')}", "--kube" if place == "kubernetes" else f"--{place}"
+            raise UsageError(f"{flag} is for a running cluster of Ray; leave it out, or leave out {there}")
         overrides, settings["elsewhere"] = companions.part(f"{place}.commands").parse(overrides)
     else:
         overrides = _storage_there(overrides, settings["ray_address"])

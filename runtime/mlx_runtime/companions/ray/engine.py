@@ -162,7 +162,7 @@ class OnRay:
                 failure_config=ray.train.FailureConfig(max_failures=cfg.elastic.max_failures),
                 callbacks=[Failures(*job.receiver)],
             ),
-            embedded=JOB_FLAG not in os.environ,
+            embedded=os.environ.get(JOB_FLAG) != "1",
             multiple_of=strategy_class(cfg.strategy).multiple_of(cfg),
             patience=(cfg.start_workers, self._wait_s),
         )

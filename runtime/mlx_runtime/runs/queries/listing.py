@@ -44,6 +44,7 @@ class Row:
     status: str
     record: Mapping[str, Any]
     problem: str | None = None
+    reason: str | None = None  # of the status, from the scheduler of the run's job
 
     @property
     def sweep(self) -> Mapping[str, Any]:
@@ -113,6 +114,7 @@ class Row:
             "run": self.folder.name,
             "status": self.status,
             "waits_for": self.waits_for,
+            "reason": self.reason,
             "problem": self.problem,
             "epoch": self.epoch,
             "epochs": self.record.get("epochs"),
@@ -141,7 +143,8 @@ class Row:
         epochs = self.record.get("epochs")
         epoch = "" if self.epoch is None else f"{self.epoch}/{epochs}" if epochs else str(self.epoch)
         workers, earlier = self.record.get("workers"), self.record.get("attempts")
-        status = f"{self.status}, attempt {len(earlier) + 1}" if earlier and self.status == "RUNNING" else self.status
+        status = f"{self.status} ({self.reason})" if self.reason else self.status
+        status += f", attempt {len(earlier) + 1}" if earlier and self.status == "RUNNING" else ""
         values = {
             "experiment": self.folder.experiment,
             "run": self.folder.name,
@@ -257,12 +260,13 @@ def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[
     if ask is None or not jobs:
         return rows
     statuses = ask(set(jobs.values()))
-    return [
-        replace(row, status=records.status_of(row.record, statuses.get(jobs[row.folder])))
-        if row.folder in jobs
-        else row
-        for row in rows
-    ]
+    return [_with_job(row, statuses.get(jobs[row.folder])) if row.folder in jobs else row for row in rows]
+
+
+def _with_job(row: Row, job: str | None) -> Row:
+    """Return a row with the status that follows from that of its job, like `PENDING (Priority)`."""
+    reason = (job or "").partition(" ")[2].strip("()") or None
+    return replace(row, status=records.status_of(row.record, job), reason=reason)
 
 
 def _row(folder: RunFolder) -> Row:

@@ -1,0 +1,3 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.companions.slurm.queue import Queue as Queue
+from mlx_runtime.companions.slurm.queue import job_statuses as job_statuses

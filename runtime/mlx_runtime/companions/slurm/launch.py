@@ -1,0 +1,188 @@
+"""Submit the `main.py` of a folder to Slurm, with a copy of the code in the run's folder."""
+
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from mlx_runtime.companions.ray import preflight
+from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record
+from mlx_runtime.companions.slurm import script
+from mlx_runtime.companions.slurm.commands import OPTIONS
+from mlx_runtime.companions.slurm.queue import Queue, run
+from mlx_runtime.errors import ClusterError, ConfigError, UsageError
+from mlx_runtime.runs import RunFolder, Upload, records, snapshots
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import is_uri, storage_at, storage_root
+from mlx_runtime.storage.secrets import redact
+from mlx_runtime.training.engines import ENGINES, engine_class
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.ray import Dashboard
+    from mlx_runtime.training import RunConfig
+
+NOT_LINKED = {".git", "__pycache__"}
+
+
+class QueuedJob(SubmittedJob):
+    """A job in the queue of Slurm, where it may stay for days."""
+
+    def wait(self) -> str:
+        """Return the status of the job now."""
+        state = self.dashboard.state(self.id)
+        return f"{state.status} ({state.message})" if state.message else state.status
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmLaunch(Launch):
+    """A folder that has passed all checks, and the options of its job."""
+
+    nodes: int
+    options: Mapping[str, str | None]  # as typed
+    words: Sequence[str]  # further options of sbatch
+    dry_run: bool
+
+    def _submit_driver(
+        self,
+        run: RunFolder,
+        before: Mapping[str, Any],
+        command: Sequence[str],
+        metadata: Mapping[str, str],
+        **fields: Any,
+    ) -> SubmittedJob:
+        """Copy the code, submit the driver of a claimed run or sweep, and record that it is pending.
+
+        The job is held until the record names it. With `dry_run`, only print the script, and exit.
+        """
+        before, queue = before.get(records.REPLACED) or before, cast(Queue, self.dashboard)
+        folder = run.path / "slurm" / str(1 + len([*run.path.glob("slurm/*")]))
+        text = self.script(run.location, folder, command)
+        if self.dry_run:
+            print(text, end="")
+            if not before:
+                storage_at(run.location).remove_folder()
+            raise SystemExit(0)
+        job = None
+        try:
+            copy_code(self.upload, folder / "code")
+            (folder / "job.sh").write_text(text)
+            job = queue.submit(folder / "job.sh", self.typed)
+            known = {"id": job, "address": queue.address.url}
+            pending_record(run, before, known, self.config.overrides, **fields)
+            queue.release(job)
+        except BaseException as error:
+            if job is not None:
+                queue.stop(job)
+            if not before:
+                records.Record(run, **fields).finish("FAILED", error=redact(str(error) or type(error).__name__))
+            elif job is not None:
+                records.Record(run, records.load_record(run)).withdraw()
+            raise
+        name = shlex.join([run.experiment, run.name])
+        facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.address.url}"}
+        facts |= {"script": str(folder / "job.sh"), "follow": f"mlx xp logs {name}", "stop": f"mlx xp stop {name}"}
+        return QueuedJob(self.dashboard, job, facts, lambda: True)
+
+    @property
+    def typed(self) -> list[str]:
+        """Options of sbatch as typed, which take precedence over the script and variables like SBATCH_PARTITION."""
+        return [*(f"--{name}={value}" for name, value in self.options.items() if value is not None), *self.words]
+
+    def script(self, run: str, folder: Path, command: Sequence[str]) -> str:
+        """Return the script of the job: the resources follow from the config, unless options give others."""
+        cfg, variables = self.config.cfg, {"MLX_JOB": "$SLURM_JOB_ID", "MLX_JOB_ADDRESS": self.dashboard.address.url}
+        workers = math.ceil(max(1, cfg.start_workers) / self.nodes)  # per node
+        gpus = math.ceil(workers * cfg.gpus_per_worker) if cfg.use_gpu else None
+        options: dict[str, str | int | None] = {
+            "job-name": "-".join(Path(run).parts[-2:]),
+            "output": f"{folder}/%j.out",
+            "open-mode": "append",  # a requeued job has the same file
+            "requeue": None,
+            "signal": f"B:USR1@{script.WARNING_S}",
+            "nodes": self.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": workers * cfg.cpus_per_worker,
+            "gpus-per-node": gpus if self.options.get("gres") is None else None,
+        }
+        options |= {name: value for name, value in self.options.items() if value is not None}
+        return script.write(
+            run=run,
+            folder=folder,
+            nodes=self.nodes,
+            options=options,
+            words=["--requeue", *self.words],
+            command=command,
+            variables=variables,
+        )
+
+
+def copy_code(upload: Upload, target: Path) -> None:
+    """Copy the files of an upload, and link the other files of its folder, such as ignored data."""
+    with upload.stage() as staged:
+        shutil.copytree(staged, target)
+    _link_others(upload.folder.resolve(), target)
+
+
+def _link_others(source: Path, target: Path) -> None:
+    for entry in os.scandir(source):
+        copy = target / entry.name
+        if not copy.exists() and entry.name not in NOT_LINKED:
+            copy.symlink_to(entry.path)
+        elif entry.is_dir(follow_symlinks=False) and copy.is_dir() and not copy.is_symlink():
+            _link_others(Path(entry.path), copy)
+
+
+def prepare(
+    folder: Path,
+    load: "Callable[[], RunConfig]",
+    *,
+    show_all: bool = False,
+    nodes: int = 1,
+    words: Sequence[str] = (),
+    dry_run: bool = False,
+    **options: str | None,
+) -> SlurmLaunch:
+    """Check that a folder can run on the Slurm cluster of this machine, and that sbatch accepts the options.
+
+    Raises `ClusterError` if the cluster does not answer or refuses the options, and `ConfigError` for a wrong config.
+    """
+    assert options.keys() <= {*OPTIONS}
+    queue, config = Queue.connect(), load()
+    cfg, quiet = config.cfg, Settings.read().quiet or dry_run
+    root = storage_root(cfg.storage_path)
+    if is_uri(root):
+        raise UsageError(f"the storage is {root}; a job of Slurm finds its code in a folder that the nodes share")
+    if nodes > 1 and cfg.start_workers == 0:
+        raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
+    if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
+        raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
+    snapshots.refuse_unmatched(folder, getattr(cfg, "code_files", ()))
+    secrets = preflight.check_secrets(config)
+    if not secrets.ok:
+        error = ClusterError(secrets.text)
+        error.hint = secrets.hint or ""
+        raise error
+    for line in () if quiet else config.notes:
+        print(line)
+    split = [item for text in words for item in shlex.split(text)]
+    extra: dict[str, Any] = {"nodes": nodes, "options": options, "words": split, "dry_run": dry_run}
+    launch = SlurmLaunch(cast("Dashboard", queue), config, Upload.of(folder), {}, **extra)
+    if not dry_run:
+        _test(launch, show=show_all)
+    return launch
+
+
+def _test(launch: SlurmLaunch, *, show: bool) -> None:
+    """Let sbatch check the job without submitting it."""
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(launch.script("/tmp/check/run", Path("/tmp"), ["main.py"]))
+        file.flush()
+        run("sbatch", "--test-only", *launch.typed, file.name)
+    if show:
+        print("ok    sbatch accepts the job")

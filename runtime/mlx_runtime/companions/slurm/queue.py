@@ -1,0 +1,136 @@
+"""The queue of a Slurm cluster, asked through its own commands."""
+
+import contextlib
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_runtime.companions.ray import Address, JobState
+from mlx_runtime.errors import ClusterError
+from mlx_runtime.runs.logs import last_lines
+
+TIMEOUT_S = 30.0  # of a command; Slurm's own timeout for messages is 10 s
+FOLLOW_S = 1.0  # interval for reading the output of a job
+SCHEME = "slurm://"
+
+ENDED = {"COMPLETED": "SUCCEEDED", "CANCELLED": "STOPPED"} | dict.fromkeys(
+    ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"), "FAILED"
+)
+"""Our statuses of jobs that have ended, by Slurm's."""
+
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "CONFIGURING"}
+"""Slurm's states of jobs that have not begun, perhaps again."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The queue of a cluster. Its address in the records of runs is `slurm://` and the name of the cluster."""
+
+    address: Address
+
+    @classmethod
+    def connect(cls, url: str | None = None) -> "Queue":
+        """Connect to the cluster of this machine. Raises ClusterError if it does not answer, or has another address."""
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", run("scontrol", "show", "config"), re.MULTILINE)
+        assert found is not None, "scontrol prints every setting"
+        if (here := f"{SCHEME}{found[1]}") != (url or here):
+            raise ClusterError(f"this machine belongs to {here}, not to {url}")
+        return cls(Address(here, "scontrol"))
+
+    def submit(self, script: Path, words: Sequence[str] = ()) -> str:
+        """Submit a script as a job that is held until `release`, and return its id."""
+        return run("sbatch", "--parsable", "--hold", *words, str(script)).strip().partition(";")[0]
+
+    def release(self, job: str) -> None:
+        run("scontrol", "release", job)
+
+    def stop(self, job: str) -> None:
+        """Cancel a job: it is removed from the queue, or receives SIGTERM and, after Slurm's `KillWait`, SIGKILL."""
+        run("scancel", job)
+
+    def state(self, job: str) -> JobState:
+        """Return the state of a job, with Slurm's reason; raises ClusterError if Slurm does not know it any more."""
+        fields = self._fields(job)
+        status, reason = _status(fields["JobState"], fields["Reason"])
+        code, _, number = fields["ExitCode"].partition(":")
+        return JobState(status, reason, int(code) or -int(number) if status in ENDED.values() else None)
+
+    def log(self, job: str) -> str:
+        """Return the output of a job so far."""
+        file = Path(self._fields(job)["StdOut"])
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
+        """Write the output of a job as it grows, also while the job waits in the queue, and return its last state."""
+        seen = 0
+        while True:
+            state, text = self.state(job), self.log(job)
+            if len(text) > seen:
+                write(text[seen:] if tail is None or seen else last_lines(text, tail))
+                seen = len(text)
+            elif state.ended:
+                return state
+            time.sleep(FOLLOW_S)
+
+    def _fields(self, job: str) -> dict[str, str]:
+        """Return some of the fields of a job."""
+        if not job.isdecimal():  # it comes from a record, which is not trusted
+            raise ClusterError(f"{job!a} is not the id of a job of Slurm")
+        text = run("scontrol", "show", "job", job)
+        words = r"\b(JobState|Reason|ExitCode)=(\S+)"
+        return dict(re.findall(words, text) + re.findall(r"^\s+(StdOut)=(.*)$", text, re.MULTILINE))
+
+
+def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the status of jobs by address and id, with Slurm's reason, like `PENDING (Priority)`.
+
+    Without those of other clusters, and those that Slurm has forgotten.
+    """
+    with contextlib.suppress(ClusterError):
+        here = Queue.connect().address.url
+        asked = ",".join(sorted(job for address, job in jobs if address == here and job.isdecimal()))
+        found: dict[str, str] = {}
+        for command in (
+            ("sacct", "-XnP", "--format=JobID,State,Reason", "--jobs", asked),
+            ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r", "--jobs", asked),  # knows more, but forgets
+        ):
+            with contextlib.suppress(ClusterError):  # no accounting, or only jobs that Slurm has forgotten
+                for line in run(*command).splitlines() if asked else ():
+                    job, state, reason = line.split("|")[:3]
+                    status, reason = _status(state, reason)
+                    found[job] = f"{status} ({reason})" if reason else status
+        return {(here, job): status for job, status in found.items()}
+    return {}
+
+
+def _status(state: str, reason: str) -> tuple[str, str]:
+    """Return our status of a job, and the reason, from those of Slurm. States may have a suffix, `CANCELLED by 0`."""
+    state = state.partition(" ")[0]
+    if state in ENDED:
+        return ENDED[state], "" if state in ("COMPLETED", "CANCELLED", "FAILED") else state
+    return ("PENDING" if state in WAITING else "RUNNING"), "" if reason in ("None", "") else reason
+
+
+def run(*command: str) -> str:
+    """Run a command of Slurm, and return its output. Raises ClusterError with its words if it fails."""
+    program = command[0]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except FileNotFoundError as error:
+        raise _failure(f"{program} is not on the PATH", "Run this on a login node of a Slurm cluster") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _failure(f"{program} does not answer: {error}", "Is the controller up? Try: scontrol ping") from error
+    if done.returncode:
+        lines = [re.sub(rf"^{program}: (error: )?", "", line) for line in done.stderr.splitlines() if line.strip()]
+        why = "; ".join(dict.fromkeys(lines)) or f"exit code {done.returncode}"
+        raise _failure(f"{program} failed: {why}", "See the partitions and their limits with: sinfo --long")
+    return done.stdout
+
+
+def _failure(problem: str, hint: str) -> ClusterError:
+    error = ClusterError(problem)
+    error.hint = hint
+    return error

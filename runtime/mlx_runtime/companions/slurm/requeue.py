@@ -1,0 +1,61 @@
+"""Put the job of this process back into the queue, after the time limit has ended the driver of its run.
+
+python -m mlx_runtime.companions.slurm.requeue RUN
+"""
+
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.companions.slurm.queue import run
+from mlx_runtime.errors import ClusterError
+from mlx_runtime.exits import clean_exit
+from mlx_runtime.runs import SWEEP, drivers, find_run, records
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents
+
+
+def requeue(path: str) -> None:
+    """Mark a stopped run as PENDING again, and requeue its job.
+
+    Raises:
+        ClusterError: the run has not progressed, and would not in another job either, or Slurm refuses.
+    """
+    job = Settings.read().job
+    assert job is not None, "the script of the job sets it"
+    root = str(Path(path).parents[1])
+    folder = find_run(root, Path(path).parent.name, Path(path).name)
+    before = drivers.refuse_living(folder)
+    if not folder.name.startswith(SWEEP) and not _has_saved(before):
+        raise ClusterError(
+            f"{folder.title} was stopped by the time limit before its first checkpoint in this job, so the job is not "
+            f"requeued. Give it more time: mlx train launch --slurm --resume={folder.title} --time=..."
+        )
+    kept = {name: item for name, item in before.items() if name not in ("end", "error")}
+    facts: dict[str, Any] = {
+        "status": "PENDING",
+        "start": documents.now(),
+        "job": job,
+        "attempts": records.attempts(before),
+    }
+    facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the driver that has ended
+    record = records.Record(folder, kept, **facts, replaced=before)
+    try:
+        print(f"requeued  {folder.title} resumes when the job {job['id']} starts again", flush=True)
+        run("scontrol", "requeue", job["id"])  # ends this process, too
+    except ClusterError:
+        record.withdraw()
+        raise
+
+
+def _has_saved(record: Mapping[str, Any]) -> bool:
+    """Return True if the last driver of a run has saved a checkpoint."""
+    path = Path((record.get("latest") or {}).get("path") or "-")
+    return path.exists() and path.stat().st_mtime > datetime.fromisoformat(record["start"]).timestamp()
+
+
+if __name__ == "__main__":
+    with clean_exit():
+        requeue(sys.argv[1])

@@ -1,0 +1,150 @@
+"""`mlx train launch --slurm` on a real slurmctld with two slurmd: jobs, the time limit, Ray over two nodes, errors."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Mlx
+from faults import differences, final_state, reports
+from slurm import slurm
+
+from mlx_runtime.companions.slurm.queue import _status
+from mlx_runtime.runs import records
+
+pytestmark = pytest.mark.cluster
+
+ONE = ("cfg.start_workers=0", "cfg.trackers={}")
+WAIT_S = 240
+"""For a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Mapping[str, str]]:
+    with slurm() as variables:
+        yield variables
+
+
+@pytest.fixture
+def ask(cluster: Mapping[str, str]) -> Callable[..., str]:
+    """`ask("squeue", ...)` returns the output of a command of Slurm."""
+
+    def run(*command: str) -> str:
+        return subprocess.run(command, env=os.environ | cluster, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def record_of(folder: Path, run: str = "run_001") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "runs/digits" / run / "run.json").read_text())
+    return content
+
+
+def wait(done: Callable[[], Any]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def test_a_run_continues_exactly_after_the_time_limit(
+    mlx: Mlx, digits: Path, cluster: Mapping[str, str], ask: Callable[..., str]
+) -> None:
+    """slurmctld sends the same signal before the time limit as `scancel --batch` here."""
+    words = (*ONE, "cfg.num_epochs=3", "datasets.train.batch_size=2")
+    plain = digits.parent / "plain"
+    assert mlx(digits, "train", "run", *words, f"cfg.storage_path={plain}").returncode == 0
+    done = mlx(digits, "train", "launch", "--slurm", "--time=10", *words, **cluster)
+    assert done.returncode == 0, done.stderr
+    (digits / "src/experiment.py").write_text("raise SystemExit('edited while the job waits')")
+    run = digits / "runs/digits/run_001"
+    job = record_of(digits)["job"]
+    assert job["address"] == "slurm://loopback"
+    assert f"job       {job['id']} on slurm://loopback" in done.stdout
+    wait(lambda: (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) > 1)
+    ask("scancel", "--batch", "--signal=USR1", job["id"])
+    wait(lambda: record_of(digits)["status"] == "PENDING")
+    wait(lambda: "PENDING" in ask("squeue", "--noheader", "--format=%T"))
+    assert "PENDING (BeginTime)" in mlx(digits, "xp", "ls", **cluster).stdout
+    assert "is about to start as the job" in mlx(digits, "train", "run", "--resume=run_001").stderr
+    wait(lambda: record_of(digits)["status"] not in records.LIVING)
+    found = record_of(digits)
+    assert [found["status"], found["job"], [item["status"] for item in found["attempts"]]] == [
+        *("SUCCEEDED", job),
+        ["STOPPED"],
+    ]
+    assert differences(final_state(run), final_state(plain / "digits/run_001")) == []
+    assert reports(run) == reports(plain / "digits/run_001")
+    done = mlx(digits, "xp", "logs", "digits", "1", "--no-follow", **cluster)
+    assert "requeued  digits/run_001 resumes" in done.stdout, done.stderr
+
+
+def test_two_nodes_train_on_a_ray_of_the_job(mlx: Mlx, digits: Path, cluster: Mapping[str, str]) -> None:
+    words = ("cfg.num_epochs=1", "cfg.debug.limit_batches=2", "cfg.trackers={}", "-f")
+    done = mlx(digits, "train", "launch", "--slurm", "--nodes=2", *words, **cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 DDP workers in Ray cluster with 2 CPUs" in done.stdout
+    assert record_of(digits)["status"] == "SUCCEEDED"
+
+
+def test_jobs_that_wait_fail_or_are_cancelled(
+    mlx: Mlx, digits: Path, cluster: Mapping[str, str], ask: Callable[..., str]
+) -> None:
+    def launch(*words: str) -> "subprocess.CompletedProcess[str]":
+        return mlx(digits, "train", "launch", "--slurm", *ONE, *words, **cluster)
+
+    def statuses() -> dict[str, str]:
+        rows = json.loads(mlx(digits, "xp", "ls", "--json", **cluster).stdout)
+        return {row["run"]: f"{row['status']} {row['reason'] or ''}".strip() for row in rows}
+
+    done = launch("--partition=nope")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 2), done.stderr
+    assert done.stderr.startswith("error: sbatch failed: invalid partition specified: nope")
+    assert "sinfo" in done.stderr
+    assert not (digits / "runs/digits").exists(), "no run was claimed"
+
+    done = launch("--sbatch=--begin=now+1hour --comment=later")
+    assert done.returncode == 0, done.stderr
+    assert statuses() == {"run_001": "PENDING BeginTime"}
+    done = mlx(digits, "xp", "stop", "digits", "1", **cluster)
+    assert done.stdout == "digits run_001 was STOPPED before it began\n", done.stderr
+    assert ask("squeue", "--noheader") == ""
+
+    assert launch("--sbatch=--begin=now+1hour").returncode == 0
+    ask("scancel", record_of(digits, "run_002")["job"]["id"])
+    (digits / "src/experiment.py").write_text("raise RuntimeError('broken')")
+    assert statuses() == {"run_001": "STOPPED", "run_002": "STOPPED"}
+
+
+def test_without_slurm_the_cure_is_named(mlx: Mlx, digits: Path, tmp_path: Path) -> None:
+    done = mlx(digits, "train", "launch", "--slurm", *ONE, PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr == "error: scontrol is not on the PATH\nRun this on a login node of a Slurm cluster\n"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("slurms", "ours"),
+    [
+        (("PENDING", "Priority"), ("PENDING", "Priority")),
+        (("RUNNING", "None"), ("RUNNING", "")),
+        (("CANCELLED by 1000", "None"), ("STOPPED", "")),
+        (("TIMEOUT", "TimeLimit"), ("FAILED", "TIMEOUT")),
+        (("NODE_FAIL", "None"), ("FAILED", "NODE_FAIL")),
+        (("COMPLETED", "None"), ("SUCCEEDED", "")),
+    ],
+)
+def test_states_of_slurm(slurms: tuple[str, str], ours: tuple[str, str]) -> None:
+    assert _status(*slurms) == ours
+
+
+@pytest.mark.pure
+def test_a_job_that_was_requeued_by_slurm_is_pending_again() -> None:
+    dead = {"status": "RUNNING", "heartbeat": "2020-01-01T00:00:00+00:00"}
+    assert records.status_of(dead) == "STALE"
+    assert records.status_of(dead, "PENDING (Resources)") == "PENDING"
+    assert records.status_of(dead, "FAILED (TIMEOUT)") == "FAILED"
