@@ -31,8 +31,11 @@ from mlx_runtime.training.processes import ForkServer
 AGAIN_S = 1.0
 """Interval between attempts to connect."""
 
-REJOIN_S = 20.0
+REJOIN_S = 600.0
 """Time for the first machine to answer again after the connection was lost."""
+
+REFUSED_S = 5.0
+"""Time for it to accept a connection, if it refuses one then: the run has ended."""
 
 TICK_S = 0.1
 """Interval at which the results of workers are collected."""
@@ -98,7 +101,7 @@ class Agent:
 
     def _join(self, wait_s: float) -> Channel:
         """Return a connection to the first machine, once that has admitted this one."""
-        until, title = time.monotonic() + wait_s, f"{self._head[0]}:{self._head[1]}"
+        began, title, told = time.monotonic(), f"{self._head[0]}:{self._head[1]}", ""
         while True:
             channel = None
             try:
@@ -113,10 +116,15 @@ class Agent:
                 raise MlxError(f"cannot join {title}: {error}") from None
             except (OSError, EOFError) as error:
                 problem, again = getattr(error, "strerror", None) or short_message(error), True
+                if self._server is not None and isinstance(error, ConnectionRefusedError):
+                    wait_s = REFUSED_S
             if channel is not None:
                 channel.close()
-            if not again or time.monotonic() > until:
+            if not again or time.monotonic() - began > wait_s:
                 raise MlxError(f"cannot join {title}: {problem}")
+            if problem != told:
+                print(f"waiting   for {title}: {problem}", flush=True)
+                told = problem
             time.sleep(AGAIN_S)
 
     def _hello(self, address: str) -> dict[str, Any]:

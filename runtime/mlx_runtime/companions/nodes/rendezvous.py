@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import queue
+import socket
 import threading
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
@@ -91,6 +92,7 @@ class Rendezvous(Listener):
         self.key, self.members = key, dict[str, Member]()
         self.stores: dict[int, Values] = {}  # by number of the attempt
         self._nodes, self._offer, self._gpus = {node.name: node for node in nodes[1:]}, offer, gpus
+        self._addresses = {node.name: _resolved(node.host) for node in nodes}
         self._joining = threading.Lock()  # guards `members`
         self._received: queue.SimpleQueue[tuple[Member | None, Message]] = queue.SimpleQueue()
         super().__init__(host, nodes[0].port)
@@ -142,9 +144,10 @@ class Rendezvous(Listener):
             if isinstance(node, Node):
                 member = self.members[node.name] = Member(node, channel, hello)
                 member.send("welcome", self._offer | {"name": node.name})
-        if isinstance(node, str):
-            channel.send("refused", node, hello["name"] in (None, *self._nodes) and self._is_full(hello))
-            self._received.put((None, ("refused", node)))
+        if isinstance(node, tuple):
+            channel.send("refused", *node)
+            if not node[1]:
+                self._received.put((None, ("refused", node[0])))
             return
         why = "its connection was closed"
         try:
@@ -161,37 +164,49 @@ class Rendezvous(Listener):
         finally:
             self.drop(member, why)
 
-    def _is_full(self, hello: dict[str, Any]) -> bool:
-        return hello["name"] in self.members if hello["name"] else not self._free(hello["address"])
-
-    def _free(self, address: str) -> list[Node]:
-        """Return the machines that a peer at an address may be, the best guess first."""
-        free = [node for name, node in self._nodes.items() if name not in self.members]
-        known = [node for node in self._nodes.values() if node.host == address]
-        return [node for node in free if node in known] if known else [node for node in free if node.host is None]
-
-    def _admit(self, hello: dict[str, Any]) -> Node | str:
-        """Return the machine that joins, or the reason why it may not."""
-        who = f"{hello['name'] or 'a machine'} ({hello['address']})"
-        for name, version in versions().items():
-            if (other := hello["versions"].get(name)) != version:
-                return f"{who} has {name} {other}, and the first machine {version}; install the same version"
+    def _admit(self, hello: dict[str, Any]) -> Node | tuple[str, bool]:
+        """Return the machine that joins, or the reason why it may not, and whether it may later."""
+        name, address = hello["name"], hello["address"]
+        who = f"{name or 'a machine'} ({address})"
+        for package, version in versions().items():
+            if (other := hello["versions"].get(package)) != version:
+                text = f"{who} has {package} {other}, and the first machine {version}; install the same version"
+                return text, False
         for member in list(self.members.values()):
             if member.process == hello["process"]:  # it has lost its connection before this machine noticed
                 self._forget(member)
-        if hello["name"] and hello["name"] not in self._nodes:
-            return f"the run has no machine {hello['name']!r:.60}.{suggest(hello['name'], self._nodes, 'nodes.json')}"
-        if self._is_full(hello):
-            if hello["name"] or not self.missing():
-                return f"{hello['name'] or 'every machine of the run'} has joined already"
-            return f"{who} is none of the addresses in nodes.json; add --name to say which machine it is"
-        node = self._nodes[hello["name"]] if hello["name"] else self._free(hello["address"])[0]
-        if self._gpus and hello["gpus"] < self._gpus * (node.slots or 1):
-            needs = f"{self._gpus * (node.slots or 1):g} GPUs for {node.slots} workers"
-            return f"{node.name} ({hello['address']}) has {hello['gpus']} GPUs, and needs {needs}"
-        return node
+        if name:
+            if name not in self._nodes:
+                return f"the run has no machine {name!r:.60}.{suggest(name, self._nodes, 'nodes.json')}", False
+            possible = [self._nodes[name]]
+        elif not (possible := self._possible(address)):
+            return f"{who} has none of the addresses in nodes.json; add --name to say which machine it is", False
+        free = [node for node in possible if node.name not in self.members]
+        if not free:
+            return f"{name or ', '.join(node.name for node in possible)} has joined already", True
+        needed = self._gpus * (free[0].slots or 1)
+        if hello["gpus"] < needed:
+            text = (
+                f"{free[0].name} ({address}) has {hello['gpus']} GPUs, and its {free[0].slots} workers need {needed:g}"
+            )
+            return text, False
+        return free[0]
+
+    def _possible(self, address: str) -> list[Node]:
+        """Return the machines that may have an address: those that are listed with it, or else those without one."""
+        nodes = self._nodes.values()
+        return [node for node in nodes if self._addresses[node.name] == address] or [
+            node for node in nodes if node.host is None
+        ]
 
     def _forget(self, member: Member) -> None:
         del self.members[member.node.name]
         self._received.put((member, ("lost", "it has joined again")))
         member.channel.close()
+
+
+def _resolved(host: str | None) -> str | None:
+    try:
+        return socket.gethostbyname(host) if host else None
+    except OSError:
+        return host
