@@ -185,6 +185,8 @@ class Agent:
                 beat_at = now
             if self._workers is not None:
                 self._workers.report(channel, server, [pipe for pipe in ready if pipe in pipes])
+            elif server in ready:
+                dict(server.exits())  # raises an error if the server has ended
             if channel in ready:
                 heard_at = now
                 match channel.receive():

@@ -76,6 +76,13 @@ class Nodes(Local):
         if len(self.key.encode()) < KEY_BYTES:
             raise ConfigError(f"{KEY} has {len(self.key)} characters; use at least {KEY_BYTES}, or unset it")
 
+    @staticmethod
+    def sweep_engine(cfg: Any, **_: Any) -> Any:
+        raise ConfigError(
+            "cfg.engine=nodes trains no sweeps; their trials train on one machine, or on a cluster: "
+            "mlx train launch --sweep"
+        )
+
     def start(self, job: Any, handle: Handle, stop_asked: StopAsked) -> "NodesGroup":
         return NodesGroup(self, job, handle, stop_asked)
 
@@ -149,6 +156,9 @@ class NodesGroup(LocalGroup):
         self._attempt, self._waiting_since = None, time.monotonic()
         if self._rendezvous is None:
             self._open()
+        elif missing := self.waits_for():
+            limit_s = self._engine.cfg.elastic.hang_timeout_s
+            self._handle(Notice(f"waiting   up to {limit_s:g} s for {missing} again"))
 
     def _open(self) -> None:
         engine, job = self._engine, self._job
@@ -216,18 +226,21 @@ class NodesGroup(LocalGroup):
                     attempt.codes[rank] = fact
 
     def _lose(self, member: Member, why: str) -> None:
-        self._handle(Notice(f"lost      {member.title}: {why}"))
         if self._attempt is None:
+            self._handle(Notice(f"lost      {member.title}: {why}"))
             return
         for rank in self._ranks_of[member.node.name]:
             if rank not in self._attempt.codes:
                 self._attempt.codes[rank] = -9
-                self._attempt.lost[rank] = NodeLostError(f"rank {rank} was lost with {member.title}: {why}")
+                self._attempt.lost[rank] = NodeLostError(f"{member.title} is lost: {why}")
 
     def _begin(self, rendezvous: Rendezvous) -> None:
         """Start the workers on all machines."""
         engine, job = self._engine, self._job
-        members = {node.name: rendezvous.members[node.name] for node in self._nodes[1:]}
+        members = dict(rendezvous.members)
+        if len(members) < len(self._nodes) - 1:  # one has just been lost
+            return
+        members = {node.name: members[node.name] for node in self._nodes[1:]}
         blind = [member for member in members.values() if not member.sees_storage]
         _check_storage(blind, job, engine.cfg)
         self._begin_attempt()

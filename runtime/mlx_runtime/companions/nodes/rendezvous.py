@@ -99,7 +99,8 @@ class Rendezvous(Listener):
 
     def missing(self) -> list[Node]:
         """Return the machines that have not joined, or are not ready yet."""
-        return [node for name, node in self._nodes.items() if name not in self.members or not self.members[name].ready]
+        ready = {name for name, member in list(self.members.items()) if member.ready}
+        return [node for name, node in self._nodes.items() if name not in ready]
 
     def messages(self) -> Iterator[tuple[Member | None, Message]]:
         """Yield the messages that have arrived, each with its sender. Lost members send `("lost", why)`.
@@ -133,7 +134,7 @@ class Rendezvous(Listener):
 
     def serve(self, connection: "Connection[Any, Any]", channel: Channel) -> None:
         kind, fact = channel.receive()
-        if kind == "store":
+        if kind == "store" and fact in self.stores:  # otherwise a worker of an earlier attempt
             self.stores[fact].serve(channel)
         elif kind == "join":
             self._serve_member(channel, fact)

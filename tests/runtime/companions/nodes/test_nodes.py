@@ -277,7 +277,7 @@ def test_a_lost_machine_joins_again_and_the_run_ends_as_a_local_one(
     again = second(str(file), "--name", "node_1", hidden=hidden)
     output, errors = run.communicate(timeout=WAIT_S)
     assert run.returncode == 0, output + errors
-    assert "lost      node_1 (127.0.0.2): its connection was closed\n" in output
+    assert "lost      rank 1: node_1 (127.0.0.2) is lost: its connection was closed\n" in output
     assert "workers   2: restarted" in output
     told, _ = again.communicate(timeout=WAIT_S)
     assert again.returncode == 0, told
