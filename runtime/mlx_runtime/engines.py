@@ -22,7 +22,7 @@ from mlx_runtime.training.loop import Remote, train_to
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps import TrialJob, record_end, run_trial
     from mlx_runtime.companions.sweeps.engines import STOP, SweepEngine, SweepEngineClass, Trials
-    from mlx_runtime.training.engines import Local
+    from mlx_runtime.training.engines.local import Local
     from mlx_runtime.training.processes import PRUNE, Link
 
 _SWEEPS = "mlx_runtime.companions.sweeps"

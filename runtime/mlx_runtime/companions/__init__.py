@@ -27,6 +27,7 @@ SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "sto
 COMPANIONS = {
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "kubernetes": Companion(),
+    "nodes": Companion(("train join",)),
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),

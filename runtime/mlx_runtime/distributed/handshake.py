@@ -1,8 +1,8 @@
-"""Process groups on one machine that its other users can neither join nor read.
+"""Process groups that nobody else can join, neither other users of the machine nor others on the network.
 
 Gloo has no authentication: whoever connects first to a worker and sends a small number counts as its peer. So workers
-meet in a store that only they can open, listen on the loopback interface only, prove to each other that they can open
-the store before they use a connection, and then refuse further connections.
+meet in a store that only they can open, listen on one interface only (on one machine, the loopback interface),
+prove to each other that they can open the store before they use a connection, and then refuse further connections.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def prove(group: Any, store: Any, rank: int, size: int) -> None:
         _wait(work, rank, peer)
         if not hmac.compare_digest(received[peer].numpy().tobytes(), _proof(key, peer, rank)):
             raise MlxError(
-                f"another process on this machine connected to rank {rank} as if it were rank {peer}; nothing was "
+                f"another process connected to rank {rank} as if it were rank {peer}; nothing was "
                 "read from it. Look for it among the processes of other users, and start the run again"
             )
     for peer, work in sending.items():

@@ -91,12 +91,16 @@ class _Metaclass(type(ProcessGroupGloo)):  # type: ignore[misc]  # that of pybin
 
 
 class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
-    """A gloo group of workers on this machine that nobody else can join; see `handshake`."""
+    """A gloo group of the run's workers that nobody else can join; see `handshake`."""
+
+    host: str | None = None  # address to listen on; None for the loopback interface
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         before = listening_sockets()
-        options._devices = [ProcessGroupGloo.create_device(interface=LOOPBACK)]
+        options._devices = [
+            ProcessGroupGloo.create_device(interface="" if self.host else LOOPBACK, hostname=self.host or "")
+        ]
         added = listening_sockets() - before
         options._threads, options._timeout = 2, timeout  # as by default
         super().__init__(store, rank, size, options)
@@ -105,10 +109,13 @@ class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
             refuse_connections(*added)
 
 
-def keep_groups_private() -> None:
+def keep_groups_private(host: str | None = None) -> None:
     """Make every gloo group that this process creates from now on a `PrivateGloo`, including those of user code.
 
-    NCCL checks a random number in the store, and listens on the loopback interface, too.
+    NCCL checks a random number in the store, and listens on the loopback interface, too. If workers are on several
+    machines, this one is reached at `host`, and NCCL chooses its interfaces.
     """
-    os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    PrivateGloo.host = host
+    if host is None:
+        os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
     distributed_c10d.ProcessGroupGloo = PrivateGloo  # type: ignore[misc]

@@ -84,9 +84,10 @@ class TrainConfig(_CheckedSettings):
         max_steps: maximum number of training steps, in all epochs and attempts. The run then ends successfully, with a
             checkpoint, even within an epoch. Counts updates, like `global_step`; None means no limit.
         evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
-        engine: starts the workers. `local`: as processes on this machine; `ray`: on a cluster, or in a Ray embedded on
-            this machine; `auto`: `local` on one machine unless only Ray can train the run. May also be the import path
-            of your own engine.
+        engine: starts the workers. `local`: as processes on this machine; `nodes`: on several machines without a
+            cluster; `ray`: on a cluster, or in a Ray embedded on this machine; `auto`: `local` on one machine unless
+            only Ray can train the run. May also be the import path of your own engine.
+        nodes: machines for `engine=nodes`: a file like `nodes.json`, or their number, including this one.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
         loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
             per worker.
@@ -145,6 +146,7 @@ class TrainConfig(_CheckedSettings):
     max_steps: int | None = at_least(1, None)
     evaluate_every_steps: int | None = at_least(1, None)
     engine: str = "auto"
+    nodes: int | str | None = None
     start_workers: int = at_least(0, 2)
     loader: str = "auto"
     prefetch_batches: int | None = at_least(0, None)

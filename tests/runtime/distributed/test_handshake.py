@@ -37,7 +37,7 @@ def test_groups_listen_on_the_loopback_interface(found: dict[str, Any]) -> None:
 def test_a_stranger_in_the_place_of_a_peer_is_found_out(found: dict[str, Any]) -> None:
     """It has won the race for a connection, and sends as many bytes as a proof has."""
     assert found["impostor"]["error"] == (
-        "MlxError: another process on this machine connected to rank 0 as if it were rank 1; nothing was read from it. "
+        "MlxError: another process connected to rank 0 as if it were rank 1; nothing was read from it. "
         "Look for it among the processes of other users, and start the run again"
     )
 

@@ -1,23 +1,20 @@
-"""Engines, which start the workers of a run: in this process, as processes on this machine, or by Ray.
-
-in_process   no workers: training runs inside the driver, where a debugger works
-local        workers forked from the driver, with torchrun's environment and Ray Train's functions
-on_ray       workers placed by Ray Train, on a cluster or on a Ray embedded in the driver
-"""
+"""Engines, which start the workers of a run: in this process, as processes on this machine, or by Ray."""
 
 from mlx_runtime.importing import door
 
 ENGINES = {
     "in_process": "mlx_runtime.training.engines.in_process.InProcess",
     "local": "mlx_runtime.training.engines.local.Local",
+    "nodes": "mlx_runtime.companions.nodes.engine.Nodes",
     "ray": "mlx_runtime.companions.ray.engine.OnRay",
 }
 """Import paths of engine classes by name. Other classes are named by their import path in `cfg.engine`."""
 
 __all__, __getattr__ = door(
     __name__,
+    "local",
     base="Cluster Handle Job StopAsked backend_of lost",
-    local="Local cool_down take_server warm_up",
+    local="cool_down warm_up",
     placement="JOB_FLAG changing_size check_room engine_class engine_for errors_of shortage this_machine uses_gpus",
     protocol="Engine EngineClass Group",
     scratch="Scratch",

@@ -5,9 +5,7 @@ from mlx_runtime.training.engines.base import Job as Job
 from mlx_runtime.training.engines.base import StopAsked as StopAsked
 from mlx_runtime.training.engines.base import backend_of as backend_of
 from mlx_runtime.training.engines.base import lost as lost
-from mlx_runtime.training.engines.local import Local as Local
 from mlx_runtime.training.engines.local import cool_down as cool_down
-from mlx_runtime.training.engines.local import take_server as take_server
 from mlx_runtime.training.engines.local import warm_up as warm_up
 from mlx_runtime.training.engines.placement import JOB_FLAG as JOB_FLAG
 from mlx_runtime.training.engines.placement import changing_size as changing_size

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ class LocalGroup:
         self._scratch = Scratch("mlx-local-")
         self._output = Output(job.folder, len(self._ranks))
         self._failures = 0
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         try:
             self._start()
         except BaseException:
@@ -120,7 +120,8 @@ class LocalGroup:
         self._collect_exits(attempt)
         self._forward_output()
         died = {rank: ProcessDied(rank, code, attempt.starved) for rank, code in attempt.codes.items()}
-        ended = {**died, **load_results(attempt.results)}  # stored results are more specific than exit codes
+        # Stored results are more specific than exit codes.
+        ended = {**died, **attempt.lost, **load_results(attempt.results)}
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
             self._handle_failure(attempt, errors)
@@ -140,40 +141,31 @@ class LocalGroup:
         self._scratch.close()
 
     def _start(self) -> None:
-        from mlx_runtime.training.engines.worker import WorkerJob, run_worker
+        # Each attempt gets a new store, because the old one contains addresses of lost workers.
+        results = self._begin_attempt()
+        self._start_here(self._ranks, results / "store")
 
-        engine = self._engine
+    def _begin_attempt(self) -> Path:
+        """Return the folder for the results of a new attempt."""
         results = self._scratch.path / str(self._failures)
         results.mkdir()
+        self._attempt = Attempt(results)
+        return results
+
+    def _start_here(self, ranks: range, store: Any, host: str | None = None) -> None:
+        """Start the workers of this machine; `store` and `host` are those of a `WorkerJob`."""
+        from mlx_runtime.training.engines.worker import WorkerJob
+
+        engine, attempt = self._engine, self._attempt
+        assert attempt is not None, "it has begun"
         backend = backend_of(use_gpu=engine.use_gpu)
-        # Each attempt gets a new store, because the old one contains addresses of lost workers.
-        job = WorkerJob(self._job, len(self._ranks), backend, engine.timeout_s, results, results / "store")
-        self._attempt = _Attempt(results)
-        for rank, streams in enumerate(self._output.writers):
-            engine.server.start(rank, partial(run_worker, job, rank), self._environment(rank), streams)
+        shared = WorkerJob(
+            self._job, len(self._ranks), backend, engine.timeout_s, attempt.results, store, host, ranks.start
+        )
+        streams = {rank: self._output.writers[rank] for rank in ranks}
+        start_workers(engine.server, shared, streams, attempt=self._failures, threads=engine.cfg.cpus_per_worker)
 
-    def _environment(self, rank: int) -> dict[str, str]:
-        """Return torchrun's variables, except those of its store, because every user of the machine could open it."""
-        threads = self._engine.cfg.cpus_per_worker
-        changed: dict[str, Any] = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "NODE_RANK": 0,
-            "GROUP_RANK": 0,
-            "WORLD_SIZE": len(self._ranks),
-            "LOCAL_WORLD_SIZE": len(self._ranks),
-            "TORCHELASTIC_RESTART_COUNT": self._failures,
-            "OMP_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-        }
-        if not self._engine.use_gpu:
-            changed["CUDA_VISIBLE_DEVICES"] = ""
-        elif (own := int(self._job.cluster.gpus_per_worker)) > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own * len(self._ranks))))
-            changed["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[own * rank : own * (rank + 1)])
-        return {**os.environ, **{name: str(value) for name, value in changed.items()}}
-
-    def _handle_failure(self, attempt: "_Attempt", errors: dict[int, BaseException]) -> None:
+    def _handle_failure(self, attempt: "Attempt", errors: dict[int, BaseException]) -> None:
         """Raise the error of user code once the other workers have ended, or replace lost workers."""
         attempt.failed_at = attempt.failed_at or time.monotonic()
         failed_s = time.monotonic() - attempt.failed_at
@@ -211,7 +203,7 @@ class LocalGroup:
             self._collect_exits(attempt, timeout_s=0.1)
         return [rank for rank in self._ranks if rank not in attempt.codes]
 
-    def _collect_exits(self, attempt: "_Attempt", timeout_s: float = 0.0) -> None:
+    def _collect_exits(self, attempt: "Attempt", timeout_s: float = 0.0) -> None:
         attempt.codes.update(self._engine.server.exits(timeout_s))
 
     def _forward_output(self) -> None:
@@ -219,12 +211,43 @@ class LocalGroup:
             self._handle(event)
 
 
+def start_workers(
+    server: ForkServer, shared: Any, streams: Mapping[int, Any], *, attempt: int, threads: int, node: int = 0
+) -> None:
+    """Start the workers of one machine, given a `WorkerJob` and their stdout and stderr by rank.
+
+    They get torchrun's variables, except those of its store, because every user of the machine could open it.
+    """
+    from mlx_runtime.training.engines.worker import run_worker
+
+    for local_rank, rank in enumerate(streams):
+        changed: dict[str, Any] = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "NODE_RANK": node,
+            "GROUP_RANK": node,
+            "WORLD_SIZE": shared.world_size,
+            "LOCAL_WORLD_SIZE": len(streams),
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "OMP_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+        }
+        if "nccl" not in shared.backend:
+            changed["CUDA_VISIBLE_DEVICES"] = ""
+        elif (own := int(shared.job.cluster.gpus_per_worker)) > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own * len(streams))))
+            changed["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[own * local_rank : own * (local_rank + 1)])
+        variables = {**os.environ, **{name: str(value) for name, value in changed.items()}}
+        server.start(rank, partial(run_worker, shared, rank), variables, streams[rank])
+
+
 @dataclass
-class _Attempt:
+class Attempt:
     """The processes of a group from one start to the next."""
 
     results: Path  # folder with the result or error of each worker
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
+    lost: dict[int, BaseException] = field(default_factory=dict)  # workers of lost machines, by rank
     memory_kills: int = field(default_factory=memory_kills)  # before the attempt
     failed_at: float | None = None
     finished_at: float | None = None

@@ -3,11 +3,13 @@
 import datetime
 import pickle
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from mlx_runtime.distributed import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
@@ -25,7 +27,9 @@ class WorkerJob:
     backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank, or sees its own
     timeout_s: float  # of collectives
     results: Path  # folder for the results of workers; only this user can open it
-    store: Path  # file for the rendezvous of the workers, in the same folder
+    store: "Path | Callable[[], Store]"  # for the rendezvous: a file in the same folder, or what connects to a store
+    host: str | None = None  # address of this machine for its peers; None if all workers are on this machine
+    first_rank: int = 0  # lowest rank on this machine
 
 
 def run_worker(shared: WorkerJob, rank: int) -> int:
@@ -33,18 +37,19 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
 
     Pass it to `os._exit`: gloo's threads hold tensors and can abort an interpreter that is finalizing.
     """
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
     error: BaseException | None = None
     try:
+        local_rank = rank - shared.first_rank
         if "nccl" in shared.backend:
-            torch.cuda.set_device(rank if shared.job.cluster.gpus_per_worker <= 1 else 0)
-        topology = Topology(rank, shared.world_size, device_here(), rank)
+            torch.cuda.set_device(local_rank if shared.job.cluster.gpus_per_worker <= 1 else 0)
+        topology = Topology(rank, shared.world_size, device_here(), local_rank)
         enter_ray_train(shared.job, topology)
-        keep_groups_private()
+        keep_groups_private(shared.host)
+        # In a variable, because torch does not keep a store alive that is written in Python.
+        store = FileStore(str(shared.store)) if isinstance(shared.store, Path) else shared.store()
         torch.distributed.init_process_group(
             shared.backend,
-            store=FileStore(str(shared.store)),
+            store=store,
             rank=rank,
             world_size=topology.world_size,
             timeout=datetime.timedelta(seconds=shared.timeout_s),

@@ -6,7 +6,7 @@ __all__, __getattr__ = door(
     __name__,
     breakpoints="at_breakpoint no_pdb",
     channel="LOCATE STOP Direct Inbox NoWorkers address_towards",
-    connections="Receiver Remote",
+    connections="Listener Receiver Remote",
     examples="EXAMPLES",
     experiment="BaseModule",
     forward="HALF compile_forward recompute",

@@ -7,6 +7,7 @@ from mlx_runtime.training.loop.channel import Direct as Direct
 from mlx_runtime.training.loop.channel import Inbox as Inbox
 from mlx_runtime.training.loop.channel import NoWorkers as NoWorkers
 from mlx_runtime.training.loop.channel import address_towards as address_towards
+from mlx_runtime.training.loop.connections import Listener as Listener
 from mlx_runtime.training.loop.connections import Receiver as Receiver
 from mlx_runtime.training.loop.connections import Remote as Remote
 from mlx_runtime.training.loop.examples import EXAMPLES as EXAMPLES

@@ -76,56 +76,28 @@ class Remote:
                     self.send(self.position())
 
 
-class Receiver:
-    """The driver's end of the channel: receives the events of all workers, including replacements.
+class Listener:
+    """Accepts TCP connections, and serves those that authenticate, each in a thread.
 
     Anyone on the network can connect. A connection has to authenticate within `HANDSHAKE_S`; if more than `MAX_PENDING`
     are unauthenticated, the oldest are closed.
     """
 
-    def __init__(self, host: str) -> None:
-        self.key = secrets.token_bytes(16)
-        self._listener = socket.create_server((host, 0), backlog=128)
+    def __init__(self, host: str, port: int = 0) -> None:
+        self._listener = socket.create_server((host, port), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.readers: list[threading.Thread] = []
-        self._workers: list[Connection[Any, Any]] = []
         self.pending: dict[socket.socket, float] = {}
         self._lock = threading.Lock()  # guards `pending`
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
 
-    def events(self, timeout_s: float) -> Iterator[Event]:
-        """Yield the events that have arrived, waiting up to `timeout_s` for the first."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                try:
-                    event = decode(self._messages.get(timeout=timeout_s))
-                except ValueError:  # not an event
-                    continue
-                yield event
-                timeout_s = 0.0
+    def authenticate(self, connection: "Connection[Any, Any]") -> Any:
+        """Raise an exception unless the peer has the key. The result is passed to `serve`."""
+        raise NotImplementedError
 
-    def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
-        """Yield the remaining events until all workers have closed their ends or have sent none for `timeout_s`.
-
-        After five times as long, give up on workers that keep sending.
-        """
-        until = time.monotonic() + timeout_s
-        limit = until + 4 * timeout_s
-        for thread in list(self.readers):
-            while thread.is_alive() and (left_s := until - time.monotonic()) > 0:
-                received = self._messages.qsize()
-                thread.join(left_s)
-                if self._messages.qsize() > received:
-                    until = min(time.monotonic() + timeout_s, limit)
-        yield from self.events(timeout_s=0.01)
-
-    def broadcast(self, order: bytes) -> None:
-        """Send an order to every connected worker."""
-        for connection in list(self._workers):
-            with contextlib.suppress(OSError):
-                connection.send_bytes(order)
+    def serve(self, connection: "Connection[Any, Any]", peer: Any) -> None:
+        """Serve an authenticated connection until it is closed."""
+        raise NotImplementedError
 
     def close(self) -> None:
         self._closed.set()
@@ -162,18 +134,67 @@ class Receiver:
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
             try:
-                deliver_challenge(connection, self.key)
-                self.readers.append(threading.current_thread())  # before the peer can send anything
-                answer_challenge(connection, self.key)
+                identity = self.authenticate(connection)
             except Exception:  # a peer without the key, or one that hung up
                 return
             finally:
                 with self._lock:
                     in_time = self.pending.pop(peer, None) is not None
-            if not in_time:
-                return
-            self._workers.append(connection)
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    self._messages.put(connection.recv_bytes())  # decoding could exceed the wait of `drain`
-            self._workers.remove(connection)
+            if in_time:
+                with contextlib.suppress(EOFError):
+                    self.serve(connection, identity)
+
+
+class Receiver(Listener):
+    """The driver's end of the channel: receives the events of all workers, including replacements."""
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(16)
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.readers: list[threading.Thread] = []
+        self._workers: list[Connection[Any, Any]] = []
+        super().__init__(host)
+
+    def authenticate(self, connection: "Connection[Any, Any]") -> None:
+        deliver_challenge(connection, self.key)
+        self.readers.append(threading.current_thread())  # before the peer can send anything
+        answer_challenge(connection, self.key)
+
+    def serve(self, connection: "Connection[Any, Any]", peer: None) -> None:
+        self._workers.append(connection)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._messages.put(connection.recv_bytes())  # decoding could exceed the wait of `drain`
+        self._workers.remove(connection)
+
+    def events(self, timeout_s: float) -> Iterator[Event]:
+        """Yield the events that have arrived, waiting up to `timeout_s` for the first."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                try:
+                    event = decode(self._messages.get(timeout=timeout_s))
+                except ValueError:  # not an event
+                    continue
+                yield event
+                timeout_s = 0.0
+
+    def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
+        """Yield the remaining events until all workers have closed their ends or have sent none for `timeout_s`.
+
+        After five times as long, give up on workers that keep sending.
+        """
+        until = time.monotonic() + timeout_s
+        limit = until + 4 * timeout_s
+        for thread in list(self.readers):
+            while thread.is_alive() and (left_s := until - time.monotonic()) > 0:
+                received = self._messages.qsize()
+                thread.join(left_s)
+                if self._messages.qsize() > received:
+                    until = min(time.monotonic() + timeout_s, limit)
+        yield from self.events(timeout_s=0.01)
+
+    def broadcast(self, order: bytes) -> None:
+        """Send an order to every connected worker."""
+        for connection in list(self._workers):
+            with contextlib.suppress(OSError):
+                connection.send_bytes(order)

@@ -19,7 +19,8 @@ from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import cool_down, shortage, take_server, warm_up
+from mlx_runtime.training.engines import cool_down, shortage, warm_up
+from mlx_runtime.training.engines.local import take_server
 from mlx_runtime.training.processes import PRUNE, Link, RunProcess, exit_reason
 
 PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
