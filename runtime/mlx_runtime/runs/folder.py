@@ -14,8 +14,7 @@
     report.html           a page about the run, on request (see `report`)
     .attempt-001          one file per driver that has claimed the run: its process and its last heartbeat
     .reserve              space for recording the end of the run on a full disk
-    .stop, .locate        requests to the driver: to end the run, and to store the positions of its workers
-    positions.json        those positions, for `mlx xp ps`
+    .stop, .locate        requests to the driver: to end the run, and to write positions.json (see `positions`)
 
 Functions that touch the storage raise StorageError if it does not answer, or refuses to write.
 """

@@ -39,7 +39,6 @@ FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
 CODE = "code.zip"
 PREFIX = "_mlx_code_"
 
-
 WITH_CODE = GitIgnoreSpec.from_lines(
     (
         *("/main.py", "/src/conf.yaml", "/src/variants/**/*.yaml", ".gitignore"),

@@ -31,7 +31,6 @@ BUFFER_BYTES = 4096
 
 MAX_BUFFER_BYTES = 65_536
 
-
 Snapshot = State | None
 """A copy of a metric's state on the CPU; None if the metric has seen no data."""
 

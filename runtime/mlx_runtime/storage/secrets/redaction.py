@@ -15,7 +15,6 @@ FILES = (
 )
 """Names of files and folders that hold secrets, as lines of a .gitignore."""
 
-
 _KEY = re.compile(r"[+~]*[\w.@/-]+")
 
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 JOB_FLAG = "MLX_IN_JOB"
 """Environment variable of submitted jobs, whose drivers join the cluster that they run on."""
 
-
 WORKERS_PER_CORE = 32
 """How many workers may share a core of one machine; they are processes, which need memory even if they wait."""
 
