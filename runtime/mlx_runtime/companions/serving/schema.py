@@ -1,9 +1,11 @@
 """The inputs of `predict`: the columns of a batch, the checks of rows, and example rows."""
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -60,8 +62,12 @@ class Column:
         wanted = TYPES[self.dtype]
         try:
             given = value if isinstance(value, torch.Tensor) else _tensor_of(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise RowError(f"{self.name}{_problem(value) or RAGGED}; expected {self.text}") from None
+        except RowError as error:
+            raise RowError(f"{self.name}{error}; expected {self.text}") from None
+        except ValueError:
+            raise RowError(f"{self.name} has lists of different lengths; expected {self.text}") from None
+        except (TypeError, RuntimeError, OverflowError):
+            raise RowError(f"{self.name} is {_shown(value)}; expected {self.text}") from None
         shape = tuple(given.shape)
         if len(shape) != len(self.shape) or any(
             size is not None and size != own for size, own in zip(self.shape, shape, strict=True)
@@ -212,42 +218,34 @@ def _tensor_of(value: Any) -> torch.Tensor:
         raise TypeError
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
-    _refuse_texts(value)
+    _refuse_others(value)
     array = np.asarray(value)  # faster than torch for nested lists
     if array.dtype.kind not in "biuf":
         raise TypeError
     return torch.from_numpy(array)
 
 
-def _refuse_texts(value: Any) -> None:
-    """Raise TypeError for strings in nested lists, which NumPy would all store with the length of the longest one."""
+def _refuse_others(value: Any) -> None:
+    """Raise RowError for strings, mappings and None in nested lists, with the place of the first one, like `[0][3]`.
+
+    NumPy would store all strings with the length of the longest one.
+    """
+    levels: list[list[int]] = []
     level = [value]
     while level:
         kinds = {*map(type, level)}
-        if str in kinds or bytes in kinds or dict in kinds:
-            raise TypeError
-        level = list(itertools.chain.from_iterable(level)) if kinds <= {list, tuple} else []
-
-
-RAGGED = " has lists of different lengths"
-
-
-def _problem(value: Any, depth: int = 64) -> str:
-    """Describe the first item of nested lists that is not a number, like `[0][3] is null`; empty if there is none."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return ""
-    if not isinstance(value, list | tuple):
-        fits = isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
-        return "" if fits else f" is {_shown(value)}"
-    numbers = (
-        {*map(type, value)} <= {bool, int, float}
-        and max(value, default=0) < 1 << 63
-        and min(value, default=0) >= -1 << 63
-    )
-    if numbers or not depth:
-        return ""
-    problems = ((number, _problem(item, depth - 1)) for number, item in enumerate(value))
-    return next((f"[{number}]{problem}" for number, problem in problems if problem), "")
+        if odd := kinds & {str, bytes, dict, NoneType}:
+            number = min(map([*map(type, level)].index, odd))
+            item, place = level[number], ""
+            for lengths in reversed(levels):
+                ends = [*itertools.accumulate(lengths)]
+                parent = bisect.bisect_right(ends, number)
+                number, place = parent, f"[{number - ends[parent] + lengths[parent]}]{place}"
+            raise RowError(f"{place} is {_shown(item)}")
+        if not kinds <= {list, tuple}:
+            return
+        levels.append([*map(len, level)])
+        level = [*itertools.chain.from_iterable(level)]
 
 
 def _shown(value: Any) -> str:
