@@ -84,7 +84,7 @@ class RayCluster:
 
     def _autoscaler(self, most: int) -> dict[str, Any]:
         """Return the config of an autoscaler that starts nodes on this machine."""
-        from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+        from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
         from ray.util import get_node_ip_address
 
         node = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "max_workers": most, "node_config": {}}
@@ -102,10 +102,10 @@ class RayCluster:
                 **one_machine,
             },
             "available_node_types": {
-                "head": {"resources": {"CPU": 0}, "max_workers": 0, "node_config": {}},
+                FAKE_HEAD_NODE_TYPE: {"resources": {"CPU": 0}, "max_workers": 0, "node_config": {}},
                 "small": node,
             },
-            "head_node_type": "head",
+            "head_node_type": FAKE_HEAD_NODE_TYPE,
             **{name: {} for name in ("auth", "docker", "head_node", "worker_nodes", "file_mounts")},
             **{name: [] for name in LISTS},
             "file_mounts_sync_continuously": False,
