@@ -279,7 +279,7 @@ class Dashboard:
         try:
             answer = _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
         except requests.ConnectionError as error:
-            raise ClusterError(f"{self.address.url} {_connection_problem(error)}") from error
+            raise ClusterError(f"{self.address.url} does not answer: it refuses or closes connections") from error
         except requests.RequestException as error:
             raise ClusterError(f"{self.address.url} does not answer: {short_message(error)}") from error
         if answer.status_code in UNAUTHORIZED:
