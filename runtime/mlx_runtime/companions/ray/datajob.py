@@ -161,10 +161,8 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
             except BaseException:
                 if finished.count:
                     target.kept = True
-                    verb = "launch" if Settings.read().job else "run"
-                    display.print(
-                        f"kept      {plural(finished.count, 'finished item')}; to continue: mlx data {verb} --resume"
-                    )
+                    verb, kept = "launch" if Settings.read().job else "run", plural(finished.count, "finished item")
+                    display.print(f"kept      {kept}; to continue: mlx data {verb} --resume")
                 raise
             finished.complete()
             files, size = target.commit()
