@@ -350,6 +350,63 @@ def test_a_job_that_exits_has_not_succeeded(job: SimpleNamespace, mlx: Mlx) -> N
     assert list(job.data.iterdir()) == []
 
 
+def test_an_interrupted_job_resumes_with_its_finished_items(job: SimpleNamespace, mlx: Mlx) -> None:
+    code = job.project / "src" / "job.py"
+    edit(code, "if number == self.text.fail_at:", "if number == 2 and os.path.exists('fail'):")
+    edit(code, 'once = self.output.folder / ".died"', "once = None")
+    (job.project / "fail").touch()
+    done = mlx(job.project, "data", "run")
+    assert done.returncode == 1
+    assert "kept      2 finished items; to continue: mlx data run --resume" in done.stdout
+    (part,) = job.data.iterdir()
+    first = (part / "lines" / "0.txt").read_text()
+    (part / "lines" / "2.txt").write_text("unfinished")
+    (part / "lines" / "x.txt").write_text("unfinished")
+    assert mlx(job.project, "data", "ls").stdout.splitlines()[1].split()[:4] == [
+        "lines",
+        "run_001",
+        "FAILED",
+        "data/lines",
+    ]
+
+    done = mlx(job.project, "data", "run", "--resume", "text.lines=5")
+    refused = "error: lines/run_001 cannot be resumed: the settings changed since it was interrupted."
+    assert (done.returncode, done.stderr.partition(" Undo")[0]) == (2, refused)
+    text = code.read_text()
+    code.write_text(f"{text}# changed\n")
+    done = mlx(job.project, "data", "run", "--resume")
+    assert (done.returncode, "the code changed" in done.stderr) == (2, True)
+    code.write_text(text)
+    assert (part / "lines" / "x.txt").exists()  # nothing has been touched
+
+    (job.project / "fail").unlink()
+    done = mlx(job.project, "data", "run", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed   2 finished items" in done.stdout.splitlines()
+    assert [path.name for path in job.data.iterdir()] == ["lines"]
+    assert files(str(job.made)) == ["job.json", *(f"lines/{number}.txt" for number in range(4)), "total.txt"]
+    assert ((job.made / "lines" / "0.txt").read_text(), (job.made / "total.txt").read_text()) == (first, "6\n")
+    (row,) = json.loads(mlx(job.project, "data", "ls", "--json").stdout)
+    assert (row["status"], row["files"], [item["status"] for item in row["attempts"]]) == ("SUCCEEDED", 5, ["FAILED"])
+    assert mlx(job.project, "data", "rm", "-y", "data/lines").returncode == 0
+    assert "data/lines (removed)" in mlx(job.project, "data", "ls").stdout
+    assert "error: ValueError: line 2 is blank" in mlx(job.project, "data", "logs", "lines", "--tail", "40").stdout
+
+
+def test_a_job_is_stopped_by_its_name(job: SimpleNamespace, mlx: Mlx, start: Start) -> None:
+    running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=1000")
+    until = time.monotonic() + 200
+    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
+        time.sleep(0.1)
+    done = mlx(job.project, "data", "stop", "lines")
+    assert (done.returncode, done.stdout) == (0, "lines run_001 is STOPPED\n"), done.stderr
+    running.communicate(timeout=100)
+    assert running.returncode == 143
+    done = mlx(job.project, "data", "stop", "lines")
+    assert (done.returncode, done.stderr) == (2, "error: lines run_001 is STOPPED; there is nothing to stop\n")
+    assert mlx(job.project, "data", "logs", "lines", "-f").returncode == 143
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
     job: SimpleNamespace, mlx: Mlx, start: Start, number: int, code: int

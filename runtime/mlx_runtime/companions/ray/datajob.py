@@ -26,6 +26,7 @@ from mlx_runtime.runs import claim_run, drivers, named_run, outputs, provenance
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.outputs import Filling, Output
 from mlx_runtime.runs.records import Record, attempts, load_record
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, join_path, leases, size_text, storage_root
 from mlx_runtime.storage.documents import is_name
@@ -151,7 +152,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
             finished = FinishedItems(record.folder, target.output, config.tree, resumed=target.adopted)
             stack.callback(finished.close)
             if cfg.resume:
-                display.print(f"resumed   {finished.count} finished items")
+                display.print(f"resumed   {plural(finished.count, 'finished item')}")
             instance = job(**{name: build(node, name) for name, node in config.tree.items()})
             instance.output, instance._display, instance._finished = target.output, display, finished
             try:
@@ -160,8 +161,8 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
             except BaseException:
                 if finished.count:
                     target.kept = True
-                    verb = "launch" if Settings.read().job else "run"
-                    display.print(f"kept      {finished.count} finished items; to continue: mlx data {verb} --resume")
+                    verb, kept = "launch" if Settings.read().job else "run", plural(finished.count, "finished item")
+                    display.print(f"kept      {kept}; to continue: mlx data {verb} --resume")
                 raise
             finished.complete()
             files, size = target.commit()

@@ -640,11 +640,11 @@ class TestDataJobs:
         until(lambda: ray_cluster.get("/api/jobs/data-shards-run_001")["status"] == "STOPPED")
         log = types("data", "logs", "shards", "--follow")
         assert log.returncode == 143
-        assert "kept      1 finished items; to continue: mlx data launch --resume" in log.stdout
+        assert "kept      1 finished item; to continue: mlx data launch --resume" in log.stdout
         (shards / "go").touch()
         done = types("data", "launch", "--resume", "-f", "images.per_shard=600")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "resumed   1 finished items" in done.stdout.splitlines()
+        assert "resumed   1 finished item" in done.stdout.splitlines()
         made = shards / "storage" / "data" / "shards"
         assert json.loads((made / "index.json").read_text())["rows"] == [600, 600, 597]
         assert sorted(file.name for file in made.iterdir())[2:] == [
