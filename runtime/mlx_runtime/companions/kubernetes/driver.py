@@ -83,15 +83,16 @@ def _sweep(job: Mapping[str, str], root: str, experiment: str, words: Sequence[s
     """Run the sweep that is named like the job or after `--resume`, or resume it."""
     resumed = [word.partition("=")[2] for word in words if word.startswith("--resume=")]
     folder = run_folder(root, experiment, resumed[0] if resumed else f"{SWEEP}{job['id']}")
-    named = []
-    if not resumed:
-        begun = storage_at(folder.location).size_bytes(folder.record.name) is not None
-        if begun and _has_succeeded(folder):
-            return
-        named = [f"--resume={folder.name}" if begun else f"--name={job['id']}"]
+    words = [word for word in words if not word.startswith("--resume=")]
+    if storage_at(folder.location).size_bytes(folder.record.name) is None:
+        named = f"--name={job['id']}"
+    elif _has_succeeded(folder) and not resumed:
+        return
+    else:
+        named = f"--resume={folder.location}"
     command = companions.part("sweeps.commands").train_sweep
     with ends_for_good(folder):
-        command.main([*named, *words], prog_name="mlx train sweep", standalone_mode=False)
+        command.main([named, *words], prog_name="mlx train sweep", standalone_mode=False)
 
 
 def _has_succeeded(folder: RunFolder) -> bool:

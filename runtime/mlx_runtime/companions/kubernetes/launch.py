@@ -1,9 +1,11 @@
 """Launch runs and sweeps on Kubernetes: check them, and print or apply the manifest of a RayJob."""
 
+import contextlib
 import importlib.metadata
+import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +155,8 @@ def prepare(
                 print(check.line(), file=sys.stderr)
         return all(check.ok for check in checks)
 
-    config, check = check_config(load)
+    with _stdout_to_stderr():
+        config, check = check_config(load)
     if not show(check) or config is None:
         raise ClusterError(FAILED)
     for line in config.notes:
@@ -168,6 +171,20 @@ def prepare(
     if show_all and not launch.check():
         raise ClusterError(FAILED)
     return launch
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keep stdout for the manifest: within the block, `bind`, in another process, and `src` print to stderr."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _refuse_files(runtime_env: Mapping[str, Any]) -> None:

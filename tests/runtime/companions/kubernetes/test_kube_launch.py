@@ -71,6 +71,15 @@ class TestPrinted:
         assert container["image"] == "registry/digits:2"
         assert done.stderr == "note      the pods have no GPUs; cfg.use_gpu=true requests them\n"
 
+    def test_only_the_manifest_is_printed(self, digits: Path, mlx: Mlx) -> None:
+        """`bind` runs first, if there is no conf.yaml."""
+        (digits / "src" / "conf.yaml").unlink()
+        (digits / "src" / "tools.py").open("a").write('print("imported")\n')
+        done = mlx(digits, "train", "launch", "--kube", *IMAGE, "--claim", "runs", "--dry-run")
+        assert done.stdout.startswith("apiVersion: ray.io/v1\n"), done.stderr
+        assert "wrote src/conf.yaml\n" in done.stderr
+        assert "imported\n" in done.stderr
+
     def test_a_sweep(self, launch: Launch) -> None:
         words = ("optimizers.adam.lr=1e-3,1e-2", "--parallel", "2", "--name", "lr", "cfg.storage_path=s3://bucket/a")
         done = launch("--sweep", *IMAGE, "--dry-run", *words)
