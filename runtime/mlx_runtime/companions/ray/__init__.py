@@ -7,7 +7,7 @@ prepare_ray()  # before anything in this companion imports Ray
 
 __all__, __getattr__ = door(
     __name__,
-    "commands launch preflight private",
+    "commands launch private",
     addresses="Address is_trusted note_untrusted",
     dashboard="Dashboard NoAnswerError job_statuses",
     datajob="DataJob refuse_present run_job",

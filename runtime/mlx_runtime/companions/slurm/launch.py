@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mlx_runtime.companions.ray import preflight
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
+from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, refuse_secrets
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.commands import OPTIONS
 from mlx_runtime.companions.slurm.queue import Queue, run
-from mlx_runtime.errors import ClusterError, ConfigError, UsageError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import RunFolder, Upload, records, snapshots
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import is_uri, storage_at, storage_root
@@ -160,11 +159,7 @@ def prepare(
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
         raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
     snapshots.refuse_unmatched(folder, getattr(cfg, "code_files", ()))
-    secrets = preflight.check_secrets(config)
-    if not secrets.ok:
-        error = ClusterError(secrets.text)
-        error.hint = secrets.hint or ""
-        raise error
+    refuse_secrets(config)
     for line in () if quiet else config.notes:
         print(line)
     split = [item for text in words for item in shlex.split(text)]
