@@ -37,7 +37,14 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 LONGEST = (
     *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_engines.py", "test_functions.py", "test_install.py"),
     *("test_extending.py", "test_command.py", "test_cluster_trials.py", "test_second_machine.py", "test_python.py"),
-    *("test_template.py", "test_cluster_job.py", "test_runs_from_python.py", "test_runs.py", "test_mirrors.py"),
+    *(
+        "test_slurm.py",
+        "test_template.py",
+        "test_cluster_job.py",
+        "test_runs_from_python.py",
+        "test_runs.py",
+        "test_mirrors.py",
+    ),
     *("test_examples.py", "test_setup.py", "test_driver.py", "test_notebook.py", "test_waterline.py", "test_tuning.py"),
     *("test_backends.py", "test_function_sweeps.py", "test_sources.py", "test_light.py"),
     *("test_export.py", "test_serving_on_a_cluster.py", "test_offline.py", "test_predictor.py", "test_server.py"),

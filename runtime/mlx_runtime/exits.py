@@ -35,7 +35,7 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
             if isinstance(error, RunStopped) and code and (job := Settings.read().job) and "http" in job["address"]:
                 from mlx_runtime import companions
 
-                companions.part("ray").end_as_stopped(job["id"])
+                companions.part("ray.jobs").end_as_stopped(job["id"])
             sys.exit(code)
 
 

@@ -78,13 +78,8 @@ def confirm(question: str) -> None:
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     """Return the status of jobs by address and id, asking their clusters, whose clients are imported only here."""
     slurm = {job for job in jobs if job[0].startswith("slurm:")}
-    clusters = {"ray": jobs - slurm, "slurm": slurm}
-    return {key: text for name, its in clusters.items() if its for key, text in _statuses_of(name, its).items()}
-
-
-def _statuses_of(cluster: str, jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
-    statuses: Mapping[tuple[str, str], str] = companions.part(cluster).job_statuses(jobs)
-    return statuses
+    statuses: dict[tuple[str, str], str] = companions.part("ray").job_statuses(jobs - slurm) if jobs - slurm else {}
+    return statuses | (companions.part("slurm").job_statuses(slurm) if slurm else {})
 
 
 def word(text: str) -> str:

@@ -7,12 +7,11 @@ prepare_ray()  # before anything in this companion imports Ray
 
 __all__, __getattr__ = door(
     __name__,
-    "cluster_storage commands launch preflight private",
+    "cluster_storage commands jobs launch preflight private",
     addresses="Address is_trusted note_untrusted",
     dashboard="Dashboard job_statuses",
     datajob="DataJob refuse_present run_job",
     doctor="checks",
-    jobs="JobSpec JobState end_as_stopped",
     start="on_ray start_ray",
     stream_reader="StreamReader stream_readers",
     streams="columns_of keep_order make_dataset rows_of_stream stream_blocks stream_of",

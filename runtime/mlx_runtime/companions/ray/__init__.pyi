@@ -8,9 +8,6 @@ from mlx_runtime.companions.ray.datajob import DataJob as DataJob
 from mlx_runtime.companions.ray.datajob import refuse_present as refuse_present
 from mlx_runtime.companions.ray.datajob import run_job as run_job
 from mlx_runtime.companions.ray.doctor import checks as checks
-from mlx_runtime.companions.ray.jobs import JobSpec as JobSpec
-from mlx_runtime.companions.ray.jobs import JobState as JobState
-from mlx_runtime.companions.ray.jobs import end_as_stopped as end_as_stopped
 from mlx_runtime.companions.ray.start import on_ray as on_ray
 from mlx_runtime.companions.ray.start import start_ray as start_ray
 from mlx_runtime.companions.ray.stream_reader import StreamReader as StreamReader

@@ -186,12 +186,22 @@ def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dash
     dashboard, checks = preflight.check_cluster(address)
     upload = Upload.of(folder) if files else Upload(folder, (), {})
     for check in [*checks, preflight.check_upload(upload)]:
-        if not check.ok:
-            error = ClusterError(check.text)
-            error.hint = check.hint or ""
-            raise error
+        require(check)
     assert dashboard is not None, "it has answered"
     return dashboard, upload
+
+
+def refuse_secrets(config: "RunConfig") -> None:
+    """Raise ClusterError if conf.yaml or overrides contain a secret."""
+    require(preflight.check_secrets(config))
+
+
+def require(check: Check) -> None:
+    """Raise ClusterError if a check has failed."""
+    if not check.ok:
+        error = ClusterError(check.text)
+        error.hint = check.hint or ""
+        raise error
 
 
 def prepare(

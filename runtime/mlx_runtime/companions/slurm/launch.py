@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mlx_runtime.companions.ray import preflight
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record
+from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record, refuse_secrets
 from mlx_runtime.companions.slurm import script
-from mlx_runtime.companions.slurm.commands import OPTIONS
 from mlx_runtime.companions.slurm.queue import Queue, run
-from mlx_runtime.errors import ClusterError, ConfigError, UsageError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import RunFolder, Upload, records, snapshots
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import is_uri, storage_at, storage_root
@@ -150,7 +148,6 @@ def prepare(
 
     Raises `ClusterError` if the cluster does not answer or refuses the options, and `ConfigError` for a wrong config.
     """
-    assert options.keys() <= {*OPTIONS}
     queue, config = Queue.connect(), load()
     cfg, quiet = config.cfg, Settings.read().quiet or dry_run
     root = storage_root(cfg.storage_path)
@@ -161,11 +158,7 @@ def prepare(
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
         raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
     snapshots.refuse_unmatched(folder, getattr(cfg, "code_files", ()))
-    secrets = preflight.check_secrets(config)
-    if not secrets.ok:
-        error = ClusterError(secrets.text)
-        error.hint = secrets.hint or ""
-        raise error
+    refuse_secrets(config)
     for line in () if quiet else config.notes:
         print(line)
     split = [item for text in words for item in shlex.split(text)]

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_runtime.companions.ray import Address, JobState
+from mlx_runtime.companions.ray import Address
+from mlx_runtime.companions.ray.jobs import JobState
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs.logs import last_lines
 
@@ -54,7 +55,7 @@ class Queue:
     def state(self, job: str) -> JobState:
         """Return the state of a job, with Slurm's reason; raises ClusterError if Slurm does not know it any more."""
         fields = self._fields(job)
-        status, reason = _status(fields["JobState"], fields["Reason"])
+        status, reason = status_of_job(fields["JobState"], fields["Reason"])
         code, _, number = fields["ExitCode"].partition(":")
         return JobState(status, reason, int(code) or -int(number) if status in ENDED.values() else None)
 
@@ -100,13 +101,13 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
             with contextlib.suppress(ClusterError):  # no accounting, or only jobs that Slurm has forgotten
                 for line in run(*command).splitlines() if asked else ():
                     job, state, reason = line.split("|")[:3]
-                    status, reason = _status(state, reason)
+                    status, reason = status_of_job(state, reason)
                     found[job] = f"{status} ({reason})" if reason else status
         return {(here, job): status for job, status in found.items()}
     return {}
 
 
-def _status(state: str, reason: str) -> tuple[str, str]:
+def status_of_job(state: str, reason: str) -> tuple[str, str]:
     """Return our status of a job, and the reason, from those of Slurm. States may have a suffix, `CANCELLED by 0`."""
     state = state.partition(" ")[0]
     if state in ENDED:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_runtime.companions.ray import Address, Dashboard, JobSpec, launch
+from mlx_runtime.companions.ray import Address, Dashboard, launch
+from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.serving import choose_checkpoint
 from mlx_runtime.companions.serving.cluster import replica
 from mlx_runtime.companions.serving.cluster.replica import MARKER, TASK, Spec
