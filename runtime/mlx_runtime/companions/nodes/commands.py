@@ -32,8 +32,7 @@ def train_join(where: str, name: str | None, key_file: str | None, wait_s: float
 
     That machine prints HOST:PORT. FILE is its nodes.json, whose first node has a port.
     """
-    prepare_fork()
-    from mlx_runtime.companions.nodes import agent, roster
+    from mlx_runtime.companions.nodes import roster
 
     source = None
     if Path(where).is_file() or where.endswith(".json"):
@@ -49,7 +48,11 @@ def train_join(where: str, name: str | None, key_file: str | None, wait_s: float
             address = roster.parse_address(where, "the argument")
         except ValueError as error:
             raise UsageError(str(error)) from None
-    sys.exit(agent.join(address, _key(key_file), name, source, wait_s))
+    key = _key(key_file)
+    prepare_fork()
+    from mlx_runtime.companions.nodes import agent  # here: it imports torch, which a prompt need not wait for
+
+    sys.exit(agent.join(address, key, name, source, wait_s))
 
 
 def _is_here(host: str) -> bool:

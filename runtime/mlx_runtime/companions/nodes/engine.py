@@ -98,10 +98,10 @@ def _own_address(node: Node, setting: Any) -> str:
     try:
         host = socket.gethostbyname(node.host)
         socket.create_server((host, 0)).close()
-    except OSError as error:
+    except OSError:
         raise ConfigError(
-            f"{setting} begins with {node.name} ({node.host}), which is not this machine: {error.strerror or error}. "
-            "Run this there, or put this machine first"
+            f"{setting} begins with {node.name}, and {node.host} is not an address of this machine. Run this there, or "
+            "put this machine first"
         ) from None
     return host
 
