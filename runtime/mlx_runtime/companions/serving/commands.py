@@ -127,8 +127,18 @@ def formats(context: click.Context, option: click.Parameter, values: tuple[str, 
 )
 @code_option
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
+@click.option(
+    "--timeout", type=click.FloatRange(0.1), default=900, show_default=True, help="Seconds for the check of the export."
+)
 def xp_export(
-    name: str, run: str, output: str | None, checkpoint: str | None, chosen: list[str], code: str | None, force: bool
+    name: str,
+    run: str,
+    output: str | None,
+    checkpoint: str | None,
+    chosen: list[str],
+    code: str | None,
+    force: bool,
+    timeout: float,
 ) -> None:
     """Export a RUN (run_003, 3 or latest) of NAME as a program that runs without this project.
 
@@ -138,7 +148,7 @@ def xp_export(
 
     folder = None if output is None else Path(output)
     run_folder = queries.resolve_run(name, run)
-    say(export(run_folder, folder, checkpoint, chosen, trust=code == "stored", force=force))
+    say(export(run_folder, folder, checkpoint, chosen, trust=code == "stored", force=force, timeout_s=timeout))
 
 
 @click.command("run")
