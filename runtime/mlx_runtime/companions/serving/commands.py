@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,6 +240,8 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
         say(f"{record['url']}  {models}  {record['status']}")
     if not servers:
         say("no server is running; start one: mlx serve run NAME", err=True)
+    if address := os.environ.get("RAY_ADDRESS"):
+        say(f"models on the cluster in RAY_ADDRESS: mlx serve ls --ray-address {shlex.quote(address)}", err=True)
 
 
 @click.command("logs")

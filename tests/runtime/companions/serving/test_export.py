@@ -212,6 +212,14 @@ BATCH = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and
             "with --format safetensors",
         ),
         (
+            "packed",
+            1,
+            "predict cannot be exported: TypeError: zeros(): argument 'size' failed to unpack the object at pos 2 with "
+            'error "type must be tuple of ints,but got FakeTensor" at src/experiment.py:83: return '
+            "self.recurrent(packed)[1][-1]\na program cannot read packed sequences; pad all rows to one length in the "
+            "dataset, and mask the outputs of the layer, or export only the weights with --format safetensors",
+        ),
+        (
             "numpy",
             1,
             "predict cannot be exported: RuntimeError: .numpy() is not supported for tensor subclasses. at "
