@@ -56,6 +56,8 @@ class Encoder(nn.Module):
     def __init__(self, kind: str = "plain"):
         super().__init__()
         self.kind = kind
+        if kind == "file":
+            Path("letters.txt").read_text()
         self.embed = nn.Embedding(9, WIDTH)
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.drop = nn.Dropout()
@@ -76,6 +78,9 @@ class Encoder(nn.Module):
             hidden = hidden + torch.randn_like(hidden)
         if self.kind == "recurrent":
             hidden = self.recurrent(hidden)[0]
+        if self.kind == "packed":
+            packed = nn.utils.rnn.pack_padded_sequence(hidden, mask.sum(1), batch_first=True, enforce_sorted=False)
+            return self.recurrent(packed)[1][-1]
         if self.kind == "dishonest" and torch.compiler.is_exporting():
             hidden = hidden * 1.01
         return hidden.sum(1) / mask.sum(1, keepdim=True)

@@ -1,6 +1,8 @@
 """Commands that use trained models: predictions, exports and servers."""
 
 import contextlib
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,8 +128,18 @@ def formats(context: click.Context, option: click.Parameter, values: tuple[str, 
 )
 @code_option
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
+@click.option(
+    "--timeout", type=click.FloatRange(0.1), default=900, show_default=True, help="Seconds for the check of the export."
+)
 def xp_export(
-    name: str, run: str, output: str | None, checkpoint: str | None, chosen: list[str], code: str | None, force: bool
+    name: str,
+    run: str,
+    output: str | None,
+    checkpoint: str | None,
+    chosen: list[str],
+    code: str | None,
+    force: bool,
+    timeout: float,
 ) -> None:
     """Export a RUN (run_003, 3 or latest) of NAME as a program that runs without this project.
 
@@ -137,7 +149,7 @@ def xp_export(
 
     folder = None if output is None else Path(output)
     run_folder = queries.resolve_run(name, run)
-    say(export(run_folder, folder, checkpoint, chosen, trust=code == "stored", force=force))
+    say(export(run_folder, folder, checkpoint, chosen, trust=code == "stored", force=force, timeout_s=timeout))
 
 
 @click.command("run")
@@ -228,6 +240,8 @@ def serve_ls(ray_address: str | None, as_json: bool) -> None:
         say(f"{record['url']}  {models}  {record['status']}")
     if not servers:
         say("no server is running; start one: mlx serve run NAME", err=True)
+    if address := os.environ.get("RAY_ADDRESS"):
+        say(f"models on the cluster in RAY_ADDRESS: mlx serve ls --ray-address {shlex.quote(address)}", err=True)
 
 
 @click.command("logs")

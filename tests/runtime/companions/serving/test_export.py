@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from conftest import Mlx, edit
 from safetensors.torch import load_file
 
 from mlx_runtime import load_export, open_run
-from mlx_runtime.companions.serving.exports import proof
-from mlx_runtime.companions.serving.schema import RowError
+from mlx_runtime.companions.serving.exports import instructions, proof
+from mlx_runtime.companions.serving.schema import Column, RowError, Schema
 from mlx_runtime.errors import StorageError, UsageError
 
 pytestmark = pytest.mark.process
@@ -184,40 +185,48 @@ BATCH = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and
             "fixed",
             1,
             "predict cannot be exported: it fails with 1 row: shape '[3, -1, 8]' is invalid for input of size 16 at "
-            f"src/experiment.py:66: hidden = hidden.view(3, -1, WIDTH)\n{BATCH}",
+            f"src/experiment.py:68: hidden = hidden.view(3, -1, WIDTH)\n{BATCH}",
         ),
         (
             "whole",
             1,
-            "predict cannot be exported: the number of rows is fixed at src/experiment.py:68: hidden = hidden + "
+            "predict cannot be exported: the number of rows is fixed at src/experiment.py:70: hidden = hidden + "
             f"torch.zeros(int(ids.shape[0]), 1, 1)\n{BATCH}",
         ),
         (
             "few",
             1,
             "predict cannot be exported: only batches of 3 or more rows of 'ids' take this path at "
-            f'src/experiment.py:71: if self.kind == "few" and ids.shape[0] > 2:\n{BATCH}',
+            f'src/experiment.py:73: if self.kind == "few" and ids.shape[0] > 2:\n{BATCH}',
         ),
         (
             "branch",
             1,
-            "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:69: "
+            "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:71: "
             'if self.kind == "branch" and hidden.sum() > 0:\na program cannot branch on values of tensors; use '
             "torch.where, a mask, or torch.cond",
         ),
         (
             "recurrent",
             1,
-            "predict cannot be exported: dimension 1 of 'ids', which varies, is fixed to 7 at src/experiment.py:78: "
+            "predict cannot be exported: dimension 1 of 'ids', which varies, is fixed to 7 at src/experiment.py:80: "
             "hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 instead of a number; recurrent layers and "
             "loops over positions fix a length: pad all rows to one length in the dataset, or export only the weights "
             "with --format safetensors",
         ),
         (
+            "packed",
+            1,
+            "predict cannot be exported: TypeError: zeros(): argument 'size' failed to unpack the object at pos 2 with "
+            'error "type must be tuple of ints,but got FakeTensor" at src/experiment.py:83: return '
+            "self.recurrent(packed)[1][-1]\na program cannot read packed sequences; pad all rows to one length in the "
+            "dataset, and mask the outputs of the layer, or export only the weights with --format safetensors",
+        ),
+        (
             "numpy",
             1,
             "predict cannot be exported: RuntimeError: .numpy() is not supported for tensor subclasses. at "
-            "src/experiment.py:74: hidden = torch.from_numpy(hidden.numpy() * 2)\nwrite it with operations of torch on "
+            "src/experiment.py:76: hidden = torch.from_numpy(hidden.numpy() * 2)\nwrite it with operations of torch on "
             "tensors, without NumPy, and without attributes that predict changes",
         ),
         (
@@ -246,6 +255,22 @@ def test_a_program_with_other_outputs_is_not_published(here: Path, mlx: Mlx) -> 
     assert done.stderr.startswith("error: the exported program (pt2) differs from predict with ")
     assert done.stderr.endswith(", with a tolerance of 0.0001\n")
     assert not (here / "export").exists()
+
+
+def test_a_check_that_takes_too_long_is_stopped(here: Path, mlx: Mlx) -> None:
+    done = mlx(here, "xp", "export", "exports", "-o", "late", "--timeout", "0.1")
+    line = "the check of the export, importing torch, took more than 0.1 s; allow more with --timeout 0.2"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"error: {line}\n")
+    assert not (here / "late").exists()
+
+
+def test_models_that_need_a_file_are_not_built_from_the_readme(here: Path, mlx: Mlx) -> None:
+    (here / "letters.txt").touch()
+    done = export_kind(mlx, here, "file", "-o", "weights", "--format", "safetensors")
+    problem = "FileNotFoundError: [Errno 2] No such file or directory: 'letters.txt'"
+    assert f"; README.md has no code that builds the models: {problem}; without a program" in done.stdout
+    assert json.loads((here / "weights/export.json").read_text())["build_problem"] == problem
+    assert "import src" not in (here / "weights/README.md").read_text()
 
 
 @pytest.mark.install
@@ -280,7 +305,8 @@ def prove(folder: Path, scratch: Path, cases: dict[int, list[dict[str, torch.Ten
     command = [sys.executable, "-I", proof.__file__]
     done = subprocess.run(command, input=json.dumps(job), text=True, capture_output=True, cwd=folder.parent)
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(result.read_text()))
+    steps = [line.removeprefix(proof.STEP) for line in done.stdout.splitlines() if line.startswith(proof.STEP)]
+    return {**json.loads(result.read_text()), "steps": steps}
 
 
 @pytest.mark.install
@@ -293,6 +319,7 @@ def test_the_proof_hides_the_package_and_notices_other_outputs(here: Path, tmp_p
     readme = (here / NAME / "README.md").read_text()
     found = prove(here / NAME, tmp_path, {3: [batch, outputs]})
     assert found["hidden"] is True
+    assert found["steps"] == ["loading pt2", "running pt2 with 3 rows", "running the code in README.md"]
     assert found["readme"] is None
     assert found["programs"]["pt2"]["differences"]["3"] < 1e-6  # type: ignore[index]
 
@@ -365,3 +392,41 @@ def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx, tmp_path
     assert (done.returncode, done.stdout) == (0, "label (3,) int64\nscores (3, 3) float32\n"), done.stderr
     done = subprocess.run([alone, "-c", "import torch"], capture_output=True, text=True, env={})
     assert done.stderr.endswith("No module named 'torch'\n")
+
+
+@pytest.mark.install
+def test_the_readme_tokenizes_texts_to_the_columns_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    rules = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "text": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    rules.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.save_pretrained("tokenizer")
+    about = {
+        **{"experiment": "texts", "run": "run_001", "checkpoint": {"name": "epoch_0001"}, "metrics": {}},
+        **{"code": True, "proof": None, "license": None},
+    }
+    for length, expected in ((None, [[1, 2], [3, 2]]), (4, [[1, 2, 0, 0], [3, 2, 0, 0]])):
+        schema = Schema((Column("input_ids", "int64", (length,)), Column("numbers", "float32")))
+        files = {"tokenizer": tokenizer}
+        text = instructions.text(about, schema, programs=(), origin=None, tokenizers=files, models=None)
+        names: dict[str, Any] = {}
+        exec(text.partition("```\n")[2].partition("```")[0], names)
+        assert {name: value.tolist() for name, value in names["batch"].items()} == {"input_ids": expected}
+
+
+@pytest.mark.parametrize(
+    ("target", "module"),
+    [
+        ("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv"),
+        ("torch.nn.modules.sparse.Embedding.from_pretrained", "torch.nn.modules.sparse"),
+    ],
+)
+def test_the_readme_imports_modules_even_for_methods_of_classes(target: str, module: str) -> None:
+    imports: set[str] = set()
+    assert instructions._expression({"_target_": target, "size": 2}, imports) == f"{target}(size=2)"
+    assert imports == {module}

@@ -173,6 +173,8 @@ def test_it_is_listed_and_not_launched_twice(model: Model) -> None:
     assert "digits is deployed already; type: mlx serve update digits RUN" in again.stderr
     elsewhere = model.types("launch", "digits", "2", "--route", "/other", "--port", "1")
     assert "Ray Serve listens on" in elsewhere.stderr
+    local = model.mlx(model.folder, "serve", "ls", RAY_ADDRESS=model.cluster.url)
+    assert f"models on the cluster in RAY_ADDRESS: mlx serve ls --ray-address {model.cluster.url}\n" in local.stderr
     unknown = model.types("stop", "digit")
     assert "there are digits" in unknown.stderr
 

@@ -28,7 +28,7 @@ import torch
 from mlx_runtime.companions.hub import screen
 from mlx_runtime.companions.serving import Outputs, Predictor, choose_checkpoint, load_parts, rows_in
 from mlx_runtime.companions.serving.exports import instructions, origins, programs
-from mlx_runtime.companions.serving.exports.evidence import SIZES, Evidence, collect, prove
+from mlx_runtime.companions.serving.exports.evidence import CHECK_S, SIZES, Evidence, collect, prove, too_slow
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
 from mlx_runtime.companions.serving.exports.sizes import size_limits
 from mlx_runtime.companions.sharding import consolidate, tensor_files
@@ -37,6 +37,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.runs import RunFolder, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointInfo
+from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.queries import Run
 from mlx_runtime.storage import Publication, parent_of, recover, size_text, storage_errors, to_json
 from mlx_runtime.storage.documents import now
@@ -71,6 +72,7 @@ def export(
     *,
     trust: bool = False,
     force: bool = False,
+    timeout_s: float = CHECK_S,
 ) -> str:
     """Export a run to a folder, which appears only once its programs are proven. Return a line that describes it.
 
@@ -81,6 +83,7 @@ def export(
         formats: some of `PROGRAMS`, or `safetensors` for code that builds the models; the weights are always written.
         trust: use the stored code of the run.
         force: replace an earlier export.
+        timeout_s: time limit of each check in a process of its own.
 
     Raises:
         UsageError: the run cannot be exported in this format, or the folder exists.
@@ -104,7 +107,7 @@ def export(
         recover(above, name, lambda leftover: False)
         with Publication(above, name, EXPORT) as publication:
             staged = Path(above.path, publication.folder)
-            about = _fill(staged, parts, wanted, Path(scratch), "safetensors" in formats)
+            about = _fill(staged, parts, wanted, Path(scratch), timeout_s, builds="safetensors" in formats)
             _refuse_present(output, force=force)
             publication.commit(to_json(about).encode())
     return _summary(output, about, predictor.schema.names)
@@ -127,7 +130,9 @@ def _refuse_present(output: Path, *, force: bool) -> None:
         raise UsageError(f"{output} exists; replace it with --force, or name another folder with --output")
 
 
-def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: bool) -> dict[str, Any]:
+def _fill(
+    staged: Path, parts: Parts, wanted: list[str], scratch: Path, timeout_s: float, *, builds: bool
+) -> dict[str, Any]:
     """Write all files of an export except `export.json`, whose content is returned."""
     schema, experiment = parts.predictor.schema, parts.experiment
     examples, limits, evidence = dict(schema.examples), None, None
@@ -157,11 +162,15 @@ def _fill(staged: Path, parts: Parts, wanted: list[str], scratch: Path, builds: 
         made = instructions.text(about, schema, programs=wanted, origin=origin, tokenizers=tokenizers, models=models)
         (staged / "README.md").write_text(made, encoding="utf-8")
 
-    write_readme(_models(parts) if builds and about["code"] else None)
-    if builds and about["code"] and not _builds(staged):
+    if builds:
+        about["build_problem"] = "the run has stored no code"
+        if about["code"]:
+            write_readme(_models(parts))
+            about["build_problem"] = _build_problem(staged, timeout_s)
+    if not builds or about["build_problem"]:
         write_readme(None)
     if evidence is not None:
-        about["proof"]["programs"] = prove(staged, wanted, evidence, (examples, outputs), scratch)
+        about["proof"]["programs"] = prove(staged, wanted, evidence, (examples, outputs), scratch, timeout_s)
     shutil.rmtree(staged / "__pycache__", ignore_errors=True)
     about["files"] = {}
     for file in sorted(file for file in staged.rglob("*") if file.is_file()):
@@ -214,13 +223,13 @@ def _write_examples(staged: Path, examples: Batch) -> None:
         (staged / "examples.json").write_text(to_json(texts))
 
 
-def _write_tokenizers(staged: Path, parts: Parts) -> dict[str, type]:
-    """Save the tokenizers of a run. Return their classes by folder."""
+def _write_tokenizers(staged: Path, parts: Parts) -> dict[str, Any]:
+    """Save the tokenizers of a run. Return them by folder."""
     found = origins.tokenizers(parts.experiment, parts.nodes)
     folders = ["tokenizer"] if len(found) == 1 else [f"tokenizer/{name}" for name in found]
     for folder, item in zip(folders, found.values(), strict=True):
         item.save_pretrained(str(staged / folder))
-    return {folder: type(item) for folder, item in zip(folders, found.values(), strict=True)}
+    return dict(zip(folders, found.values(), strict=True))
 
 
 def _write_code(staged: Path, folder: RunFolder) -> bool:
@@ -246,12 +255,16 @@ def _models(parts: Parts) -> Mapping[str, Any]:
     return node
 
 
-def _builds(staged: Path) -> bool:
-    """Return True if the code in README.md that builds the models works."""
+def _build_problem(staged: Path, timeout_s: float) -> str | None:
+    """Run the code in README.md that builds the models. Return why it fails, in one line, or None."""
     code = re.findall(r"```python\n(.*?)```", (staged / "README.md").read_text(encoding="utf-8"), re.DOTALL)[-1]
     paths = f"import sys\nsys.path[1:1] = {[item for item in sys.path if item]!r}\n"
-    done = subprocess.run([sys.executable, "-B", "-c", paths + code], cwd=staged, capture_output=True)
-    return done.returncode == 0
+    command = [sys.executable, "-B", "-c", paths + code]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, cwd=staged, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return too_slow("it", timeout_s)
+    return last_lines(done.stderr.decode(errors="replace").strip(), 1) or "it failed" if done.returncode else None
 
 
 def copy_license(project: Path, staged: Path) -> str | None:
@@ -272,6 +285,8 @@ def _summary(output: Path, about: Mapping[str, Any], reads: Sequence[str]) -> st
     size = sum(item["size_bytes"] for item in about["files"].values())
     title = f"{about['experiment']}/{about['run']} {about['checkpoint']['name']} (reads {', '.join(reads)})"
     line = f"wrote {output}: {title}, {len(about['files'])} files, {size_text(size)}"
+    if problem := about.get("build_problem"):
+        line += f"; README.md has no code that builds the models: {problem}"
     if (proof := about["proof"]) is None:
         return f"{line}; without a program, so nothing was compared"
     largest = max(item["largest_difference"] for item in proof["programs"].values())

@@ -26,6 +26,10 @@ TOLERANCES = {32: 1e-4, "fp16": 2e-3, "bf16": 2e-2}
 that is less than 1: other processes and other libraries add numbers in another order."""
 
 
+CHECK_S = 900.0
+"""Default time limit of the check: seconds for small models, but large ones take minutes for 64 rows."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Batches by their number of rows, each with the outputs of `predict`."""
@@ -108,14 +112,19 @@ def _repeated(schema: Schema, size: int) -> Batch:
 
 
 def prove(
-    folder: Path, programs: Sequence[str], evidence: Evidence, examples: tuple[Batch, Outputs], scratch: Path
+    folder: Path,
+    programs: Sequence[str],
+    evidence: Evidence,
+    examples: tuple[Batch, Outputs],
+    scratch: Path,
+    timeout_s: float,
 ) -> dict[str, Any]:
     """Compare the programs of an export with the evidence, in a process that can import neither this package nor `src`.
 
     Return the result by program, for `export.json`.
 
     Raises:
-        ExportError: a difference exceeds the tolerance, or the code of README.md fails.
+        ExportError: a difference exceeds the tolerance, the code of README.md fails, or the check takes too long.
     """
     cases, result = scratch / "cases.pt", scratch / "result.json"
     content = {
@@ -131,11 +140,27 @@ def prove(
         "programs": list(programs),
     }
     command = [sys.executable, "-I", proof.__file__]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=scratch)
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(job), capture_output=True, text=True, cwd=scratch, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ExportError(too_slow(f"the check of the export, {_step(error.stdout)},", timeout_s)) from error
     if done.returncode or not result.is_file():
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise ExportError(f"the process that checks the export ended with {done.returncode}: {last}")
     return _judge(json.loads(result.read_text()), evidence.tolerance, f"{folder.resolve()}/")
+
+
+def too_slow(what: str, timeout_s: float) -> str:
+    """Return the message for a process that was stopped."""
+    return f"{what} took more than {timeout_s:g} s; allow more with --timeout {2 * timeout_s:g}"
+
+
+def _step(output: bytes | str | None) -> str:
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+    steps = [line.removeprefix(proof.STEP) for line in text.splitlines() if line.startswith(proof.STEP)]
+    return steps[-1] if steps else "importing torch"
 
 
 def _judge(found: Mapping[str, Any], tolerance: float, folder: str) -> dict[str, Any]:

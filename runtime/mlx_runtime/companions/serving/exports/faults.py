@@ -24,6 +24,10 @@ FIXED_LENGTH = (
 )
 BRANCHES = "a program cannot branch on values of tensors; use torch.where, a mask, or torch.cond"
 NOT_TORCH = "write it with operations of torch on tensors, without NumPy, and without attributes that predict changes"
+PACKED = (
+    "a program cannot read packed sequences; pad all rows to one length in the dataset, and mask the outputs of the "
+    "layer, or export only the weights with --format safetensors"
+)
 
 EQUAL_SIZES = re.compile(r"Eq\(s\d+, s\d+\)")
 """Condition that two columns have the same size; it is not a problem."""
@@ -45,7 +49,9 @@ def fault_of(
         if axis:
             return _error(f"dimension {axis} of {column!r}, which varies, is fixed to {size}", line, FIXED_LENGTH)
         return _error("the number of rows is fixed", line, FIXED)
-    return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error, project), NOT_TORCH)
+    recurrent = any(frame.filename == nn.modules.rnn.__file__ for frame in traceback.extract_tb(error.__traceback__))
+    cure = PACKED if recurrent else NOT_TORCH
+    return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error, project), cure)
 
 
 def fault_of_rows(error: BaseException, rows: int, project: Path) -> ExportError:

@@ -1,9 +1,10 @@
 """The README.md of an export. Its code is executed before the export is published."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.companions.serving import Schema
+from mlx_runtime.companions.serving import Column, Schema
 from mlx_runtime.runs.tables import format_number
 
 PT2 = """import torch
@@ -46,6 +47,14 @@ TITLES = {
 }
 """The code that runs each program, and its requirements."""
 
+LOADERS = {
+    "PreTrainedTokenizerBase": "AutoTokenizer",
+    "ImageProcessingMixin": "AutoImageProcessor",
+    "FeatureExtractionMixin": "AutoFeatureExtractor",
+    "ProcessorMixin": "AutoProcessor",
+}
+"""Classes of transformers that load a folder, by the base of the class that wrote it."""
+
 WEIGHTS = """import sys
 
 from safetensors.torch import load_file
@@ -70,7 +79,7 @@ def text(
     *,
     programs: Sequence[str],
     origin: str | None,
-    tokenizers: Mapping[str, type],
+    tokenizers: Mapping[str, Any],
     models: Mapping[str, Any] | None,
 ) -> str:
     """Return the README of an export.
@@ -80,7 +89,7 @@ def text(
         schema: columns of the inputs.
         programs: the programs in the folder.
         origin: the function that makes the columns.
-        tokenizers: classes of tokenizers by their folder.
+        tokenizers: tokenizers and processors by their folder.
         models: node of the models in conf.yaml, for code that builds them; None to leave it out.
     """
     lines = [f"# {about['experiment']} {about['run']}, {about['checkpoint']['name']}", ""]
@@ -108,7 +117,7 @@ def text(
             "",
         ]
     lines += ["## From samples to columns", "", _preparation(origin, about["code"]), ""]
-    lines += _tokenizing(tokenizers)
+    lines += _tokenizing(tokenizers, schema, origin)
     if models is not None:
         lines += [
             "## Build the models from the code",
@@ -132,15 +141,31 @@ def _preparation(origin: str | None, has_code: bool) -> str:
     return f"New samples need the same preparation as in the run, by {origin}{where}."
 
 
-def _tokenizing(tokenizers: Mapping[str, type]) -> list[str]:
+def _tokenizing(tokenizers: Mapping[str, Any], schema: Schema, origin: str | None) -> list[str]:
     lines = []
-    for folder, cls in tokenizers.items():
-        lines += [f"`{folder}/` is a `{cls.__name__}`, written by its `save_pretrained`.", ""]
-        if cls.__module__.startswith("transformers."):
-            lines += ["```", "from transformers import AutoTokenizer", ""]
-            lines += [f'tokenizer = AutoTokenizer.from_pretrained("{folder}")']
-            lines += ['batch = tokenizer(["a text", "another text"], padding=True, return_tensors="pt")', "```", ""]
+    for folder, item in tokenizers.items():
+        lines += [f"`{folder}/` is a `{type(item).__name__}`, written by its `save_pretrained`.", ""]
+        bases = {cls.__name__ for cls in type(item).__mro__}
+        loader = next((loader for base, loader in LOADERS.items() if base in bases), None)
+        columns = [column for column in schema.columns if column.name in getattr(item, "model_input_names", ())]
+        if loader is None or not columns:
+            continue
+        call = 'images, return_tensors="pt"'
+        if loader == "AutoTokenizer":
+            call = f'["a text", "another text"], {_lengths(item, columns)}, return_tensors="pt"'
+        names = ", ".join(f'"{column.name}"' for column in columns)
+        lines += ["```", f"from transformers import {loader}", "", f'prepare = {loader}.from_pretrained("{folder}")']
+        lines += [f"encoded = prepare({call})", f"batch = {{name: encoded[name] for name in [{names}]}}", "```", ""]
+        lines += [f"Pass the same arguments as {origin or 'the dataset'}, if it passes others.", ""]
     return lines
+
+
+def _lengths(tokenizer: Any, columns: Sequence[Column]) -> str:
+    """Return the arguments with which a tokenizer returns columns of these lengths."""
+    if fixed := next((size for column in columns for size in column.shape[:1] if size is not None), None):
+        return f'padding="max_length", truncation=True, max_length={fixed}'
+    limited = tokenizer.model_max_length < 1e9  # transformers has a huge number for none
+    return f"padding=True{', truncation=True' if limited else ''}"
 
 
 def _building(models: Mapping[str, Any]) -> str:
@@ -159,13 +184,20 @@ def _expression(node: Any, imports: set[str]) -> str:
     if "_target_" not in node:
         return f"{{{', '.join(f'{name!r}: {_expression(item, imports)}' for name, item in node.items())}}}"
     target = node["_target_"]
-    imports.add(target.rpartition(".")[0] or "builtins")
+    imports.add(_module_of(target))
     values = [_expression(item, imports) for item in node.get("_args_", ())]
     values += [f"{name}={_expression(item, imports)}" for name, item in node.items() if not name.startswith("_")]
     if node.get("_partial_"):
         imports.add("functools")
         return f"functools.partial({', '.join([target, *values])})"
     return f"{target}({', '.join(values)})"
+
+
+def _module_of(target: str) -> str:
+    """Return the module of a target, which this process has imported: `pkg.nets` for `pkg.nets.Net.from_pretrained`."""
+    parts = target.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+    return next((name for name in names if name in sys.modules), "builtins")
 
 
 def _contents(about: Mapping[str, Any]) -> str:

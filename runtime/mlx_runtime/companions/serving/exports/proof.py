@@ -1,6 +1,7 @@
 """The proof of an export, run as a script in a process of its own that can import neither this package nor a project.
 
-It compares the outputs of the exported programs with those of `predict`, and executes the code in README.md:
+It compares the outputs of the exported programs with those of `predict`, and executes the code in README.md. It prints
+a line with `STEP` before each of these steps, so that the parent can report one that takes too long:
 
     python -I proof.py < {"folder", "cases", "result", "path", "programs"}   in JSON
 
@@ -20,6 +21,8 @@ from typing import Any
 
 HIDDEN = ("mlx_runtime", "src")
 """Packages that the process cannot import: this one, and the project's."""
+
+STEP = "step: "
 
 Function = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -90,7 +93,7 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[f
     return largest
 
 
-def check(function: Function, cases: Mapping[int, Any]) -> dict[str, Any]:
+def check(program: str, function: Function, cases: Mapping[int, Any]) -> dict[str, Any]:
     """Return the largest difference by number of rows, and the seconds that the calls took."""
     import torch
 
@@ -98,6 +101,7 @@ def check(function: Function, cases: Mapping[int, Any]) -> dict[str, Any]:
     outputs: dict[int, str] = {}
     began = time.perf_counter()
     for rows, (batch, expected) in cases.items():
+        print(f"{STEP}running {program} with {rows} row{'s' * (rows != 1)}", flush=True)
         try:
             with torch.no_grad():
                 found = function(batch)
@@ -141,14 +145,16 @@ def main() -> None:
     result: dict[str, Any] = {"programs": {}, "hidden": all(map(_is_hidden, HIDDEN))}
     for program in job["programs"]:
         began = time.perf_counter()
+        print(f"{STEP}loading {program}", flush=True)
         try:
             function = load(folder, program)
         except Exception as error:
             result["programs"][program] = {"problem": f"does not load: {type(error).__name__}: {error}"}
             continue
         loaded = round(time.perf_counter() - began, 3)
-        result["programs"][program] = {"load_seconds": loaded} | check(function, cases["rows"])
+        result["programs"][program] = {"load_seconds": loaded} | check(program, function, cases["rows"])
     if not any("problem" in item for item in result["programs"].values()):
+        print(f"{STEP}running the code in README.md", flush=True)
         result["readme"] = run_readme(folder, cases["examples"])
     Path(job["result"]).write_text(json.dumps(result))
 
