@@ -394,6 +394,13 @@ def test_all_formats_are_compared_with_predict(trained: Path, mlx: Mlx, tmp_path
     assert done.stderr.endswith("No module named 'torch'\n")
 
 
+ABOUT = {
+    **{"experiment": "texts", "run": "run_001", "checkpoint": {"name": "epoch_0001"}, "metrics": {}},
+    **{"code": True, "proof": None, "license": None},
+}
+"""What README.md says of an export."""
+
+
 @pytest.mark.install
 def test_the_readme_tokenizes_texts_to_the_columns_of_the_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -406,14 +413,10 @@ def test_the_readme_tokenizes_texts_to_the_columns_of_the_program(
     rules.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, pad_token="[PAD]", unk_token="[UNK]")
     tokenizer.save_pretrained("tokenizer")
-    about = {
-        **{"experiment": "texts", "run": "run_001", "checkpoint": {"name": "epoch_0001"}, "metrics": {}},
-        **{"code": True, "proof": None, "license": None},
-    }
     for length, expected in ((None, [[1, 2], [3, 2]]), (4, [[1, 2, 0, 0], [3, 2, 0, 0]])):
         schema = Schema((Column("input_ids", "int64", (length,)), Column("numbers", "float32")))
         files = {"tokenizer": tokenizer}
-        text = instructions.text(about, schema, programs=(), origin=None, tokenizers=files, models=None)
+        text = instructions.text(ABOUT, schema, programs=(), origin=None, tokenizers=files, models=None)
         names: dict[str, Any] = {}
         exec(text.partition("```\n")[2].partition("```")[0], names)
         assert {name: value.tolist() for name, value in names["batch"].items()} == {"input_ids": expected}
@@ -427,6 +430,7 @@ def test_the_readme_tokenizes_texts_to_the_columns_of_the_program(
     ],
 )
 def test_the_readme_imports_modules_even_for_methods_of_classes(target: str, module: str) -> None:
-    imports: set[str] = set()
-    assert instructions._expression({"_target_": target, "size": 2}, imports) == f"{target}(size=2)"
-    assert imports == {module}
+    models = {"net": {"_target_": target, "size": 2}}
+    text = instructions.text(ABOUT, Schema(()), programs=(), origin=None, tokenizers={}, models=models)
+    assert f"    'net': {target}(size=2)," in text
+    assert f"\nimport {module}\n" in text
