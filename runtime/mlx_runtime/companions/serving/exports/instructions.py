@@ -170,23 +170,23 @@ def _lengths(tokenizer: Any, columns: Sequence[Column]) -> str:
 
 def _building(models: Mapping[str, Any]) -> str:
     imports: set[str] = set()
-    built = {name: _expression(node, imports) for name, node in models.items() if not name.startswith("_")}
+    built = {name: expression(node, imports) for name, node in models.items() if not name.startswith("_")}
     made = "\n".join(f"    {name!r}: {expression}," for name, expression in built.items())
     return WEIGHTS.format(imports="\n".join(f"import {name}" for name in sorted(imports)), models=made)
 
 
-def _expression(node: Any, imports: set[str]) -> str:
+def expression(node: Any, imports: set[str]) -> str:
     """Return Python for a node of conf.yaml."""
     if isinstance(node, list):
-        return f"[{', '.join(_expression(item, imports) for item in node)}]"
+        return f"[{', '.join(expression(item, imports) for item in node)}]"
     if not isinstance(node, Mapping):
         return repr(node)
     if "_target_" not in node:
-        return f"{{{', '.join(f'{name!r}: {_expression(item, imports)}' for name, item in node.items())}}}"
+        return f"{{{', '.join(f'{name!r}: {expression(item, imports)}' for name, item in node.items())}}}"
     target = node["_target_"]
     imports.add(_module_of(target))
-    values = [_expression(item, imports) for item in node.get("_args_", ())]
-    values += [f"{name}={_expression(item, imports)}" for name, item in node.items() if not name.startswith("_")]
+    values = [expression(item, imports) for item in node.get("_args_", ())]
+    values += [f"{name}={expression(item, imports)}" for name, item in node.items() if not name.startswith("_")]
     if node.get("_partial_"):
         imports.add("functools")
         return f"functools.partial({', '.join([target, *values])})"
