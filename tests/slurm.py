@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from clusters import free_ports
+from packages import install, program
 
-PACKAGES = ("slurm-wlm", "munge")
+PACKAGES, PROGRAMS = ("slurm-wlm", "munge"), ("munged", "slurmctld", "slurmd", "sbatch")
 """Of Debian and Ubuntu."""
 
 START_S = 60
@@ -49,28 +50,10 @@ AccountingStorageType=accounting_storage/none
 """
 
 
-def install() -> None:
-    """Install Slurm from the distribution's packages unless it is there. Raises if that is impossible."""
-    if all(map(_program, ("munged", "slurmctld", "slurmd", "sbatch"))):
-        return
-    words = "apt-get install --no-install-recommends " + " ".join(PACKAGES)
-    if shutil.which("apt-get") is None or os.geteuid():
-        raise RuntimeError(f"the tests of Slurm need its daemons; install them, on Debian with: sudo {words}")
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update", "-q"], [*words.split(), "-q", "-y"]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the tests of Slurm need its daemons; `{words}` failed: {done.stderr[-500:]}")
-
-
-def _program(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-
-
 @contextlib.contextmanager
 def slurm(nodes: int = 2, cpus: int = 2) -> Iterator[Mapping[str, str]]:
     """Start a cluster with nodes `n1`, `n2`, ... in the partition `debug`. Yield the variables of its commands."""
-    install()
+    install(PACKAGES, PROGRAMS)
     folder = Path(tempfile.mkdtemp(prefix="mlxs-", dir="/tmp"))  # short, because socket paths are limited
     host = socket.gethostname().partition(".")[0]
     controller, *ports = free_ports(nodes + 1)
@@ -88,7 +71,7 @@ def slurm(nodes: int = 2, cpus: int = 2) -> Iterator[Mapping[str, str]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *options: str) -> None:
-        command = [str(_program(name)), *options]
+        command = [str(program(name)), *options]
         with (folder / f"{name}.out").open("ab") as log:
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
 

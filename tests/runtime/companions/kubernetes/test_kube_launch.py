@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT, Mlx
 from kube import ApiServer, problems
+from packages import install
 
 from mlx_runtime.companions.kubernetes.kubectl import Kubectl
 from mlx_runtime.companions.kubernetes.manifest import Pods
@@ -160,13 +160,13 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
     assert found[0].startswith(line)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 class TestApplied:
     """With kubectl and an API server."""
 
     @pytest.fixture(autouse=True)
     def kubeconfig(self, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         """Variables of kubectl, whose caches are in its home."""
+        install(["kubernetes-client"], ["kubectl"])
         variables = {"KUBECONFIG": str(server.write_config(tmp_path / "config")), "HOME": str(tmp_path)}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
