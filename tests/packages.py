@@ -18,7 +18,7 @@ def program(name: str) -> str | None:
 
 def install(packages: Sequence[str], programs: Sequence[str]) -> None:
     """Install packages of Debian or Ubuntu unless their programs are there. Raises if that is impossible."""
-    with open(Path(tempfile.gettempdir(), f"mlx-tests-{os.getuid()}.lock"), "w") as lock:
+    with Path(tempfile.gettempdir(), f"mlx-tests-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the suite may need some, too
         if all(map(program, programs)):
             return
