@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__, companions
-from mlx_runtime.errors import UsageError, located
+from mlx_runtime.errors import MissingLibraryError, UsageError, located
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
 
@@ -87,6 +87,12 @@ def _one_line() -> Iterator[None]:
         if error.ctx is None or "\n" in text:  # the help of a group that lacks its command
             raise
         raise UsageError(f"{text}{'' if text.endswith('?') else ';'} see: {error.ctx.command_path} --help") from error
+    except ModuleNotFoundError as error:
+        from mlx_runtime.extras import cure
+
+        if (advice := cure(error)) is None:
+            raise
+        raise MissingLibraryError(f"this needs {error.name}, which is not installed; {advice}") from error
 
 
 def _others() -> dict[str, Any]:

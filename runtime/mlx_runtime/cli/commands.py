@@ -1,6 +1,7 @@
 """Commands and options shared by experiments and data jobs."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.cli import options
-from mlx_runtime.cli.verbs import projects
+from mlx_runtime.cli.verbs import projects, unseen
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.runs import names_run
 
@@ -84,13 +85,14 @@ def load_config(
     """Load and check the config, binding it first if necessary. With `look`, do not run code that conf.yaml names.
 
     Further fields are those of `Request`. Rejects a run that is in use, and a data job whose output is in use or
-    exists.
+    exists. Without torch, the code is not imported, and its job checks the config.
     """
-    projects.bind_first(kind, folder)
-    main = main_class(kind, folder)
     from mlx_runtime.training import Request, load_config
 
-    config = load_config(main, Request(tuple(overrides), **fields), look=look)
+    if seen := find_spec("torch") is not None:
+        projects.bind_first(kind, folder)
+    main = main_class(kind, folder) if seen else unseen.stand_in(kind, folder)
+    config = load_config(main, Request(tuple(overrides), **fields), look=look or not seen)
     if kind != AN_EXPERIMENT:
         companions.part("ray").refuse_present(config)
     return config

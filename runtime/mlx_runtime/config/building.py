@@ -8,26 +8,24 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from mlx_runtime.config.constructors import object_at, parameters, path_of, statements, try_convert
-from mlx_runtime.config.constructors.declarations import (
-    Declaration,
-    declare_callee,
-    declare_with_arguments,
-    is_dataset,
-    is_pretrained,
-    made_on_read,
-)
+from mlx_runtime.config.constructors import declarations, object_at, parameters, path_of, statements, try_convert
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
 Tree = dict[str, Any]
 
-DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
+DUMMY_PARAMS: list[Any]
 """Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
 
 Context = Callable[[str], contextlib.AbstractContextManager[None]]
 """Returns the context manager for the construction of a dataset, given its name in the group."""
+
+
+def __getattr__(name: str) -> Any:  # because launching needs no torch
+    if name != "DUMMY_PARAMS":
+        raise AttributeError(name)
+    import torch
+
+    return globals().setdefault(name, [torch.nn.Parameter(torch.zeros(1))])
 
 
 def build(node: Any, key: str = "", **objects: Any) -> Any:
@@ -42,7 +40,7 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
 
 def _builder(target: Any) -> Callable[..., Any]:
     """Return the function to call for a target: the target itself, unless it loads pretrained weights."""
-    if not is_pretrained(target):
+    if not declarations.is_pretrained(target):
         return target  # type: ignore[no-any-return]
     from mlx_runtime.config.pretrained import builder
 
@@ -51,7 +49,7 @@ def _builder(target: Any) -> Callable[..., Any]:
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
     """Build an object like `build`, with a Declaration in place of each torch Dataset."""
-    return _build(node, key, declare_callee, objects)
+    return _build(node, key, declarations.declare_callee, objects)
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
@@ -63,7 +61,7 @@ def build_group(node: Any, key: str, context: Context) -> Any:
         group = declare_group(node, key, context)
     except (ConfigError, TypeError):
         return build(node, key)
-    return build(node, key) if any(is_dataset(type(item)) for item in vars(group).values()) else group
+    return build(node, key) if any(declarations.is_dataset(type(item)) for item in vars(group).values()) else group
 
 
 def declare_group(node: Any, key: str, context: Context = lambda name: contextlib.nullcontext()) -> Any:
@@ -72,10 +70,10 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
 
     def callee(target: Any) -> Any:
         if target is cls:
-            return made_on_read(cls, context)
-        if inspect.isroutine(target) or is_dataset(target):
-            return functools.partial(Declaration, target)
-        return functools.partial(declare_with_arguments, target)
+            return declarations.made_on_read(cls, context)
+        if inspect.isroutine(target) or declarations.is_dataset(target):
+            return functools.partial(declarations.Declaration, target)
+        return functools.partial(declarations.declare_with_arguments, target)
 
     return _build(node, key, callee, {})
 

@@ -4,6 +4,7 @@ The experiment's `src` and its imports may import more.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 from conftest import Mlx
+from test_extras import HIDE
+
+from mlx_runtime.extras import EXTRAS
 
 pytestmark = pytest.mark.process
 
@@ -107,6 +111,31 @@ def test_our_code_imports_neither_torch_nor_ray(
         if "launch" in command:
             assert done.returncode == 0, done.stdout + done.stderr
             assert done.stdout.splitlines()[-1] == "status    SUCCEEDED"
+
+
+@pytest.mark.examples
+def test_a_client_needs_none_of_what_runs_need(
+    digits: Path, cluster: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    needed = {library for library, extra in EXTRAS.items() if extra == "train"}
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(libraries=needed, distributions=needed))
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    settings = environment | {"RAY_ADDRESS": cluster, "PYTHONPATH": path}
+
+    def typed(*words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "mlx_runtime", *words]
+        return subprocess.run(command, cwd=digits, env=settings, capture_output=True, text=True, timeout=200)
+
+    done = typed("train", "launch", "cfg.start_workers=3", "optimizers.adam.lr=1e-2")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "status    SUCCEEDED"), done.stdout + done.stderr
+    wrong = typed("train", "launch", "cfg.start_workers=three")
+    assert (wrong.returncode, "cfg.start_workers" in wrong.stdout) == (1, True), wrong.stdout + wrong.stderr
+    assert "digits" in typed("xp", "ls").stdout
+    for words in (["train", "run"], ["train", "show"], ["xp", "board"]):
+        refused = typed(*words)
+        assert refused.returncode == 1
+        assert refused.stderr.endswith('type: pip install "mlx-runtime[train]"\n'), refused.stderr
+        assert refused.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

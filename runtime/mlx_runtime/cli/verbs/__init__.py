@@ -4,5 +4,5 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    "data positions projects xp",
+    "data positions projects unseen xp",
 )

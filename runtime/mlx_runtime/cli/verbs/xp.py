@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
+from mlx_runtime.extras import require
 from mlx_runtime.runs import RunFolder, drivers, find_run, records
 from mlx_runtime.runs.logs import last_lines, log_name
 from mlx_runtime.runs.queries import reached, storage_root
@@ -186,6 +187,7 @@ def board(name: str | None, run: str | None, port: int) -> None:
 
     It displays a run, an experiment or the whole storage. Unlike in other commands, any folder may be given as a path.
     """
+    require("tensorboard", "the page")
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:

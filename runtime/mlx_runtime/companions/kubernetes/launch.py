@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,8 +202,12 @@ def _refuse_files(runtime_env: Mapping[str, Any]) -> None:
 
 
 def _ray_version() -> str:
-    """Return the version of Ray in the image, which constraints.txt pins as it does here."""
+    """Return the version of Ray in the image: that of constraints.txt, or else the one here."""
+    file = Path("constraints.txt")
+    pinned = re.search(r"^ray==(\S+)", file.read_text(), re.MULTILINE) if file.is_file() else None
+    if pinned is not None:
+        return pinned[1]
     try:
         return importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError as error:
-        raise UsageError("Ray is not installed here, so its version in the image is unknown") from error
+        raise UsageError("the version of Ray in the image is unknown; write ray==VERSION to constraints.txt") from error

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mlx_runtime.config import Config
     from mlx_runtime.training import RunConfig, TrainConfig
 
+MIN_RAY = 2, 60  # as in pyproject.toml
 LIMIT_BYTES = 100 << 20  # maximum size of an upload
 PROBE_S = 180.0  # timeout of the probe job
 NODE_S = 60.0  # timeout of a node's answer to the probe
@@ -60,12 +62,23 @@ def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
         return None, [Check("cluster", str(error), error.hint)]
     token = f", token from {dashboard.token_source}" if dashboard.token_source else ""
     text = f"{address.url} (from {address.source}) answered in {1000 * dashboard.latency_s:.0f} ms{token}"
-    here, there = importlib.metadata.version("ray"), dashboard.ray_version
-    ray = Check("ray", f"{there} there, {here} here")
-    if not _same_minor(there, here):
+    here, there = _ray_here(), dashboard.ray_version
+    ray = Check("ray", f"{there} there, {here or 'none'} here")
+    if here is None and tuple(map(int, re.findall(r"\d+", there)[:2])) < MIN_RAY:
+        ray = Check(
+            "ray", f"the cluster has Ray {there}", f"Use a cluster with Ray {'.'.join(map(str, MIN_RAY))} or newer"
+        )
+    elif here is not None and not _same_minor(there, here):
         hint = f"Use a cluster with Ray {here}, or a version of mlx-runtime for Ray {there}"
         ray = Check("ray", f"the cluster has Ray {there}, this machine {here}", hint)
     return dashboard, [Check("cluster", text), ray]
+
+
+def _ray_here() -> str | None:
+    try:
+        return importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:  # on a machine that only launches
+        return None
 
 
 def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
