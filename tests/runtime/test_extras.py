@@ -1,45 +1,17 @@
-"""Optional dependencies: if one is missing, its features end with one line, and all others work.
+"""Optional dependencies: if one is missing, its features end with one line, and all others work."""
 
-A finder that Python installs at startup hides the libraries from real commands:
-
-hidden/
-    sitecustomize.py
-"""
-
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Mlx
+from hidden import distribution, hide
 
 from mlx_runtime.companions.notebook.backends import BACKENDS
 from mlx_runtime.extras import EXTRAS
 
 pytestmark = pytest.mark.process
-
-HIDE = """
-import sys
-from importlib.machinery import PathFinder
-from importlib.metadata import DistributionFinder
-
-
-class Finder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in {libraries!r} else super().find_spec(name, path, target)
-
-    @classmethod
-    def find_distributions(cls, context=DistributionFinder.Context()):
-        return (found for found in super().find_distributions(context) if found.name not in {distributions!r})
-
-
-sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
-"""
-
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-"""Libraries whose distribution has another name."""
 
 Without = Callable[..., dict[str, str]]
 
@@ -47,20 +19,12 @@ METRIC = ("--metric", "val/mse", "--mode", "min")
 SHORT = ("cfg.start_workers=0", "cfg.num_epochs=1")
 
 
-def distribution(library: str) -> str:
-    return DISTRIBUTIONS.get(library, library)
-
-
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
     """`without("optuna")` returns the variables of commands that cannot import some libraries."""
 
     def variables(*libraries: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp("hidden")
-        (folder / "sitecustomize.py").write_text(
-            HIDE.format(libraries=libraries, distributions=[*map(distribution, libraries)])
-        )
-        return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "runtime")])}
+        return hide(tmp_path_factory.mktemp("hidden"), libraries)
 
     return variables
 

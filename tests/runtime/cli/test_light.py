@@ -4,7 +4,6 @@ The experiment's `src` and its imports may import more.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Mlx
-from test_extras import HIDE
+from hidden import hide
 
 from mlx_runtime.extras import EXTRAS
 
@@ -60,7 +59,8 @@ class Cluster(BaseHTTPRequestHandler):
         answers = {"/api/version": {"ray_version": version("ray")}, "/api/jobs/": []}
         answer = answers.get(self.path, {"status": "SUCCEEDED", "message": "", "driver_exit_code": 0})
         if self.path.endswith("/logs"):
-            found = {"cpus": 64, "gpus": 0, "nodes": [], "groups": {}}
+            room = {"nodes": [{"CPU": 64, "GPU": 0}], "head": {}, "types": [], "max_nodes": 0}
+            found = {"nodes": [], "groups": {}, "room": room}
             answer = {"logs": f"mlx-probe {json.dumps(found)}\n"}
         self.answer(404 if "/packages/" in self.path else 200, answer)
 
@@ -118,9 +118,7 @@ def test_a_client_needs_none_of_what_runs_need(
     digits: Path, cluster: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     needed = {library for library, extra in EXTRAS.items() if extra == "train"}
-    (tmp_path / "sitecustomize.py").write_text(HIDE.format(libraries=needed, distributions=needed))
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    settings = environment | {"RAY_ADDRESS": cluster, "PYTHONPATH": path}
+    settings = environment | hide(tmp_path, needed) | {"RAY_ADDRESS": cluster}
 
     def typed(*words: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "mlx_runtime", *words]
