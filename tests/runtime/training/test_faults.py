@@ -298,7 +298,7 @@ class TestTwoWorkers:
         shown = mlx(folder, "xp", "ps", "faults", "--stacks").stdout.splitlines()
         assert "rank 1 did not answer within 5 s: stopped processes, or unreachable nodes" in shown
         assert shown[shown.index("rank 0, innermost call last") + 1].startswith(f"  {folder}/src/experiment.py:")
-        assert re.match(rf"0 +\S+ +{pids[0]} +\d+: train \d+ ", shown[-1])
+        assert re.match(rf"0 +\S+ +{pids[0]} +\d+: \w+ \d+ ", shown[-1])
         os.kill(pids[1], signal.SIGCONT)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)

@@ -83,7 +83,7 @@ def test_a_deleted_pod_resumes_and_a_stopped_run_does_not(attempt: Attempt, tmp_
 
     second = attempt()
     until_epoch(saved + 1, second)
-    run.ask_to_stop()
+    run.ask(run.STOP)
     output, errors = second.communicate(timeout=300)
     assert second.returncode == 143
     assert "resuming  digits/run_001" in output

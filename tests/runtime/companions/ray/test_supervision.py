@@ -139,12 +139,12 @@ def test_it_stops_during_a_pause(run: RunFolder, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(supervision, "PAUSE_S", 60.0)
 
     def stop() -> None:
-        run.ask_to_stop() if way == "xp stop" else os.kill(os.getpid(), signal.SIGTERM)
+        run.ask(run.STOP) if way == "xp stop" else os.kill(os.getpid(), signal.SIGTERM)
 
     seen = during_the_pause(run, monkeypatch, stop)
     code, record = supervise(run, 1, "die()")
     assert (code, record["status"], history(record)) == (143, "STOPPED", [KILLED])
-    assert (run.attempts(), run.asked_to_stop()) == (1, False)
+    assert (run.attempts(), run.STOP in run.names()) == (1, False)
     assert seen["status"] == "WAITING"
     assert seen["waits_for"].startswith("retry 1 of 1 at ")
     assert seen["waits_for"].endswith(" UTC: the driver was killed by SIGKILL")
