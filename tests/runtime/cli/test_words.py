@@ -52,7 +52,11 @@ def test_an_unknown_option_names_what_was_meant(
 
 def test_a_command_without_its_group_is_named_with_it() -> None:
     of_all = "mlx train run or mlx serve run or mlx data run"
-    for word, meant in {"sweep": "mlx train sweep", "run": of_all, "ls": "mlx xp ls or mlx serve ls or mlx data ls"}.items():
+    for word, meant in {
+        "sweep": "mlx train sweep",
+        "run": of_all,
+        "ls": "mlx xp ls or mlx serve ls or mlx data ls",
+    }.items():
         done = CliRunner().invoke(mlx, [word])
         assert (done.exit_code, f"No such command '{word}'. Did you mean {meant}?" in done.output) == (2, True)
 

@@ -1,7 +1,9 @@
 """Stand-ins for the code of a project on a machine without torch, from which runs are launched elsewhere."""
 
 import dataclasses
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mlx_runtime.config import parse_config
@@ -25,12 +27,17 @@ def stand_in(kind: Kind, folder: Path) -> type:
         raise ConfigError(f"{CONF} is not valid YAML: {error}") from error
     base: Any = TrainConfig if kind == AN_EXPERIMENT else DataConfig
     cfg = tree.get("cfg")
-    own = [name for name in cfg if name.isidentifier()] if isinstance(cfg, dict) else []
+    node: dict[str, Any] = cfg if isinstance(cfg, dict) else {}
     known = {field.name for field in dataclasses.fields(base)}
-    added = [(name, Any, None) for name in own if name not in known]
-    names = {"__module__": __name__, "out_of_range": staticmethod(lambda cfg: _out_of_range(base, cfg))}
-    settings = dataclasses.make_dataclass("Settings", added, bases=(base,), namespace=names)
-    globals()[settings.__name__] = settings  # where the checks of the config find it
+    own = [(name, Any, None) for name in node if name.isidentifier() and name not in known and name != "_target_"]
+    module, _, name = str(node.get("_target_")).rpartition(".")
+    if not name.isidentifier() or module.partition(".")[0] in ("", "mlx_runtime"):
+        module, name = __name__, "Settings"
+    names = {"__module__": module, "out_of_range": staticmethod(lambda cfg: _out_of_range(base, cfg))}
+    settings = dataclasses.make_dataclass(name, own, bases=(base,), namespace=names)
+    # Where the checks of the config find it, by the name in conf.yaml.
+    vars(sys.modules.setdefault(module, ModuleType(module)))[name] = settings
+    globals()["Settings"] = settings
     hints: dict[str, type] = {name: object for name in tree if name.isidentifier()} | {"cfg": settings}
     return type("Unseen", (), {"__module__": "src", "__annotations__": hints, "CONFIG": "cli.verbs.unseen.Settings"})
 
