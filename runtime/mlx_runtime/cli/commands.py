@@ -9,7 +9,7 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.cli import options
-from mlx_runtime.cli.verbs import projects, unseen
+from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.runs import names_run
 
@@ -91,7 +91,11 @@ def load_config(
 
     if seen := find_spec("torch") is not None:
         projects.bind_first(kind, folder)
-    main = main_class(kind, folder) if seen else unseen.stand_in(kind, folder)
+        main = main_class(kind, folder)
+    else:
+        from mlx_runtime.cli.verbs import unseen
+
+        main = unseen.stand_in(kind, folder)
     config = load_config(main, Request(tuple(overrides), **fields), look=look or not seen)
     if kind != AN_EXPERIMENT:
         companions.part("ray").refuse_present(config)

@@ -257,7 +257,7 @@ def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
     """
     status, job = str(record.get("status")), (job or "").partition(" ")[0]
     if status not in LIVING:
-        return status
+        return job if (status, job) == ("STOPPED", "PENDING") else status  # Slurm has requeued the job by itself
     if job in ("SUCCEEDED", "FAILED", "STOPPED"):
         return job
     if job and "PENDING" in (status, job):

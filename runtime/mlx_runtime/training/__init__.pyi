@@ -10,6 +10,7 @@ from mlx_runtime.training.planning import check_datasets as check_datasets
 from mlx_runtime.training.planning import connect as connect
 from mlx_runtime.training.planning import prepare_run as prepare_run
 from mlx_runtime.training.positions import ANSWER_S as ANSWER_S
+from mlx_runtime.training.positions import answer_request as answer_request
 from mlx_runtime.training.positions import read_answer as read_answer
 from mlx_runtime.training.request import Request as Request
 from mlx_runtime.training.request import RunConfig as RunConfig

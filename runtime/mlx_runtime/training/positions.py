@@ -93,7 +93,7 @@ def process_facts(place: Place) -> dict[str, Any]:
     return facts
 
 
-def answer(folder: RunFolder, positions: Iterable[WorkerPosition], world_size: int) -> None:
+def answer_request(folder: RunFolder, positions: Iterable[WorkerPosition], world_size: int) -> None:
     """Store positions in the run folder, in answer to a request."""
     found = {"time": documents.now(), "world_size": world_size, "workers": [vars(item) for item in positions]}
     with contextlib.suppress(OSError, StorageError):  # the client reports that no answer has come
@@ -104,7 +104,7 @@ def answer(folder: RunFolder, positions: Iterable[WorkerPosition], world_size: i
 def answer_here(folder: RunFolder) -> None:
     """Store the position of a run that trains in the main thread of this process, or has no workers yet."""
     place = place_of(threading.main_thread().ident or 0, Path.cwd())
-    answer(folder, [WorkerPosition(0, at=place.at, waits_in=place.waits_in, process=process_facts(place))], 1)
+    answer_request(folder, [WorkerPosition(0, at=place.at, waits_in=place.waits_in, process=process_facts(place))], 1)
 
 
 def read_answer(folder: RunFolder) -> dict[str, Any]:

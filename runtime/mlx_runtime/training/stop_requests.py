@@ -115,7 +115,8 @@ class StopRequests:
             if folder.LOCATE in names:
                 from mlx_runtime.training.positions import answer_here
 
-                (self.locate or answer_here)(folder)
+                with contextlib.suppress(Exception):  # whatever it is, the run goes on
+                    (self.locate or answer_here)(folder)
             self.taken_over = folder.attempts(names) > attempt
             if self.taken_over:
                 self._interrupt()

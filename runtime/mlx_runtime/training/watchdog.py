@@ -14,7 +14,7 @@ from pathlib import Path
 from mlx_runtime.errors import HangError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
 from mlx_runtime.runs import RunFolder
-from mlx_runtime.training.positions import ANSWER_S, answer, collect, place_of, process_facts
+from mlx_runtime.training.positions import ANSWER_S, answer_request, collect, place_of, process_facts
 
 
 class Watchdog:
@@ -83,7 +83,7 @@ class DeadlockDetector:
 
     def locate(self, folder: RunFolder) -> None:
         """Answer a request for the positions of all workers. Called in a thread of its own."""
-        answer(folder, collect(self._ask, self._requested, self._world_size), self._world_size)
+        answer_request(folder, collect(self._ask, self._requested, self._world_size), self._world_size)
 
     def check(self, world_size: int) -> None:
         """Raise a `HangError` if the workers are deadlocked, after all have answered or the time is over."""

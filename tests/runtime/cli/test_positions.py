@@ -11,7 +11,7 @@ from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import WorkerPosition
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.training.positions import POSITIONS, answer
+from mlx_runtime.training.positions import POSITIONS, answer_request
 
 pytestmark = pytest.mark.pure
 
@@ -64,7 +64,7 @@ def test_it_says_who_waits_for_whom(run: RunFolder, others: dict[int, str | None
         for rank, waits in {0: "all_reduce", **others}.items()
     ]
     run.ask(run.LOCATE)
-    answer(run, found, max(others) + 1)
+    answer_request(run, found, max(others) + 1)
     run_lines = [
         *positions.lines(
             {**positions.read_answer(run), "run": "a", "status": "RUNNING", "duration_s": 1.0, "record": {}}

@@ -41,6 +41,7 @@ def stop(folder: RunFolder) -> str:
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := _dashboard(record)) is not None:
         dashboard.stop(record["job"]["id"])
+        folder.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy
         pending = records.Record(folder, record)
         pending.withdraw() if records.REPLACED in record else pending.finish("STOPPED")
         return f"{title} was STOPPED before it began"

@@ -113,7 +113,7 @@ def ends_for_good(folder: RunFolder) -> Iterator[None]:
     asked, done = threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not done.wait(POLL_S):
+        while not done.wait(POLL_S * (10 if folder.uri else 1)):
             if _asked_to_stop(folder):
                 asked.set()
 

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing import AuthenticationError, connection
 from pathlib import Path
@@ -195,9 +195,11 @@ class Agent:
                     case ("kill",) if self._workers is not None:
                         server.kill(*self._workers.ranks)
                     case ("file", path, content):
-                        self._add_to_file(path, content)
+                        with _reported(channel):
+                            self._add_to_file(path, content)
                     case ("start", facts):
-                        self._start(channel, server, facts)
+                        with _reported(channel):
+                            self._start(channel, server, facts)
             elif now - heard_at > LOST_S:
                 raise TimeoutError(f"it sent nothing for {LOST_S:.0f} s")
 
@@ -262,6 +264,17 @@ class Agent:
             workers.codes |= dict(self._server.exits(TICK_S))
         for pipe in workers.pipes:
             pipe.close()
+
+
+@contextlib.contextmanager
+def _reported(channel: Channel) -> Iterator[None]:
+    """Report errors of this machine's disk to the first machine, instead of taking them for a lost connection."""
+    try:
+        yield
+    except OSError as error:
+        text = short_message(error)
+        channel.send("failed", text)
+        raise MlxError(text) from error
 
 
 @dataclasses.dataclass

@@ -117,7 +117,9 @@ def connect(address: tuple[str, int], key: bytes, source: str | None = None) -> 
 def _authenticate(connection: "Connection[Any, Any]", key: bytes, peer: socket.socket) -> Channel:
     try:
         greeting = connection.recv_bytes(len(GREETING) + NONCE_BYTES)
-    except (OSError, EOFError):
+    except BlockingIOError:
+        raise TimeoutError("it does not answer yet") from None
+    except ConnectionError:
         greeting = b""
     if not greeting.startswith(GREETING):
         raise AuthenticationError("no run of this version of mlx answers there")
@@ -126,9 +128,12 @@ def _authenticate(connection: "Connection[Any, Any]", key: bytes, peer: socket.s
     connection.send_bytes(own + hmac.digest(key, b"node" + nonces, "sha256"))
     try:
         proof = connection.recv_bytes(PROOF_BYTES)
+    except BlockingIOError:
+        raise TimeoutError("it does not answer yet") from None
     except (OSError, EOFError):
         raise AuthenticationError("the run has another key") from None
     if not hmac.compare_digest(proof, hmac.digest(key, b"head" + nonces, "sha256")):
         raise AuthenticationError("the process there does not hold the key of the run")
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # within a message
+        peer.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", int(LOST_S), 0))
     return Channel(connection, hmac.digest(key, b"session" + nonces, "sha256"), at_head=False)

@@ -22,7 +22,7 @@ from mlx_runtime.companions.ray.addresses import Address, is_trusted
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.errors import ClusterError, StorageError, UsageError, printable
-from mlx_runtime.runs import Upload
+from mlx_runtime.runs import RunFolder, Upload
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import DOCUMENT_BYTES, Storage, Stored
@@ -72,6 +72,11 @@ def path_there(location: str) -> str:
     return split(location)[1] if location.startswith(SCHEME) else location
 
 
+def cluster_of(run: RunFolder) -> str:
+    """Return the URL of the cluster of a run that is reached through it."""
+    return split(run.location)[0]
+
+
 def reached(path: str, address: str | None = None) -> str:
     """Return the URI of a folder that only a cluster has: `--ray-address`, or else `RAY_ADDRESS`.
 
@@ -106,17 +111,14 @@ class ClusterStorage(Storage):
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
         if recursive:
             return [Stored(*item) for item in self._call("everything", "/".join(parts))]
-        entries = self._client.ahead.take(self.of(*parts))
+        entries, above = self._client.ahead.take(self.of(*parts)), "/".join(parts)
         if entries is None:
-            self._look(*parts)
-            entries = self._client.ahead.take(self.of(*parts))
-        above = "/".join(parts)
+            entries = self._look(*parts)
         return [Stored(f"{above}/{name}".lstrip("/"), *facts) for name, *facts in entries or ()]
 
     def find(self, *parts: str) -> Stored | None:
         if not parts:
-            self._look()  # its listing will be asked for next
-            return Stored("", is_file=False) if self._client.ahead.has(self.path) else None
+            return Stored("", is_file=False) if self._look() is not None else None  # its listing is asked for next
         found = self._call("entry", "/".join(parts))
         return Stored(*found) if found is not None else None
 
@@ -151,14 +153,19 @@ class ClusterStorage(Storage):
     def _call(self, call: str, *arguments: Any, data: bytes = b"") -> Any:
         return self._client.call(self.path, call, *arguments, data=data)[0]
 
-    def _look(self, *parts: str) -> None:
+    def _look(self, *parts: str) -> list[list[Any]] | None:
+        """Return the entries of a folder, or None if there is none, and keep what came along."""
         found, content = self._client.call(self.path, "look", "/".join(parts))
-        for folder, entries in found["listings"].items():
-            names = [[path.rpartition("/")[2], *facts] for path, *facts in entries]
+        listings = {
+            folder: [[path.rpartition("/")[2], *facts] for path, *facts in entries]
+            for folder, entries in found["listings"].items()
+        }
+        for folder, names in listings.items():
             self._client.ahead.keep(self.of(*filter(None, [folder])), names)
         for path, size in found["documents"].items():
             self._client.ahead.keep(self.of(path), content[:size])
             content = content[size:]
+        return listings.get("/".join(parts))
 
     def _content(self, limit: int | None, *parts: str) -> IO[bytes]:
         _, content = self._client.call(self.path, "content", "/".join(parts), limit)
@@ -174,7 +181,7 @@ class ClusterStorage(Storage):
             for start in range(0, len(content), PART_BYTES):
                 self._call("extend", hidden, data=bytes(content[start : start + PART_BYTES]))
             self._call("rename", hidden, "/".join(parts))
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 self._call("discard", hidden)
             raise
@@ -188,14 +195,14 @@ class _NewFile(io.BytesIO):
         self._put = put
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
-            self.close()
+        self.close() if error is None else super().close()
 
     def close(self) -> None:
-        if not self.closed:
-            self._put(self.getbuffer())
-        with contextlib.suppress(BufferError):
-            super().close()
+        if self.closed:
+            return
+        content = self.getvalue()
+        super().close()  # first: it is not tried again when this object is deleted
+        self._put(memoryview(content))
 
 
 class _Ahead:
@@ -206,9 +213,6 @@ class _Ahead:
 
     def keep(self, path: str, content: Any) -> None:
         self._found[path] = time.monotonic(), content
-
-    def has(self, path: str) -> bool:
-        return path in self._found
 
     def take(self, path: str) -> Any:
         kept_at, content = self._found.pop(path, (0.0, None))

@@ -45,14 +45,6 @@ SILENT_S = 30.0  # a log stream that is silent for this long may be dead, and is
 UNAUTHORIZED = (401, 403)
 
 
-class NoAnswerError(ClusterError):
-    """A job ended without printing its answer. Has the log of the job."""
-
-    def __init__(self, problem: str, log: str) -> None:
-        super().__init__(problem)
-        self.log = log
-
-
 @dataclass(frozen=True)
 class Dashboard:
     """The dashboard of a cluster that has answered. Its methods raise `ClusterError` if a request fails."""
@@ -111,7 +103,7 @@ class Dashboard:
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
         """Run a short job that prints its answer as one line of JSON after a marker. Its id begins with `name`.
 
-        Raises `NoAnswerError` if the job prints no answer, and `ClusterError` if the cluster does not answer for
+        Raises `ClusterError` if the job prints no answer, or if the cluster does not answer for
         `SILENCE_S`. The ended job is removed from the dashboard, because the user did not submit it.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
@@ -129,7 +121,7 @@ class Dashboard:
             if line.startswith(marker):
                 return json.loads(line.removeprefix(marker))
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
-        raise NoAnswerError(f"the job {job} failed: {reason}", log)
+        raise ClusterError(f"the job {job} failed: {reason}")
 
     def _remove(self, job: str) -> None:
         time.sleep(REMOVE_S)
@@ -278,6 +270,8 @@ class Dashboard:
 
         try:
             answer = _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
+        except requests.Timeout as error:
+            raise ClusterError(f"{self.address.url} does not answer within {timeout_s:.0f} s") from error
         except requests.ConnectionError as error:
             raise ClusterError(f"{self.address.url} does not answer: it refuses or closes connections") from error
         except requests.RequestException as error:

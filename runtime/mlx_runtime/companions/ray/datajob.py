@@ -148,24 +148,26 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": Settings.read().job}
         adopt = record["filling"] if cfg.resume else None
         with Filling(path, overwrite=cfg.overwrite, adopt=adopt, **facts) as target, contextlib.ExitStack() as stack:
-            record.update(filling=target.id, **fingerprints(config))
-            finished = FinishedItems(record.folder, target.output, config.tree, resumed=target.adopted)
-            stack.callback(finished.close)
-            if cfg.resume:
-                display.print(f"resumed   {plural(finished.count, 'finished item')}")
-            instance = job(**{name: build(node, name) for name, node in config.tree.items()})
-            instance.output, instance._display, instance._finished = target.output, display, finished
+            finished: FinishedItems | None = None
             try:
+                record.update(filling=target.id, **fingerprints(config))
+                finished = FinishedItems(record.folder, target.output, config.tree, resumed=target.adopted)
+                stack.callback(finished.close)
+                if cfg.resume:
+                    display.print(f"resumed   {plural(finished.count, 'finished item')}")
+                instance = job(**{name: build(node, name) for name, node in config.tree.items()})
+                instance.output, instance._display, instance._finished = target.output, display, finished
                 with _user_errors(f"{job.__name__}.run"):
                     instance.run()
+                finished.complete()
+                files, size = target.commit()
             except BaseException:
-                if finished.count:
-                    target.kept = True
-                    verb, kept = "launch" if Settings.read().job else "run", plural(finished.count, "finished item")
-                    display.print(f"kept      {kept}; to continue: mlx data {verb} --resume")
+                count = finished.count if finished is not None else 0
+                target.kept = bool(count or (finished is None and target.adopted))
+                if count:
+                    verb = "launch" if Settings.read().job else "run"
+                    display.print(f"kept      {plural(count, 'finished item')}; to continue: mlx data {verb} --resume")
                 raise
-            finished.complete()
-            files, size = target.commit()
         record.note(files=files, size_bytes=size)
         display.print()
         display.print(f"took      {time.monotonic() - started:.1f} s")
@@ -224,7 +226,7 @@ def _claim(config: Config, path: str) -> Record:
     folder.path.mkdir(parents=True, exist_ok=True)
     if not claimed:
         facts |= {"attempts": attempts(before), "job": None}
-    before = {name: value for name, value in before.items() if name not in ("end", "error")}
+    before = {name: value for name, value in before.items() if name not in ("end", "error", "stop_reason")}
     return Record(folder, before, **facts, attempt=attempt)
 
 

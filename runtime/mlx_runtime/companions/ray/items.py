@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mlx_runtime.config import Config
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import RunFolder, list_runs, records
+from mlx_runtime.runs import RunFolder, Upload, list_runs, records
 from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.outputs import RECORD, Output, jobs_root
 from mlx_runtime.storage import storage_at, storage_root, to_json
@@ -95,6 +95,7 @@ class FinishedItems:
 
     def add(self, key: Key, result: Any, files: Iterable[str] | None) -> None:
         """Add an item, if it may be kept; `files` is None if they are not known."""
+        self._output.written += files or ()  # a task has written them through its own copy
         if files is None or not key.item:
             return
         try:
@@ -151,9 +152,10 @@ def interrupted(config: Config, output: str) -> RunFolder | None:
 def fingerprints(config: Config) -> dict[str, str]:
     """Return the digests of the code in `src`, and of the settings that determine the effect of an item."""
     code = hashlib.sha256()
-    for file in sorted(Path("src").rglob("*.py")):
-        content = file.read_bytes()
-        code.update(f"{file} {len(content)} ".encode() + content)
+    for path, _ in sorted(Upload.of(Path.cwd()).files):  # without ignored files, which a cluster does not get
+        if path.parts[0] == "src" and path.suffix == ".py":
+            content = path.read_bytes()
+            code.update(f"{path} {len(content)} ".encode() + content)
     cfg = {name: value for name, value in config.shown["cfg"].items() if name not in FREE_SETTINGS}
     settings = hashlib.sha256(to_json({**config.shown, "cfg": cfg}).encode())
     return {"code": code.hexdigest(), "settings": settings.hexdigest()}

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.cluster_storage import path_there
+from mlx_runtime.companions.ray.cluster_storage import cluster_of, path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.datajob import CLAIMED, LAUNCHER_FACTS, output_path
 from mlx_runtime.companions.ray.items import interrupted
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.config import storage_override
-from mlx_runtime.errors import ClusterError
+from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import SWEEP, RunFolder, Upload, claim_run, drivers, provenance, records, snapshots
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.outputs import jobs_root
@@ -81,9 +81,15 @@ class Launch:
         from mlx_runtime.training import Request
 
         config = self.config
+        origin = path_there(config.origin.location) if config.origin else None
+        if (
+            config.origin
+            and origin != config.origin.location
+            and self.dashboard.address.url != cluster_of(config.origin)
+        ):
+            raise UsageError(f"{config.origin.location} is on another cluster than {self.dashboard.address.url}")
         run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
         before = drivers.refuse_living(run) if config.run else {}
-        origin = path_there(config.origin.location) if config.origin else None
         request = Request(config.overrides, origin=origin, claimed=path_there(run.location))
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
@@ -130,8 +136,7 @@ class Launch:
             else:
                 record.finish("FAILED", error=redact(str(error)))
             raise
-        elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in config.overrides)
-        words = shlex.join([run.location] if elsewhere else [run.experiment, run.name])
+        words = typed_name(run, config.overrides)
         facts = {"run": f"{run.experiment} {run.name}", "folder": there, "job": job, "dashboard": page}
         if is_data:
             facts |= {"folder": fields["output"], "follow": f"mlx data logs {words}", "stop": f"mlx data stop {words}"}
@@ -161,6 +166,12 @@ class Launch:
         return f"{self.dashboard.address.url}/#/jobs/{job}"
 
 
+def typed_name(run: RunFolder, overrides: Sequence[str]) -> str:
+    """Return the words that name a run in commands: its location, if they would look in another storage."""
+    elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in overrides)
+    return shlex.join([run.location] if elsewhere else [run.experiment, run.name])
+
+
 def pending_record(
     run: RunFolder, before: Mapping[str, Any], job: Mapping[str, str], overrides: Sequence[str], **fields: Any
 ) -> records.Record:
@@ -175,6 +186,7 @@ def pending_record(
     if before:
         facts |= {"attempts": records.attempts(before), records.REPLACED: before}
     kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
+    run.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy
     return records.Record(run, kept, **facts)
 
 

@@ -114,7 +114,7 @@ class Folder(LocalStorage):
     def extend(self, path: str, data: bytes) -> None:
         """Add a part to a file that the client then moves to its final name."""
         self._make_room(path)
-        with open(self.of(path), "ab") as stream:  # noqa: PTH123
+        with open(self.of(self._inside(path)), "ab") as stream:  # noqa: PTH123
             stream.write(data)
 
     def put_new(self, path: str, data: bytes) -> bool:
@@ -127,7 +127,7 @@ class Folder(LocalStorage):
 
     def duplicate(self, old: str, new: str) -> None:
         self._make_room(new)
-        self.copy(self._inside(old), new)
+        self.copy(self._inside(old), self._inside(new))
 
     def rename(self, old: str, new: str) -> None:
         self._make_room(new)

@@ -26,6 +26,7 @@ from mlx_runtime.runs import RunFolder, attempt_name, named_run, records
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
+from mlx_runtime.training import answer_request
 from mlx_runtime.training.processes import exit_reason, memory_kills
 
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
@@ -100,6 +101,8 @@ class Supervisor:
         while True:
             before, claimed = _patiently(self._stored), _patiently(self._folder.attempts)
             started, kills = time.monotonic(), memory_kills()
+            if self._stopping:
+                return self._close(DriverEnd(128 + signal.SIGTERM, "PENDING"), "the job was stopped")
             pid, code = self._drive()
             why = f"the driver {exit_reason(code, starved=memory_kills() > kills)}"
             end = _patiently(lambda: self._end_of(pid, code, claimed, before))  # noqa: B023 - called at once
@@ -182,7 +185,10 @@ class Supervisor:
             until = time.monotonic() + pause_s
             while time.monotonic() < until and not self._stopping:
                 time.sleep(POLL_S)
-                self._stopping = self._stopping or RunFolder.STOP in _patiently(self._folder.names)
+                names = _patiently(self._folder.names)
+                self._stopping = self._stopping or RunFolder.STOP in names
+                if RunFolder.LOCATE in names:
+                    answer_request(self._folder, [], 0)
         if not self._stopping:
             _patiently(lambda: record.update(status="PENDING", waits_for=None))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record, refuse_secrets
+from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record, refuse_secrets, typed_name
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import Queue, run
 from mlx_runtime.errors import ConfigError, UsageError
@@ -80,7 +80,7 @@ class SlurmLaunch(Launch):
             elif job is not None:
                 records.Record(run, records.load_record(run)).withdraw()
             raise
-        name = shlex.join([run.experiment, run.name])
+        name = typed_name(run, self.config.overrides)
         facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.address.url}"}
         facts |= {"script": str(folder / "job.sh"), "follow": f"mlx xp logs {name}", "stop": f"mlx xp stop {name}"}
         return QueuedJob(self.dashboard, job, facts, lambda: True)
@@ -99,7 +99,6 @@ class SlurmLaunch(Launch):
             "job-name": "-".join(Path(run).parts[-2:]),
             "output": f"{folder}/%j.out",
             "open-mode": "append",  # a requeued job has the same file
-            "requeue": None,
             "signal": f"B:USR1@{script.WARNING_S}",
             "nodes": self.nodes,
             "ntasks-per-node": 1,

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mlx_runtime.settings import prepare_ray
 from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.training.loop import address_towards
 
 OWN_NAME = "127.0.1.1"  # of a machine's own name, in Debian's /etc/hosts
 JOIN_S = 300.0  # maximum time until all nodes have joined
@@ -33,12 +34,12 @@ def start(file: Path) -> int:
     variables = os.environ
     head_address = variables["SLURM_LAUNCH_NODE_IPADDR"]  # that of `srun`, which runs on the first node
     if head_address == OWN_NAME:
-        head_address = _own_address("8.8.8.8")  # like Ray
+        head_address = address_towards(("8.8.8.8", 1))  # like Ray
     port = FIRST_PORT + int(variables["SLURM_JOB_ID"]) % PORTS
     cpus = variables.get("SLURM_CPUS_PER_TASK") or variables["SLURM_CPUS_ON_NODE"]
     folder = tempfile.mkdtemp(prefix="mlx-ray-", dir="/tmp")  # short, because the paths of sockets are limited
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    command += [f"--node-ip-address={_own_address(head_address)}", f"--num-cpus={cpus}", f"--temp-dir={folder}"]
+    command += [f"--node-ip-address={address_towards((head_address, 1))}", f"--num-cpus={cpus}", f"--temp-dir={folder}"]
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={_free_port()}"]
     is_head = variables["SLURM_PROCID"] == "0"
     if is_head:
@@ -77,14 +78,6 @@ def _wait_for_nodes(address: str, count: int, started: "subprocess.Popen[bytes]"
         if started.poll() is not None or time.monotonic() > until:
             sys.exit(f"error: not all of {count} nodes started Ray within {JOIN_S:.0f} s")
         time.sleep(0.5)
-
-
-def _own_address(other: str) -> str:
-    """Return the address of this node in the network through which it reaches another one."""
-    family = socket.AF_INET6 if ":" in other else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting UDP sends nothing
-        probe.connect((other, 1))
-        return str(probe.getsockname()[0])
 
 
 def _free_port() -> int:

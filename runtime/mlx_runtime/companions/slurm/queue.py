@@ -57,7 +57,8 @@ class Queue:
         fields = self._fields(job)
         status, reason = status_of_job(fields["JobState"], fields["Reason"])
         code, _, number = fields["ExitCode"].partition(":")
-        return JobState(status, reason, int(code) or -int(number) if status in ENDED.values() else None)
+        succeeded = 0 if status == "SUCCEEDED" else None  # a job that never ran has the exit code 0, too
+        return JobState(status, reason, int(code) or -int(number) or succeeded)
 
     def log(self, job: str) -> str:
         """Return the output of a job so far."""

@@ -33,7 +33,7 @@ def requeue(path: str) -> None:
             f"{folder.title} was stopped by the time limit before its first checkpoint in this job, so the job is not "
             f"requeued. Give it more time: mlx train launch --slurm --resume={folder.title} --time=..."
         )
-    kept = {name: item for name, item in before.items() if name not in ("end", "error")}
+    kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
     facts: dict[str, Any] = {
         "status": "PENDING",
         "start": documents.now(),

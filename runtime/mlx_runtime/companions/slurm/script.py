@@ -74,7 +74,7 @@ def write(
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     text = HEAD + (RAY if nodes > 1 else "") + DRIVER
     return text.format(
-        directives="\n".join(f"#SBATCH {word}" for word in [*given, *words]),
+        directives="\n".join(f"#SBATCH {shlex.quote(word)}" for word in [*given, *words]),
         variables=" ".join(f"{name}={value}" for name, value in variables.items()),
         folder=shlex.quote(str(folder)),
         run=shlex.quote(run),

@@ -255,12 +255,17 @@ def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[
     jobs = {
         row.folder: (job["address"], job["id"])
         for row in rows
-        if row.record.get("status") in records.LIVING and (job := row.record.get("job"))
+        if (job := row.record.get("job")) and (row.record.get("status") in records.LIVING or _may_requeue(row.record))
     }
     if ask is None or not jobs:
         return rows
     statuses = ask(set(jobs.values()))
     return [_with_job(row, statuses.get(jobs[row.folder])) if row.folder in jobs else row for row in rows]
+
+
+def _may_requeue(record: Mapping[str, Any]) -> bool:
+    """Return True for a stopped run whose job Slurm may have returned to its queue."""
+    return record.get("status") == "STOPPED" and str(record["job"]["address"]).startswith("slurm:")
 
 
 def _with_job(row: Row, job: str | None) -> Row:
