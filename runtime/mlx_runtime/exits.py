@@ -32,15 +32,10 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
             code = _print_error(error)
             if not isinstance(error, OSError):  # a second Ctrl-C must not disturb the other exit handlers
                 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-            if (
-                isinstance(error, RunStopped)
-                and code
-                and (job := Settings.read().job)
-                and "slurm:" not in job["address"]
-            ):
+            if isinstance(error, RunStopped) and code and (job := Settings.read().job):
                 from mlx_runtime import companions
 
-                companions.part("ray.jobs").end_as_stopped(job["id"])
+                companions.part("ray.jobs").end_as_stopped(job)
             sys.exit(code)
 
 

@@ -31,6 +31,32 @@ def test_a_process_that_goes_on_can_still_be_interrupted(error: BaseException, c
 
 @pytest.mark.process
 @pytest.mark.parametrize(
+    ("address", "asked"), [("http://head:8265", ["a-1"]), ("kube://team/a-1", ["a-1"]), ("slurm://x", [])]
+)
+def test_jobs_of_ray_end_as_stopped(address: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, Ray calls them failed, and KubeRay starts them again."""
+    import ray.job_submission
+
+    class Client:
+        def stop_job(self, job: str) -> None:
+            stopped.append(job)
+            os.kill(os.getpid(), signal.SIGTERM)  # as Ray does
+
+    stopped: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray.job_submission, "JobSubmissionClient", Client)
+    monkeypatch.setenv("MLX_JOB", "a-1")
+    monkeypatch.setenv("MLX_JOB_ADDRESS", address)
+    try:
+        with pytest.raises(SystemExit) as exits, clean_exit():
+            raise RunStopped("stopped", 143)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (exits.value.code, stopped) == (143, asked)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
     ("command", "code", "told"),
     [
         ("mlx xp ls >&-", 2, "standard output is closed, and this command only prints"),

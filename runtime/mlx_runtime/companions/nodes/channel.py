@@ -119,7 +119,9 @@ def _authenticate(connection: "Connection[Any, Any]", key: bytes, peer: socket.s
         greeting = connection.recv_bytes(len(GREETING) + NONCE_BYTES)
     except BlockingIOError:
         raise TimeoutError("it does not answer yet") from None
-    except ConnectionError:
+    except ConnectionError:  # as behind a forwarded port, until the run listens
+        raise
+    except OSError:  # another protocol
         greeting = b""
     if not greeting.startswith(GREETING):
         raise AuthenticationError("no run of this version of mlx answers there")

@@ -95,20 +95,20 @@ def run_titles() -> dict[str, str]:
     }
 
 
-def end_as_stopped(job: str) -> None:
+def end_as_stopped(job: Mapping[str, str]) -> None:
     """Make the dashboard list the job of this process as STOPPED. Call this in the main thread, just before exiting.
 
     Ray treats every exit code other than 0 as a failure, unless it was asked to stop the job. It then sends SIGTERM.
-    Does nothing in a supervised driver.
+    Does nothing in a supervised driver, or in a job of Slurm.
     """
-    if SUPERVISED in os.environ:
+    if SUPERVISED in os.environ or job["address"].startswith("slurm:"):
         return
     from ray.job_submission import JobSubmissionClient
 
     received = threading.Event()
     with contextlib.suppress(Exception):  # Ray raises various types; the record of the run is correct anyway
         signal.signal(signal.SIGTERM, lambda *_: received.set())
-        JobSubmissionClient().stop_job(job)  # in a job, RAY_ADDRESS is the address of its cluster
+        JobSubmissionClient().stop_job(job["id"])  # in a job, RAY_ADDRESS is the address of its cluster
         received.wait(SIGNAL_S)
 
 

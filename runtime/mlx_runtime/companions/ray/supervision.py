@@ -209,7 +209,7 @@ class Supervisor:
                 record.finish("FAILED", error=error)
                 self._print(f"error: {error}")
         if code and self._stored()["status"] == "STOPPED" and (job := Settings.read().job):
-            end_as_stopped(job["id"])
+            end_as_stopped(job)
         return code
 
     def _give_up(self, code: int) -> int:

@@ -98,6 +98,16 @@ def test_nothing_leads_out_of_the_storage(root: Path, call: str, arguments: list
     assert sorted(root.parent.rglob("*")) == before
 
 
+@pytest.mark.parametrize(("call", "arguments"), [("extend", ["leads"]), ("duplicate", ["mine", "leads"])])
+def test_no_link_is_written_through(root: Path, call: str, arguments: list[Any], tmp_path: Path) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("theirs")
+    (root / "leads").symlink_to(outside)
+    (root / "mine").write_text("mine")
+    assert ask(root, call, *arguments)[0][0] == "os"
+    assert outside.read_text() == "theirs"
+
+
 def test_a_link_itself_is_removed(root: Path) -> None:
     assert ask(root, "discard", "out")[0] is None
     assert (root.parent / "secret").exists()

@@ -99,3 +99,18 @@ def test_damaged_lines_and_lost_files_are_ignored(tmp_path: Path) -> None:
     assert items(tmp_path, resumed=True).count == 1
     (tmp_path / "output" / "0.txt").unlink()
     assert items(tmp_path, resumed=True).count == 0
+
+
+def test_a_file_that_is_written_again_stays(tmp_path: Path) -> None:
+    """Even if an item that is not repeated had written it, too."""
+    job, done = Job(), items(tmp_path, resumed=False)
+    (tmp_path / "output" / "0.txt").touch()
+    for method in (job.write, job.check):
+        (key,), _ = done.begin_call(job, method, [0])
+        done.add(key, 0, ["0.txt"])
+    done.close()
+    again = items(tmp_path, resumed=True)
+    (key,), kept = again.begin_call(job, job.write, [1])
+    again.add(key, 1, ["0.txt"])
+    again.complete()
+    assert (kept, left(tmp_path)) == ({}, ["0.txt"])
