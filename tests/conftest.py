@@ -16,7 +16,7 @@ import pytest
 from forkserver import Command, Commands, as_script
 from storages import filled
 
-pytest_plugins = ["leftovers"]
+pytest_plugins = ["cluster_users", "leftovers"]
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
@@ -35,7 +35,8 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 """Fixtures that tests of the inner three rings may not use."""
 
 LONGEST = (
-    *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_engines.py", "test_functions.py", "test_install.py"),
+    *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_cluster_jobs.py", "test_engines.py"),
+    *("test_functions.py", "test_cluster_folder.py", "test_install.py", "test_growth.py"),
     *("test_extending.py", "test_command.py", "test_cluster_trials.py", "test_second_machine.py", "test_python.py"),
     *(
         "test_slurm.py",

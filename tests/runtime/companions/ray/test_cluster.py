@@ -1,6 +1,7 @@
 """`mlx` with a real cluster: a head and two raylets on loopback, with a token.
 
-All tests share the cluster, with different runs or jobs; the last one kills the head.
+All tests share the cluster, with different runs or jobs; the last one kills the head. `test_cluster_jobs.py` and
+`test_cluster_folder.py` have others.
 """
 
 import contextlib
@@ -14,129 +15,26 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from clusters import RayCluster, cluster, free_ports
-from conftest import KEYS, Mlx, edit
-from faults import differences, final_state
-from forkserver import Commands
+from cluster_users import LONG, TOKEN, User, tags, until
+from clusters import RayCluster, free_ports
+from conftest import KEYS, edit
 from hub_server import Hub
-from leftovers import kill, marked
 
-from mlx_runtime.companions.ray import cluster_storage, storage_agent
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
-from mlx_runtime.errors import StorageError
 from mlx_runtime.runs import RunFolder, Upload
-from mlx_runtime.storage import storage_at
-
-TOKEN = "token-of-the-test-cluster-0123456789abcdef"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-Types = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    """A Hugging Face Hub, of which this machine and all nodes have a token."""
-    with Hub() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def ray_cluster(environment: dict[str, str], hub: Hub) -> Iterator[RayCluster]:
-    with cluster(environment | hub.variables(), TOKEN) as made:
-        yield made
-
-
-@dataclass
-class User:
-    """A user at a terminal in an experiment, who has the cluster's token.
-
-    Args:
-        folder: folder of the experiment.
-        environment: environment of the terminal.
-        commands: the server that runs most commands.
-    """
-
-    folder: Path
-    environment: dict[str, str]
-    commands: Commands
-
-    def types(self, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-        done = self.commands.run(self.folder, [*arguments], self.environment | settings, 560)
-        print(" ".join(arguments), "->", done.returncode, done.stdout[-3000:], done.stderr[-3000:])
-        return done
-
-    def starts(self, *arguments: str, **settings: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "mlx_runtime", *arguments],
-            cwd=self.folder,
-            env=self.environment | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def record(self, run: str = "run_001", name: str = "digits") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "runs" / name / run / "run.json").read_text())
-        return found
-
-    def has(self, run: str, name: str) -> bool:
-        """Return True if a run has a record."""
-        return (self.folder / "runs" / name / run / "run.json").is_file()
-
-
-@pytest.fixture(scope="module")
-def user(
-    bound: Path, environment: dict[str, str], commands: Commands, hub: Hub, tmp_path_factory: pytest.TempPathFactory
-) -> User:
-    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
-    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN}, commands)
-
-
-def until(what: Callable[[], Any], seconds: float = 400) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.2)
-    return found
-
-
-def tags(port: int) -> dict[str, Any]:
-    """Return the tags that a TensorBoard displays, by run."""
-    with contextlib.suppress(OSError):
-        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
-        found: dict[str, Any] = json.load(urllib.request.urlopen(url, timeout=5))
-        return found
-    return {}
-
-
 STEP = "self.scheduler.step()"
-LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
-
-
-@pytest.fixture(scope="module")
-def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
-    """A run of three epochs, launched without a conf.yaml, and followed to its end."""
-    (user.folder / "src" / "conf.yaml").unlink()
-    return subprocess.run(
-        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
-        cwd=user.folder,
-        env=user.environment,
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
 
 
 class TestOneRun:
@@ -339,40 +237,6 @@ def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayClus
     assert "FAILED" in other.types("xp", "ls", "digits").stdout
 
 
-class TestRetries:
-    """Drivers that are killed, and come back in the same job."""
-
-    def test_a_killed_driver_resumes_as_if_nothing_had_happened(
-        self, launched: "subprocess.CompletedProcess[str]", user: User, ray_cluster: RayCluster
-    ) -> None:
-        words = ("--name=killed", "--retries=1", "cfg.num_epochs=3", "cfg.checkpoint_every_steps=5")
-        done = user.types("train", "launch", "--ray-address", ray_cluster.url, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        until(lambda: user.record(name="killed").get("latest"))
-        os.kill(user.record(name="killed")["pid"], signal.SIGKILL)
-        log = user.types("xp", "logs", "killed", "run_001")  # follows both drivers
-        assert log.returncode == 0, log.stdout + log.stderr
-        assert "retry     the driver was killed by SIGKILL; retry 1 of 1 begins at " in log.stdout
-        record, runs = user.record(name="killed"), user.folder / "runs"
-        assert (record["status"], record["attempt"], record["epoch"]) == ("SUCCEEDED", 2, 2)
-        (first,) = json.loads(user.types("xp", "ls", "killed", "--json").stdout)[0]["attempts"]
-        assert (first["status"], first["error"]) == ("FAILED", "the driver was killed by SIGKILL")
-        assert first["job"] == record["job"]
-        assert differences(final_state(runs / "digits/run_001"), final_state(runs / "killed/run_001")) == []
-
-    def test_one_that_is_stopped_during_the_pause_stays_stopped(self, user: User, ray_cluster: RayCluster) -> None:
-        words = ("--name=paused", "--retries=1", "cfg.start_workers=1", *LONG)
-        done = user.types("train", "launch", "--ray-address", ray_cluster.url, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        until(lambda: user.record(name="paused")["status"] == "RUNNING")
-        os.kill(user.record(name="paused")["pid"], signal.SIGKILL)
-        until(lambda: user.record(name="paused")["status"] == "WAITING")
-        assert user.types("xp", "stop", "paused", "latest").stdout.startswith("paused run_001 ")
-        until(lambda: ray_cluster.get("/api/jobs/paused-run_001")["status"] == "STOPPED")
-        record = user.record(name="paused")
-        assert (record["status"], len(record["attempts"]), record["attempt"]) == ("STOPPED", 1, 1)
-
-
 REMOTE = """
 import json, sys, time
 
@@ -569,208 +433,6 @@ def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) 
     finally:
         server.terminate()
         server.wait()
-
-
-class TestDataJobs:
-    """Data jobs on a cluster."""
-
-    @pytest.fixture
-    def shards(self, baked_job: Path, tmp_path: Path, mlx: Mlx) -> Path:
-        folder = Path(shutil.copytree(baked_job, tmp_path / "shards"))
-        assert mlx(folder, "data", "bind").returncode == 0
-        return folder
-
-    @pytest.fixture
-    def types(self, shards: Path, mlx: Mlx, ray_cluster: RayCluster) -> Types:
-        """`types("data", "launch", ...)` runs a command in the data job, with the cluster and its token."""
-        settings = {"RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ray_cluster.url}
-
-        def run(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
-            return mlx(shards, *arguments, **settings | more)
-
-        return run
-
-    def test_a_job_fills_the_shared_storage(self, shards: Path, types: Types) -> None:
-        """Launch and follow to the end; launching again is refused before anything is uploaded."""
-        done = types("data", "launch", "--follow", "images.per_shard=300", "cfg.start_workers=3")
-        assert done.returncode == 0, done.stdout + done.stderr
-        made = shards / "storage" / "data" / "shards"
-        lines = done.stdout.splitlines()
-        assert lines[0].startswith("checking  http://127.0.0.1:")
-        assert lines[1:4] == ["run       shards run_001", f"folder    {made}", "job       data-shards-run_001"]
-        assert "workers   3 tasks at a time in Ray cluster with 4 CPUs" in lines
-        assert lines[-1] == f"folder    {made}"
-        assert len(list(made.glob("*_images.npy"))) == 6
-        done = types("data", "launch", "--check")
-        assert done.returncode == 2
-        assert f"error: {made} already exists, made 20" in done.stderr
-
-        (row,) = json.loads(types("data", "ls", "--json").stdout)
-        assert (row["name"], row["run"], row["status"], row["job"]["id"]) == (
-            "shards",
-            "run_001",
-            "SUCCEEDED",
-            "data-shards-run_001",
-        )
-        assert (row["output"], row["files"], row["gone"]) == (str(made), 13, None)
-
-    def test_an_error_of_the_users_ends_it_with_its_code(self, shards: Path, types: Types) -> None:
-        done = types("data", "launch", "-f", "images.size=-1")
-        assert done.returncode == 1, done.stdout + done.stderr
-        error = done.stdout.partition("\nerror: ")[2]
-        assert re.match(r"RuntimeError: .* \(in item \d+\)\n  src/job.py:\d+ in write_shard\n", error)
-        assert "mlx_runtime" not in error
-        assert storage_at(str(shards / "storage" / "data")).names() == []
-
-    def test_one_that_is_stopped_resumes_with_its_finished_items(
-        self, shards: Path, types: Types, ray_cluster: RayCluster
-    ) -> None:
-        """All items but the first wait for a file, in two tasks at a time."""
-        job, load = shards / "src" / "job.py", "        digits = load_digits()\n"
-        edit(job, load, f"        while first and not Path({str(shards / 'go')!r}).exists(): time.sleep(0.1)\n{load}")
-        edit(job, "import io\n", "import io\nimport time\nfrom pathlib import Path\n")
-        done = types("data", "launch", "images.per_shard=600")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "follow    mlx data logs shards run_001" in done.stdout.splitlines()
-        assert "stop      mlx data stop shards run_001" in done.stdout.splitlines()
-        items = shards / "storage/.jobs/shards/run_001/logs/items.jsonl"
-        until(lambda: items.exists() and items.read_text().endswith("\n"))
-        done = types("data", "stop", "shards")
-        assert (done.returncode, done.stdout) == (0, "shards run_001 is STOPPED\n"), done.stderr
-        until(lambda: ray_cluster.get("/api/jobs/data-shards-run_001")["status"] == "STOPPED")
-        log = types("data", "logs", "shards", "--follow")
-        assert log.returncode == 143
-        assert "kept      1 finished item; to continue: mlx data launch --resume" in log.stdout
-        (shards / "go").touch()
-        done = types("data", "launch", "--resume", "-f", "images.per_shard=600")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "resumed   1 finished item" in done.stdout.splitlines()
-        made = shards / "storage" / "data" / "shards"
-        assert json.loads((made / "index.json").read_text())["rows"] == [600, 600, 597]
-        assert sorted(file.name for file in made.iterdir())[2:] == [
-            f"shard_{number:04d}_{part}.npy" for number in range(3) for part in ("images", "labels")
-        ]
-        (row,) = json.loads(types("data", "ls", "--json").stdout)
-        assert (row["status"], [item["status"] for item in row["attempts"]]) == ("SUCCEEDED", ["STOPPED"])
-
-
-@pytest.fixture(scope="module")
-def hidden(user: User, launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the cluster with the storage `runs`, which has a run."""
-    folder = tmp_path_factory.mktemp("ceph")
-    shutil.copytree(user.folder / "runs", folder / "runs")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def laptop(hidden: Path, user: User, ray_cluster: RayCluster) -> "Callable[..., subprocess.Popen[str]]":
-    """`laptop("xp", "ls")` starts a command on a machine without that folder."""
-    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', hidden]
-    settings = {"RAY_ADDRESS": ray_cluster.url, "MLX_STORAGE": str(hidden / "runs")}
-
-    def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
-        command = [*mount, sys.executable, *([] if arguments[0] == "-c" else ["-m", "mlx_runtime"]), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        environment = user.environment | settings | more
-        return subprocess.Popen(command, cwd=user.folder, env=environment, text=True, **pipes)
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def far(laptop: "Callable[..., subprocess.Popen[str]]") -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: str, **more: str) -> tuple[int, str, str]:
-        process = laptop(*arguments, **more)
-        output, errors = process.communicate(timeout=300)
-        print(arguments, process.returncode, output, errors)
-        return process.returncode, output, errors
-
-    return run
-
-
-class TestAFolderOfTheCluster:
-    """The storage is in a folder that commands cannot see: in their mount namespace, another one is mounted on it."""
-
-    def test_all_commands_reach_a_run(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
-        code, output, errors = far("xp", "ls")
-        assert (code, "digits      run_001  SUCCEEDED  3/3" in output) == (0, True)
-        assert errors == f"storage   {hidden}/runs on {ray_cluster.url}, as this machine lacks it\n"
-        stored = (hidden / "runs/digits/run_001/logs/rank_0.log").read_text()
-        assert far("xp", "logs", "digits", "run_001", "--rank", "0")[:2] == (0, stored)
-        assert "run           digits/run_001" in far("xp", "best", "digits")[1]
-        assert far("xp", "diff", "digits/run_001", f"{hidden}/runs/digits/run_001")[0] == 0
-        code, output, _ = far("xp", "report", "digits", "run_001")
-        assert (code, (hidden / "runs/digits/run_001/report.html").is_file()) == (0, True)
-        assert "└── digits" in far("data", "show", "--depth", "1")[1]
-        script = "import mlx_runtime; run = mlx_runtime.open_run('digits/run_001'); print(*run.state()['models'])"
-        assert far("-c", script)[1] == "net\n"
-
-    def test_a_run_is_launched_and_removed(self, far: Any, hidden: Path) -> None:
-        """The record has the plain path, with which the job has trained."""
-        few = ("cfg.num_epochs=1", "cfg.start_workers=0", "cfg.debug.limit_batches=2", "cfg.name=far")
-        code, output, errors = far("train", "launch", "-f", *few)
-        assert code == 0, output + errors
-        folder = hidden / "runs" / "far" / "run_001"
-        assert f"folder    {folder}\n" in output
-        record = json.loads((folder / "run.json").read_text())
-        assert (record["status"], record["latest"]["path"]) == ("SUCCEEDED", f"{folder}/checkpoints/epoch_0001")
-        assert f"storage_path: {hidden}/runs\n" in (folder / "conf.yaml").read_text()
-        assert far("xp", "stop", "far", "latest")[2].endswith("far run_001 is SUCCEEDED; there is nothing to stop\n")
-        assert far("xp", "rm", "far", "latest", "-y")[0] == 0
-        assert not folder.exists()
-
-    def test_the_board_answers(self, laptop: Any) -> None:
-        port = free_ports(1)[0]
-        server = laptop("xp", "board", "digits", "run_001", "--port", str(port))
-        try:
-            until(lambda: "val/accuracy" in tags(port).get(".", {}), 180)
-        finally:
-            server.terminate()
-            server.communicate()
-
-    def test_files_are_written_claimed_and_kept_inside(
-        self, hidden: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Large files travel in parts and through links, other versions get an answer, and a killed agent returns."""
-        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        monkeypatch.setenv("RAY_ADDRESS", ray_cluster.url)
-        storage = storage_at(f"ray+{ray_cluster.url}{hidden}/runs")
-        content = os.urandom(storage_agent.INLINE_BYTES + cluster_storage.PART_BYTES)
-        storage.write(content, "weights", "a")
-        storage.copy("weights/a", "weights/b")
-        storage.move("weights", "moved")
-        assert (storage.read("moved", "b") == content, storage.names("moved")) == (True, ["a", "b"])
-        assert [storage.claim_folder("moved", "c") for _ in range(2)] == [True, False]
-        assert [storage.create_exclusively(b"", "moved", "d") for _ in range(2)] == [True, False]
-        with pytest.raises(FileNotFoundError):
-            storage.read("moved", "none")
-        monkeypatch.setattr(storage_agent, "PROTOCOL", 0)
-        with pytest.raises(StorageError, match="the agent answers requests of version 1, not 0"):
-            storage.names("moved")
-        monkeypatch.undo()
-        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        jobs = [job for job in ray_cluster.get("/api/jobs/") if job["metadata"].get("mlx") == "storage"]
-        kill(lambda: [pid for job in jobs for pid in marked(job["submission_id"], "MLX_JOB")])
-        assert storage.names("moved") == ["a", "b", "c", "d"]
-        storage.remove_folder("moved")
-        assert not (hidden / "runs" / "moved").exists()
-
-    def test_what_is_wrong_is_named(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
-        missing = far("xp", "ls", MLX_STORAGE=f"{hidden}/none")
-        assert (missing[0], f"{hidden}/none exists neither on this machine nor on the cluster" in missing[2]) == (
-            2,
-            True,
-        )
-        nobody = far("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
-        assert (nobody[0], "refuses the token from RAY_AUTH_TOKEN" in nobody[2]) == (1, True)
-        nowhere = far("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")
-        assert (nowhere[0], "does not answer (nothing listens there)" in nowhere[2]) == (1, True)
-        untrusted = far("xp", "logs", f"ray+http://127.0.0.1:1{hidden}/runs/digits/run_001")
-        assert untrusted[2] == (
-            "error: you have not named the cluster http://127.0.0.1:1; if it is yours: RAY_ADDRESS=http://127.0.0.1:1\n"
-        )
-        unknown = far("data", "show", "digist")
-        assert "digist. Did you mean 'digits'?" in unknown[2]
 
 
 @pytest.fixture(scope="class")

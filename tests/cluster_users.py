@@ -1,0 +1,113 @@
+"""A real cluster with a token, and its user at a terminal, for several files of tests. Each file has its own."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import RayCluster, cluster
+from forkserver import Commands
+from hub_server import Hub
+
+TOKEN = "token-of-the-test-cluster-0123456789abcdef"
+
+Types = Callable[..., "subprocess.CompletedProcess[str]"]
+LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    """A Hugging Face Hub, of which this machine and all nodes have a token."""
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(environment: dict[str, str], hub: Hub) -> Iterator[RayCluster]:
+    with cluster(environment | hub.variables(), TOKEN) as made:
+        yield made
+
+
+@dataclass
+class User:
+    """A user at a terminal in an experiment, who has the cluster's token.
+
+    Args:
+        folder: folder of the experiment.
+        environment: environment of the terminal.
+        commands: the server that runs most commands.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+    commands: Commands
+
+    def types(self, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        done = self.commands.run(self.folder, [*arguments], self.environment | settings, 560)
+        print(" ".join(arguments), "->", done.returncode, done.stdout[-3000:], done.stderr[-3000:])
+        return done
+
+    def starts(self, *arguments: str, **settings: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlx_runtime", *arguments],
+            cwd=self.folder,
+            env=self.environment | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def record(self, run: str = "run_001", name: str = "digits") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "runs" / name / run / "run.json").read_text())
+        return found
+
+    def has(self, run: str, name: str) -> bool:
+        """Return True if a run has a record."""
+        return (self.folder / "runs" / name / run / "run.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def user(
+    bound: Path, environment: dict[str, str], commands: Commands, hub: Hub, tmp_path_factory: pytest.TempPathFactory
+) -> User:
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
+    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN}, commands)
+
+
+def until(what: Callable[[], Any], seconds: float = 400) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+    return found
+
+
+def tags(port: int) -> dict[str, Any]:
+    """Return the tags that a TensorBoard displays, by run."""
+    with contextlib.suppress(OSError):
+        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+        found: dict[str, Any] = json.load(urllib.request.urlopen(url, timeout=5))
+        return found
+    return {}
+
+
+@pytest.fixture(scope="module")
+def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
+    """A run of three epochs, launched without a conf.yaml, and followed to its end."""
+    (user.folder / "src" / "conf.yaml").unlink()
+    return subprocess.run(
+        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
+        cwd=user.folder,
+        env=user.environment,
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )

@@ -1,0 +1,140 @@
+"""A storage that only the cluster has, from a machine that reaches nothing but the dashboard."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_users import TOKEN, User, tags, until
+from clusters import RayCluster, free_ports
+from leftovers import kill, marked
+
+from mlx_runtime.companions.ray import cluster_storage, storage_agent
+from mlx_runtime.errors import StorageError
+from mlx_runtime.storage import storage_at
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def hidden(user: User, launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the cluster with the storage `runs`, which has a run."""
+    folder = tmp_path_factory.mktemp("ceph")
+    shutil.copytree(user.folder / "runs", folder / "runs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def laptop(hidden: Path, user: User, ray_cluster: RayCluster) -> "Callable[..., subprocess.Popen[str]]":
+    """`laptop("xp", "ls")` starts a command on a machine without that folder."""
+    mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', hidden]
+    settings = {"RAY_ADDRESS": ray_cluster.url, "MLX_STORAGE": str(hidden / "runs")}
+
+    def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
+        command = [*mount, sys.executable, *([] if arguments[0] == "-c" else ["-m", "mlx_runtime"]), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        environment = user.environment | settings | more
+        return subprocess.Popen(command, cwd=user.folder, env=environment, text=True, **pipes)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def far(laptop: "Callable[..., subprocess.Popen[str]]") -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: str, **more: str) -> tuple[int, str, str]:
+        process = laptop(*arguments, **more)
+        output, errors = process.communicate(timeout=300)
+        print(arguments, process.returncode, output, errors)
+        return process.returncode, output, errors
+
+    return run
+
+
+class TestAFolderOfTheCluster:
+    """The storage is in a folder that commands cannot see: in their mount namespace, another one is mounted on it."""
+
+    def test_all_commands_reach_a_run(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
+        code, output, errors = far("xp", "ls")
+        assert (code, "digits      run_001  SUCCEEDED  3/3" in output) == (0, True)
+        assert errors == f"storage   {hidden}/runs on {ray_cluster.url}, as this machine lacks it\n"
+        stored = (hidden / "runs/digits/run_001/logs/rank_0.log").read_text()
+        assert far("xp", "logs", "digits", "run_001", "--rank", "0")[:2] == (0, stored)
+        assert "run           digits/run_001" in far("xp", "best", "digits")[1]
+        assert far("xp", "diff", "digits/run_001", f"{hidden}/runs/digits/run_001")[0] == 0
+        code, output, _ = far("xp", "report", "digits", "run_001")
+        assert (code, (hidden / "runs/digits/run_001/report.html").is_file()) == (0, True)
+        assert "└── digits" in far("data", "show", "--depth", "1")[1]
+        script = "import mlx_runtime; run = mlx_runtime.open_run('digits/run_001'); print(*run.state()['models'])"
+        assert far("-c", script)[1] == "net\n"
+
+    def test_a_run_is_launched_and_removed(self, far: Any, hidden: Path) -> None:
+        """The record has the plain path, with which the job has trained."""
+        few = ("cfg.num_epochs=1", "cfg.start_workers=0", "cfg.debug.limit_batches=2", "cfg.name=far")
+        code, output, errors = far("train", "launch", "-f", *few)
+        assert code == 0, output + errors
+        folder = hidden / "runs" / "far" / "run_001"
+        assert f"folder    {folder}\n" in output
+        record = json.loads((folder / "run.json").read_text())
+        assert (record["status"], record["latest"]["path"]) == ("SUCCEEDED", f"{folder}/checkpoints/epoch_0001")
+        assert f"storage_path: {hidden}/runs\n" in (folder / "conf.yaml").read_text()
+        assert far("xp", "stop", "far", "latest")[2].endswith("far run_001 is SUCCEEDED; there is nothing to stop\n")
+        assert far("xp", "rm", "far", "latest", "-y")[0] == 0
+        assert not folder.exists()
+
+    def test_the_board_answers(self, laptop: Any) -> None:
+        port = free_ports(1)[0]
+        server = laptop("xp", "board", "digits", "run_001", "--port", str(port))
+        try:
+            until(lambda: "val/accuracy" in tags(port).get(".", {}), 180)
+        finally:
+            server.terminate()
+            server.communicate()
+
+    def test_files_are_written_claimed_and_kept_inside(
+        self, hidden: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Large files travel in parts and through links, other versions get an answer, and a killed agent returns."""
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        monkeypatch.setenv("RAY_ADDRESS", ray_cluster.url)
+        storage = storage_at(f"ray+{ray_cluster.url}{hidden}/runs")
+        content = os.urandom(storage_agent.INLINE_BYTES + cluster_storage.PART_BYTES)
+        storage.write(content, "weights", "a")
+        storage.copy("weights/a", "weights/b")
+        storage.move("weights", "moved")
+        assert (storage.read("moved", "b") == content, storage.names("moved")) == (True, ["a", "b"])
+        assert [storage.claim_folder("moved", "c") for _ in range(2)] == [True, False]
+        assert [storage.create_exclusively(b"", "moved", "d") for _ in range(2)] == [True, False]
+        with pytest.raises(FileNotFoundError):
+            storage.read("moved", "none")
+        monkeypatch.setattr(storage_agent, "PROTOCOL", 0)
+        with pytest.raises(StorageError, match="the agent answers requests of version 1, not 0"):
+            storage.names("moved")
+        monkeypatch.undo()
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        jobs = [job for job in ray_cluster.get("/api/jobs/") if job["metadata"].get("mlx") == "storage"]
+        kill(lambda: [pid for job in jobs for pid in marked(job["submission_id"], "MLX_JOB")])
+        assert storage.names("moved") == ["a", "b", "c", "d"]
+        storage.remove_folder("moved")
+        assert not (hidden / "runs" / "moved").exists()
+
+    def test_what_is_wrong_is_named(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
+        missing = far("xp", "ls", MLX_STORAGE=f"{hidden}/none")
+        assert (missing[0], f"{hidden}/none exists neither on this machine nor on the cluster" in missing[2]) == (
+            2,
+            True,
+        )
+        nobody = far("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
+        assert (nobody[0], "refuses the token from RAY_AUTH_TOKEN" in nobody[2]) == (1, True)
+        nowhere = far("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")
+        assert (nowhere[0], "does not answer (nothing listens there)" in nowhere[2]) == (1, True)
+        untrusted = far("xp", "logs", f"ray+http://127.0.0.1:1{hidden}/runs/digits/run_001")
+        assert untrusted[2] == (
+            "error: you have not named the cluster http://127.0.0.1:1; if it is yours: RAY_ADDRESS=http://127.0.0.1:1\n"
+        )
+        unknown = far("data", "show", "digist")
+        assert "digist. Did you mean 'digits'?" in unknown[2]
