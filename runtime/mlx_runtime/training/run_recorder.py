@@ -133,7 +133,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             from mlx_runtime.training.resuming import best_kept  # here, because few runs need it
 
             facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
-        if records.REPLACED not in previous or not plan.launched:  # else the launcher has recorded these
+        if previous["status"] != "PENDING" or not plan.launched:  # else the launcher has recorded these
             previous = before
             facts |= {"attempts": records.attempts(previous), "job": Settings.read().job}
     else:
