@@ -16,7 +16,7 @@ import pytest
 from forkserver import Command, Commands, as_script
 from storages import filled
 
-pytest_plugins = ["cluster_users", "leftovers"]
+pytest_plugins = ["leftovers", "cluster_users"]
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"

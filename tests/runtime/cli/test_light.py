@@ -33,6 +33,8 @@ class Reporter:
         if name.partition(".")[0] not in {watched!r}:
             return
         files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        if "<frozen importlib.util>" in files:
+            return  # it is only looked for
         ours = [file for file in files if file.startswith({package!r})]
         theirs = [file for file in files if file.startswith({src!r})]
         theirs += [file for file in files if "/torchmetrics/" in file or "/tensorboard/" in file]

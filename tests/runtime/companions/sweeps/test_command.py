@@ -190,7 +190,9 @@ def test_trials_do_not_survive_their_killed_driver(experiment: Make, start: Star
     process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.2", "cfg.num_epochs=50")
     wait_for(lambda: list((folder / "diary").glob("*.jsonl")))
     process.kill()
-    pids = [record(folder, path.name)["pid"] for path in (folder / "runs" / "faults").glob("run_*")]
+    begun = [file.parent.name for file in (folder / "runs" / "faults").glob("run_*/run.json")]
+    pids = [record(folder, name)["pid"] for name in begun]
+    assert pids != []
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)  # they would train for 160 s
 
 
