@@ -164,7 +164,7 @@ def test_runs_wait_for_nodes_and_for_each_other(
     assert reasons[0].startswith("2 CPUs, 0 free; the autoscaler ")
     assert any("the autoscaler starts " in reason for reason in reasons)
     assert record("first")["workers"] == 2
-    assert "in Ray cluster with 0 CPUs, which grows to 2" in types("xp", "logs", "first")
+    assert "in Ray cluster with 0 CPUs, which grows to 2" in types("xp", "logs", "first", "--no-follow")
 
     types("train", "launch", "cfg.name=second", *long)
     until(lambda: record("second").get("status") == "WAITING")
