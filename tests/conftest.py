@@ -35,8 +35,8 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 """Fixtures that tests of the inner three rings may not use."""
 
 LONGEST = (
-    *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_cluster_jobs.py", "test_engines.py"),
-    *("test_functions.py", "test_cluster_folder.py", "test_install.py", "test_growth.py"),
+    *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_cluster_jobs.py", "test_cluster_retries.py"),
+    *("test_engines.py", "test_functions.py", "test_cluster_folder.py", "test_install.py", "test_growth.py"),
     *("test_extending.py", "test_command.py", "test_cluster_trials.py", "test_second_machine.py", "test_python.py"),
     *(
         "test_slurm.py",

@@ -1,7 +1,7 @@
 """`mlx` with a real cluster: a head and two raylets on loopback, with a token.
 
-All tests share the cluster, with different runs or jobs; the last one kills the head. `test_cluster_jobs.py` and
-`test_cluster_folder.py` have others.
+All tests share the cluster, with different runs or jobs; the last one kills the head. `test_cluster_*.py`
+have others.
 """
 
 import contextlib
