@@ -115,7 +115,7 @@ class StopRequests:
             if folder.LOCATE in names:
                 from mlx_runtime.training.positions import answer_here
 
-                with contextlib.suppress(Exception):  # whatever it is, the run goes on
+                with contextlib.suppress(Exception):  # an error must not end this thread
                     (self.locate or answer_here)(folder)
             self.taken_over = folder.attempts(names) > attempt
             if self.taken_over:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mlx_runtime.cli.options import job_statuses
+from mlx_runtime.cli.verbs.xp import job_status, resume_command
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs.queries import Row, resolve_run
@@ -27,13 +27,11 @@ def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[
     """
     folder = resolve_run(name, run)
     record = records.load_record(folder)
-    job = record.get("job")
-    key = (job["address"], job["id"]) if job else None
-    status = records.status_of(record, job_statuses({key}).get(key) if key else None)
+    status = records.status_of(record, job_status(record))
     if status == "STALE":
         raise UsageError(
             f"the driver of {folder.title} was killed, or its machine was lost ({holder(record)}). "
-            f"Resume: mlx train {'launch' if job else 'run'} --resume={folder.title}"
+            f"Resume: {resume_command(folder, record)}"
         )
     if status not in records.LIVING:
         cure = f"see how it went with: mlx xp logs {folder.experiment} {folder.name}"

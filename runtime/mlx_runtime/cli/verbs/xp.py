@@ -36,7 +36,7 @@ def stop(folder: RunFolder) -> str:
     """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it. Return a line to print."""
     title = f"{folder.experiment} {folder.name}"
     record = records.load_record(folder)
-    status = records.status_of(record, _job_status(record))
+    status = records.status_of(record, job_status(record))
     if status not in records.LIVING and not drivers.claiming_driver(folder, record):
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := _dashboard(record)) is not None:
@@ -76,7 +76,7 @@ def logs(
     number of lines to start with.
     """
     record = records.load_record(folder)
-    status = records.status_of(record, _job_status(record))
+    status = records.status_of(record, job_status(record))
     code = 0 if follow is False else EXIT_CODES.get(status, 1)
     if follow is None:
         follow = status in records.LIVING
@@ -97,12 +97,16 @@ def lost_driver(folder: RunFolder) -> str | None:
     record = records.load_record(folder)
     if (
         record["status"] not in ("RUNNING", "WAITING")
-        or records.status_of(record, _job_status(record)) in records.LIVING
+        or records.status_of(record, job_status(record)) in records.LIVING
     ):
         return None
+    return f"the driver of {folder.title} was killed, or its machine was lost. Resume: {resume_command(folder, record)}"
+
+
+def resume_command(folder: RunFolder, record: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run where it has trained."""
     verb = "run" if not (job := record.get("job")) else "launch --slurm" if _in_slurm(job) else "launch"
-    command = f"mlx train {verb} --resume={folder.title}"
-    return f"the driver of {folder.title} was killed, or its machine was lost. Resume: {command}"
+    return f"mlx train {verb} --resume={folder.title}"
 
 
 def _stored_logs(
@@ -176,7 +180,7 @@ def _in_slurm(job: Mapping[str, str]) -> bool:
     return job["address"].startswith("slurm:")
 
 
-def _job_status(record: Mapping[str, Any]) -> str | None:
+def job_status(record: Mapping[str, Any]) -> str | None:
     """Return the status of a run's job on its cluster; None if it cannot be asked."""
     job = record.get("job")
     key = (job["address"], job["id"]) if job else None

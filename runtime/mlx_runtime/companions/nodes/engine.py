@@ -140,7 +140,7 @@ class NodesGroup(LocalGroup):
             self._start_over_ssh(self._rendezvous, missing)
         return True
 
-    def waits_for(self) -> str | None:  # type: ignore[override]
+    def waits_for(self) -> str | None:
         missing = self._rendezvous.missing() if self._rendezvous is not None and self._attempt is None else []
         return f"{', '.join(map(_title, missing))} to join" if missing else None
 

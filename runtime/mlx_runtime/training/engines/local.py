@@ -130,7 +130,7 @@ class LocalGroup:
             return len(attempt.codes) < len(self._ranks) and time.monotonic() - attempt.finished_at <= EXIT_S
         return True
 
-    def waits_for(self) -> None:
+    def waits_for(self) -> str | None:
         return None
 
     def close(self) -> None:
