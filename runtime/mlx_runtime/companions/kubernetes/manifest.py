@@ -198,7 +198,7 @@ def _worker_amounts(cfg: TrainConfig, pods: Pods, workers: int) -> dict[str, str
     """Return the resources of a pod with this number of workers."""
     number, unit = re.fullmatch(r"([\d.]+)(\D+)", pods.memory).groups()  # type: ignore[union-attr]
     gpus = {pods.gpu: str(workers * cfg.gpus_per_worker)} if cfg.use_gpu else {}
-    return _amounts(workers * cfg.cpus_per_worker, f"{workers * Decimal(number):f}{unit}") | gpus
+    return _amounts(workers * cfg.cpus_per_worker, f"{(workers * Decimal(number)).normalize():f}{unit}") | gpus
 
 
 def _amounts(cpus: int, memory: str) -> dict[str, str]:
