@@ -83,6 +83,28 @@ class Elastic(Section):
 
 
 @dataclass(frozen=True)
+class Fragments(Section):
+    """Models cut into consecutive stages, one per worker, by `strategy=pipeline`.
+
+    Attributes:
+        stages: number of workers that hold one replica of the models together; None means all of them.
+        plan: file of `mlx train clusterize` with the blocks of each stage; None means stages with about as many
+            parameters.
+        microbatches: number of parts into which each batch is split, so that stages work at the same time.
+        schedule: order of the parts in `self.forward_backward`: `gpipe`, `1f1b`, `interleaved` or `zero_bubble`.
+        outputs: workers that receive the outputs of the models: `all`, or only those of the last stage (`leaf`).
+        traffic: type in which activations and gradients travel between stages; None means as they are.
+    """
+
+    stages: int | None = at_least(1, None)
+    plan: str | None = None
+    microbatches: int = at_least(1, 4)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe"
+    outputs: Literal["all", "leaf"] = "all"
+    traffic: Literal["bf16", "fp16", "int8"] | None = None
+
+
+@dataclass(frozen=True)
 class Hub(Section):
     """The mirror of a run on the Hugging Face Hub.
 
@@ -111,6 +133,25 @@ class Preparation(Section):
     path: str | None = None
     max_days: float = at_least(0, 30)
     max_gb: float = at_least(0, 200)
+
+
+@dataclass(frozen=True)
+class Replicas(Section):
+    """Replicas of the models that train on their own, and are averaged from time to time.
+
+    Attributes:
+        every: updates of each replica between two averages; None averages the gradients of every step instead.
+        lr: learning rate of the outer optimizer, which follows the average; 1 without momentum adopts it.
+        momentum: Nesterov momentum of the outer optimizer.
+        traffic: compression of what replicas exchange; None means as it is.
+        meet: folder or URI at which replicas without connections to each other exchange averages, like `s3://bucket/m`.
+    """
+
+    every: int | None = at_least(1, None)
+    lr: float = at_least(0, 1.0)
+    momentum: float = at_least(0, 0.0)
+    traffic: Literal["fp16", "powersgd", "topk"] | None = None
+    meet: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ from mlx_runtime.training.console_lines import ConsoleLines as ConsoleLines
 from mlx_runtime.training.driver import Driver as Driver
 from mlx_runtime.training.extensions import AccompaniedRun as AccompaniedRun
 from mlx_runtime.training.extensions import Listener as Listener
-from mlx_runtime.training.options import DataConfig as DataConfig
+from mlx_runtime.training.job_options import DataConfig as DataConfig
 from mlx_runtime.training.options import TrainConfig as TrainConfig
 from mlx_runtime.training.options import minimums as minimums
 from mlx_runtime.training.planning import check_datasets as check_datasets

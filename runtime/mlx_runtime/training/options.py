@@ -1,4 +1,4 @@
-"""Settings of every experiment (`TrainConfig`) and every data job (`DataConfig`)."""
+"""Settings of every experiment."""
 
 import functools
 from collections.abc import Iterable
@@ -6,15 +6,28 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast
 
 from mlx_runtime.errors import suggest
-from mlx_runtime.sections import CrossValidation, Debug, Elastic, Hub, Preparation, Section, Sharding, at_least
+from mlx_runtime.sections import (
+    CrossValidation,
+    Debug,
+    Elastic,
+    Fragments,
+    Hub,
+    Preparation,
+    Replicas,
+    Section,
+    Sharding,
+    at_least,
+)
 from mlx_runtime.storage.documents import LARGEST, name_problem
 from mlx_runtime.tracking import HOOKS, TensorBoard
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.strategies import STRATEGIES
 
 
-class _CheckedSettings:
+class CheckedSettings:
     """Settings whose values have ranges."""
+
+    is_data_job: ClassVar[bool] = False
 
     @staticmethod
     def out_of_range(cfg: Any) -> list[str]:
@@ -67,7 +80,7 @@ def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class TrainConfig(_CheckedSettings):
+class TrainConfig(CheckedSettings):
     """Settings of a run, `cfg` in conf.yaml. Add your own by inheriting in `src/config.py`.
 
     Attributes:
@@ -132,8 +145,10 @@ class TrainConfig(_CheckedSettings):
         cross_validation: one fold of a cross-validation.
         debug: quick looks and debugging.
         elastic: workers that are lost, replaced or added while a run trains.
+        fragments: models cut into stages by `strategy=pipeline`.
         hub: the mirror of the run on the Hugging Face Hub.
         preparation: datasets that are prepared before training.
+        replicas: replicas of the models that are averaged from time to time.
         sharding: sharding of models by `strategy`.
     """
 
@@ -176,49 +191,16 @@ class TrainConfig(_CheckedSettings):
     cross_validation: CrossValidation = CrossValidation()
     debug: Debug = Debug()
     elastic: Elastic = Elastic()
+    fragments: Fragments = Fragments()
     hub: Hub = Hub()
     preparation: Preparation = Preparation()
+    replicas: Replicas = Replicas()
     sharding: Sharding = Sharding()
 
 
-@dataclass
-class DataConfig(_CheckedSettings):
-    """Settings of a data job, `cfg` in conf.yaml. Add your own by inheriting in `src/job.py`.
-
-    Attributes:
-        name: name of the job.
-        path: folder in the storage that the job fills; None means `data/<name>`.
-        overwrite: replace the result of an earlier data job in that folder when this one is done; otherwise, refuse to
-            start.
-        resume: start with the finished items of this job if it was interrupted, as `--resume` does.
-        start_workers: maximum number of concurrent tasks; 0 runs them in this process, where a debugger works.
-        cpus_per_worker: CPU cores per task.
-        runtime_env: the same as for training.
-        secrets: the same as for training.
-        use_gpu: one GPU per task.
-        storage_path: folder or URI; a relative folder is below the data job. `MLX_STORAGE` overrides it.
-    """
-
-    name: str = "data"
-    path: str | None = None
-    overwrite: bool = False
-    resume: bool = False
-    start_workers: int = at_least(0, 2)
-    cpus_per_worker: int = at_least(1, 1)
-    runtime_env: dict[str, Any] | None = None
-    secrets: tuple[str, ...] = ()
-    use_gpu: bool = False
-    storage_path: str = "storage"
-
-    # Requirements of a cluster beyond those above; tasks are not a group that has to be complete.
-    engine: ClassVar[str] = "ray"
-    elastic: ClassVar[Elastic] = Elastic()
-    gpus_per_worker: ClassVar[int] = 1
-
-
 def minimums() -> dict[str, float]:
-    """Return the minimum of each setting that has one, by its key below `cfg`."""
-    items = {item.name: item for cls in (TrainConfig, DataConfig) for item in fields(cls)}
+    """Return the minimum of each setting that has one, by its key below `cfg`; a data job has some of them."""
+    items = {item.name: item for item in fields(TrainConfig)}
     for name, section in [(name, item.default) for name, item in items.items() if isinstance(item.default, Section)]:
         items |= {f"{name}.{item.name}": item for item in fields(cast(Any, section))}
     return {name: item.metadata["minimum"] for name, item in items.items() if "minimum" in item.metadata}

@@ -24,11 +24,12 @@ from mlx_runtime.training import strategies
 from mlx_runtime.training.engines import Cluster, engine_class, engine_for, errors_of
 from mlx_runtime.training.extensions import RunExtension
 from mlx_runtime.training.loop import BaseModule
-from mlx_runtime.training.options import DataConfig, TrainConfig
+from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.folds import Fold
+    from mlx_runtime.training import DataConfig
     from mlx_runtime.training.engines import Engine
 
 OPEN_FILES = 48, 16
@@ -51,7 +52,7 @@ class RunPlan:
 
 
 @contextlib.contextmanager
-def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
+def connect(cfg: "TrainConfig | DataConfig") -> Iterator[Cluster]:
     """Provide the machine or cluster that the run trains on.
 
     Raises:

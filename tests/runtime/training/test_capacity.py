@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from mlx_runtime.sections import Elastic
+from mlx_runtime.training import DataConfig, TrainConfig
 from mlx_runtime.training.engines.in_process import InProcess
 from mlx_runtime.training.engines.placement import shortage, uses_gpus
-from mlx_runtime.training.options import DataConfig, TrainConfig
 
 pytestmark = pytest.mark.pure
 

@@ -7,6 +7,6 @@ __all__, __getattr__ = door(
     "commands tensor_files",
     consolidation="consolidate",
     layouts="Layouts",
+    saving="save_checkpoint",
     shards="Parts ShardedTensors full",
-    writer="ShardedTensorWriter StagedPlanner failure",
 )

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -67,22 +67,22 @@ class CheckpointStore:
     """
 
     def __init__(self, root: str) -> None:
-        self._storage = storage_at(root)
+        self.storage = storage_at(root)
         self._damaged: list[str] = []
         self._rejected: dict[str, str] = {}  # problems by name
         self._newest: tuple[CheckpointInfo, State] | None = None
 
     def all(self, *, report: bool = False) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first; see `list_checkpoints`."""
-        return list_checkpoints(self._storage, report=report)
+        return list_checkpoints(self.storage, report=report)
 
     def any(self) -> bool:
         """Return True if there are checkpoints, even damaged ones."""
-        return bool(checkpoints_by_name(self._storage))
+        return bool(checkpoints_by_name(self.storage))
 
     def path(self, checkpoint: CheckpointInfo) -> str:
         """Return the folder or URI of a checkpoint."""
-        return join_path(self._storage.root, checkpoint.name)
+        return join_path(self.storage.root, checkpoint.name)
 
     def save(
         self, state: State, checkpoint: CheckpointInfo, allowed: Callable[[], None] = lambda: None
@@ -92,77 +92,39 @@ class CheckpointStore:
         `allowed` is called before it becomes visible, and raises if another driver owns the run.
         """
         try:
-            return self._storage.retry(partial(self._save, state, checkpoint, allowed))
+            return self.storage.retry(partial(self._save, state, checkpoint, allowed))
         except (OSError, RuntimeError) as error:
-            raise StorageError(f"{self._problem}: {short_message(error)}") from error
+            raise StorageError(f"{self.problem}: {short_message(error)}") from error
 
     def _save(self, state: State, checkpoint: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
-        with Publication(self._storage, checkpoint.name, ABOUT) as publication:
-            about = _write_state(publication, state, checkpoint)
-            return self._publish(publication, about, allowed)
+        with Publication(self.storage, checkpoint.name, ABOUT) as publication:
+            about = self.write_state(publication, state, checkpoint)
+            return self.publish(publication, about, allowed)
 
-    def save_sharded(
-        self,
-        state: State | None,
-        checkpoint: CheckpointInfo,
-        parts: "Parts",
-        staged: Mapping[str, torch.Tensor],
-        group: Any,
-        allowed: Callable[[], None] = lambda: None,
-    ) -> CheckpointInfo:
-        """Store a checkpoint with shards atomically. Every worker must call this, in the order of their collectives.
-
-        Args:
-            state: On rank 0, the part that is not sharded.
-            checkpoint: Description of the checkpoint.
-            parts: The sharded tensors.
-            staged: Copies of this worker's parts of them.
-            group: Process group, not used by anything else meanwhile.
-            allowed: On rank 0, the same as for `save`.
-        """
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        sharding = companions.part("sharding")
-        writer, about = sharding.ShardedTensorWriter(self._storage), checkpoint
-        publication = Publication(self._storage, checkpoint.name, ABOUT)
-
-        def write_state() -> None:
-            nonlocal about
-            about = _write_state(publication, state, checkpoint)
-
-        def publish(index: bytes, size_bytes: int) -> None:
-            nonlocal about
-            file_name = publication.unique(INDEX)
+    @staticmethod
+    def write_state(publication: Publication, state: State | None, checkpoint: CheckpointInfo) -> CheckpointInfo:
+        """Write a state. Return the description with its checksum."""
+        file_name = publication.unique(STATE)
+        try:
             with HashingWriter(publication.create(file_name)) as file:
-                file.write(index)
-            about = replace(about, index=file_name, index_sha256=file.sha256, shards_bytes=size_bytes)
-            self._publish(publication, about, allowed)
+                torch.save(state, cast("IO[bytes]", file))  # it only writes
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch hides a full disk
+                raise error.__context__ from None
+            raise
+        return replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
 
-        with contextlib.ExitStack() as stack:
-            if state is not None:
-                begin = partial(stack.enter_context, publication)
-                writer = sharding.ShardedTensorWriter(self._storage, publication, begin, write_state, publish)
-            try:
-                save(
-                    dict(parts.tensors),
-                    storage_writer=writer,
-                    planner=sharding.StagedPlanner(staged),
-                    process_group=group,
-                )
-            except CheckpointException as error:
-                sharding.failure(error, self._problem)
-        return about
-
-    def _publish(self, publication: Publication, about: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
+    def publish(self, publication: Publication, about: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
+        """Make a checkpoint visible that is written, if this is `allowed`."""
         allowed()
         publication.commit(to_json(about.fields()).encode())
         publication.remove_others()
         return about
 
     @property
-    def _problem(self) -> str:
-        return f"cannot write a checkpoint to {self._storage.root}"
+    def problem(self) -> str:
+        """The beginning of the error if a checkpoint cannot be stored."""
+        return f"cannot write a checkpoint to {self.storage.root}"
 
     def load(self, checkpoint: CheckpointInfo, *, whole: bool = True) -> State:
         """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
@@ -172,7 +134,7 @@ class CheckpointStore:
         """
         loaded, self._newest = self._newest, None
         if loaded is None or loaded[0] != checkpoint:
-            loaded = checkpoint, _load_state(self._storage, checkpoint.name, checkpoint)
+            loaded = checkpoint, _load_state(self.storage, checkpoint.name, checkpoint)
         return _full(loaded[1]) if whole else loaded[1]
 
     def reject(self, checkpoint: CheckpointInfo, problem: str) -> None:
@@ -184,16 +146,16 @@ class CheckpointStore:
 
         `warn` is called with a line about each newer damaged checkpoint; `set_damaged_aside` renames these.
         """
-        checkpoints = checkpoints_by_name(self._storage)
+        checkpoints = checkpoints_by_name(self.storage)
         problems = {
-            name: no_description(self._storage, name) for name, item in checkpoints.items() if item is None
+            name: no_description(self.storage, name) for name, item in checkpoints.items() if item is None
         } | self._rejected
         self._newest = None
         for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
             if item.name in self._rejected:
                 continue
             try:
-                self._newest = item, _load_state(self._storage, item.name, item)
+                self._newest = item, _load_state(self.storage, item.name, item)
                 break
             except DamagedError as error:
                 problems[item.name] = str(error)
@@ -210,13 +172,13 @@ class CheckpointStore:
     def set_damaged_aside(self) -> None:
         """Rename the damaged checkpoints that `newest` has found to `damaged_…`, so that no save overwrites them."""
         damaged, self._damaged, self._rejected = self._damaged, [], {}
-        with storage_errors(f"cannot write to {self._storage.root}"):
+        with storage_errors(f"cannot write to {self.storage.root}"):
             for name in damaged:
-                self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
+                self.storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
 
     def prune(self, keep: int, monitor: str | None, mode: str, *, latest: bool = True) -> None:
         """Keep the best checkpoints by a metric, then the newest of finished epochs, and `latest`; remove others."""
-        saved = self._storage.retry(self.all)
+        saved = self.storage.retry(self.all)
         finished = [item for item in saved if item.finished]
         ranked = best_first(saved, monitor, mode)
         ranked += [item for item in reversed(finished) if item not in ranked]
@@ -225,12 +187,12 @@ class CheckpointStore:
         for item in saved:
             if item not in (*ranked[:keep], *(finished[-1:] + unfinished if latest else ())):
                 with contextlib.suppress(OSError):
-                    unpublish(self._storage, item.name, ABOUT)
+                    unpublish(self.storage, item.name, ABOUT)
 
     def clean(self) -> None:
         """Clean up after saves that were killed; only for the driver that owns the run."""
-        with storage_errors(f"cannot write to {self._storage.root}"):
-            recover(self._storage)
+        with storage_errors(f"cannot write to {self.storage.root}"):
+            recover(self.storage)
 
 
 class BackgroundSaver:
@@ -270,8 +232,8 @@ class BackgroundSaver:
         copy = None if state is None else self._staging.copy_tree(state)
         self._staged = parts.stage(self._staged, self._staging)
         self._staging.end()
-        save = self._checkpoints.save_sharded
-        self._start(partial(save, copy, checkpoint, parts, self._staged, self._group, self._allowed))
+        save = companions.part("sharding").save_checkpoint
+        self._start(partial(save, self._checkpoints, copy, checkpoint, parts, self._staged, self._group, self._allowed))
 
     def _start(self, save: Callable[[], CheckpointInfo]) -> None:
         done = threading.Event()
@@ -332,19 +294,6 @@ def _full(state: State) -> State:
     if not has_unread(state):
         return state
     return cast("State", companions.part("sharding").full(state))
-
-
-def _write_state(publication: Publication, state: State | None, checkpoint: CheckpointInfo) -> CheckpointInfo:
-    """Write a state. Return the description with its checksum."""
-    file_name = publication.unique(STATE)
-    try:
-        with HashingWriter(publication.create(file_name)) as file:
-            torch.save(state, cast("IO[bytes]", file))  # it only writes
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch hides a full disk
-            raise error.__context__ from None
-        raise
-    return replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
 
 
 def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:

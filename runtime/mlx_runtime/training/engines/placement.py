@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_runtime.config.constructors import named_class
 from mlx_runtime.errors import ConfigError, MlxError, located
-from mlx_runtime.training import DataConfig, TrainConfig
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.engines.base import Cluster
 
 if TYPE_CHECKING:
+    from mlx_runtime.training import DataConfig, TrainConfig
     from mlx_runtime.training.engines.protocol import EngineClass
 
 JOB_FLAG = "MLX_IN_JOB"
@@ -39,13 +39,13 @@ def errors_of(engine: str, method: str) -> Iterator[None]:
         raise MlxError(f"cfg.engine={engine} failed in {method}: {located(error)}") from error
 
 
-def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
+def engine_for(cfg: "TrainConfig | DataConfig") -> tuple[str, str]:
     """Return the name of the engine to use, and the reason if it is not the default.
 
     Raises:
         ConfigError: there is no such engine, or it cannot train with these settings.
     """
-    in_job, data_job = JOB_FLAG in os.environ, isinstance(cfg, DataConfig)
+    in_job, data_job = JOB_FLAG in os.environ, cfg.is_data_job
     if cfg.start_workers == 0:
         if cfg.engine != "auto" and not data_job:
             raise ConfigError(
@@ -65,7 +65,7 @@ def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
     return ("ray", reason) if reason else ("local", "")
 
 
-def changing_size(cfg: TrainConfig | DataConfig) -> str | None:
+def changing_size(cfg: "TrainConfig | DataConfig") -> str | None:
     """Return the reason why the number of workers may change during a run, or None if it is fixed."""
     limits = {"min_workers": cfg.elastic.min_workers, "max_workers": cfg.elastic.max_workers}
     changing = [
@@ -81,7 +81,7 @@ class Shortage(NamedTuple):
     hint: str
 
 
-def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
+def shortage(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
     """Return the resources that the smallest group of workers lacks, or None if it fits.
 
     Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores, within `WORKERS_PER_CORE`.
@@ -94,7 +94,7 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
         return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
     if cfg.cpus_per_worker > cpus:
         return Shortage(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {holder} has {cpus:g} cores", "Lower it")
-    if not (cluster or isinstance(cfg, DataConfig)) and workers > WORKERS_PER_CORE * cpus:
+    if not (cluster or cfg.is_data_job) and workers > WORKERS_PER_CORE * cpus:
         text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
         return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
     if cfg.use_gpu and workers * cfg.gpus_per_worker > gpus:
@@ -108,23 +108,23 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
     return None
 
 
-def uses_gpus(cfg: TrainConfig | DataConfig, gpus: float) -> bool:
+def uses_gpus(cfg: "TrainConfig | DataConfig", gpus: float) -> bool:
     """Return True if each worker gets GPUs: if `cfg.use_gpu` says so or, by default, if there are enough."""
     workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
     return gpus >= workers * cfg.gpus_per_worker if cfg.use_gpu is None else cfg.use_gpu
 
 
-def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> None:
+def check_room(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, cluster: bool) -> None:
     """Raise a ConfigError if the smallest group of workers does not fit; see `shortage`."""
     lacking = shortage(cfg, cpus, gpus, cluster=cluster)
     if lacking:
         raise ConfigError(f"{lacking.text}. {lacking.hint}")
 
 
-def this_machine(cfg: TrainConfig | DataConfig, why: str = "") -> Cluster:
+def this_machine(cfg: "TrainConfig | DataConfig", why: str = "") -> Cluster:
     """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1
-    if isinstance(cfg, DataConfig):  # user code chooses its device
+    if cfg.is_data_job:  # user code chooses its device
         check_room(cfg, cores, math.inf, cluster=False)
         return Cluster("on this machine", cores, 0, why=why)
     import torch
