@@ -44,6 +44,9 @@ LIVING = ("PENDING", "WAITING", "RUNNING")
 REPLACED = "replaced"
 """Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
 
+ENDING = ("end", "error", "stop_reason")
+"""Fields of an ended record; a driver that continues the run begins without them."""
+
 _DRIVER = {
     **dict.fromkeys(("start", "end"), TIME.or_null()),
     **dict.fromkeys(("status", "command", "host", "error"), TEXT.or_null()),
@@ -107,7 +110,7 @@ class Record:
 
     Args:
         folder: Folder of the run.
-        before: Stored record of a run to resume.
+        before: Stored record of a run to resume; the fields of its end are dropped.
         held: Leave the stored record unchanged until `begin`; until then, only the lease shows that the run is alive.
         fields: Initial fields.
     """
@@ -121,7 +124,7 @@ class Record:
         self._ours = True
         self._ends_at = math.inf  # set when the end is recorded for the first time
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
-        self._fields |= before or {}
+        self._fields |= {name: item for name, item in (before or {}).items() if name not in ENDING}
         self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
         self.update(**fields)
 

@@ -158,7 +158,6 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     folder.path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         folder.reserve_space()
-    previous = {name: value for name, value in previous.items() if name not in ("end", "error", "stop_reason")}
     before_alive()
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
 

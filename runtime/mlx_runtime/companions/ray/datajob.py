@@ -226,7 +226,6 @@ def _claim(config: Config, path: str) -> Record:
     folder.path.mkdir(parents=True, exist_ok=True)
     if not claimed:
         facts |= {"attempts": attempts(before), "job": None}
-    before = {name: value for name, value in before.items() if name not in ("end", "error", "stop_reason")}
     return Record(folder, before, **facts, attempt=attempt)
 
 

@@ -185,9 +185,8 @@ def pending_record(
     facts |= {"status": "PENDING", "start": documents.now(), **fields, "job": dict(job)}
     if before:
         facts |= {"attempts": records.attempts(before), records.REPLACED: before}
-    kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
     run.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy
-    return records.Record(run, kept, **facts)
+    return records.Record(run, before, **facts)
 
 
 def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dashboard, Upload]:

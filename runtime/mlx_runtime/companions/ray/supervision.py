@@ -179,8 +179,7 @@ class Supervisor:
         ended |= {"status": "FAILED"} if stored["status"] in records.LIVING else {}
         facts = leases.this_process() | {"status": "WAITING", "start": documents.now(), "attempt": claimed}
         facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}", "attempts": records.attempts(ended)}
-        kept = {name: value for name, value in stored.items() if name not in ("end", "error", "stop_reason")}
-        record = self._record = _patiently(lambda: records.Record(self._folder, kept, **facts))
+        record = self._record = _patiently(lambda: records.Record(self._folder, stored, **facts))
         with record.alive():
             until = time.monotonic() + pause_s
             while time.monotonic() < until and not self._stopping:

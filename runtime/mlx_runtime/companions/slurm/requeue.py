@@ -33,7 +33,6 @@ def requeue(path: str) -> None:
             f"{folder.title} was stopped by the time limit before its first checkpoint in this job, so the job is not "
             f"requeued. Give it more time: mlx train launch --slurm --resume={folder.title} --time=..."
         )
-    kept = {name: item for name, item in before.items() if name not in ("end", "error", "stop_reason")}
     facts: dict[str, Any] = {
         "status": "PENDING",
         "start": documents.now(),
@@ -41,7 +40,7 @@ def requeue(path: str) -> None:
         "attempts": records.attempts(before),
     }
     facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the driver that has ended
-    record = records.Record(folder, kept, **facts, replaced=before)
+    record = records.Record(folder, before, **facts, replaced=before)
     try:
         print(f"requeued  {folder.title} resumes when the job {job['id']} starts again", flush=True)
         run("scontrol", "requeue", job["id"])  # ends this process, too

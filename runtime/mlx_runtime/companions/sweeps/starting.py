@@ -128,7 +128,6 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
         facts["start"] = before.get("start")
         if Settings.read().job is None:  # otherwise, the launch has recorded the earlier attempts
             facts |= {"attempts": records.attempts(before), "job": None}
-        before = {name: value for name, value in before.items() if name not in ("end", "error", "stop_reason")}
     else:
         if name and not is_name(name):
             raise UsageError(f"--name {name!r} is not a valid folder name")
