@@ -13,6 +13,7 @@ import pytest
 from cluster_users import TOKEN, User, tags, until
 from clusters import RayCluster, free_ports
 from leftovers import kill, marked
+from transcripts import check_transcript
 
 from mlx_runtime.companions.ray import cluster_storage, storage_agent
 from mlx_runtime.errors import StorageError
@@ -72,18 +73,30 @@ class TestAFolderOfTheCluster:
         script = "import mlx_runtime; run = mlx_runtime.open_run('digits/run_001'); print(*run.state()['models'])"
         assert far("-c", script)[1] == "net\n"
 
-    def test_a_run_is_launched_and_removed(self, far: Any, hidden: Path) -> None:
+    def test_a_run_is_launched_and_removed_as_the_guide_shows(
+        self, far: Any, hidden: Path, ray_cluster: RayCluster
+    ) -> None:
         """The record has the plain path, with which the job has trained."""
-        few = ("cfg.num_epochs=1", "cfg.start_workers=0", "cfg.debug.limit_batches=2", "cfg.name=far")
-        code, output, errors = far("train", "launch", "-f", *few)
-        assert code == 0, output + errors
-        folder = hidden / "runs" / "far" / "run_001"
-        assert f"folder    {folder}\n" in output
+        settings = ["cfg.num_epochs=2", "cfg.start_workers=0", "cfg.name=d"]
+        commands = (["train", "launch", "-f", *settings], ["xp", "ls", "d"], ["xp", "best", "d"])
+        shown = [f"$ export MLX_STORAGE=/ceph/runs RAY_ADDRESS={ray_cluster.url}"]
+        for command in commands:
+            code, output, errors = far(*command)
+            assert code == 0, output + errors
+            lines = output.splitlines()
+            if command[0] == "train":
+                summary = next(number for number, line in enumerate(lines) if line.startswith("best val/accuracy"))
+                lines = [*lines[: lines.index(next(line for line in lines if line.startswith("stop"))) + 1], "…"]
+                lines += output.splitlines()[summary:]
+            shown += [f"$ mlx {' '.join(command)}", *errors.splitlines(), *lines]
+        names = {str(hidden): "/ceph", ray_cluster.url: "http://head:8265"}
+        check_transcript("cluster.md", "laptop", shown, names)
+        folder = hidden / "runs" / "d" / "run_001"
         record = json.loads((folder / "run.json").read_text())
-        assert (record["status"], record["latest"]["path"]) == ("SUCCEEDED", f"{folder}/checkpoints/epoch_0001")
+        assert (record["status"], record["latest"]["path"]) == ("SUCCEEDED", f"{folder}/checkpoints/epoch_0002")
         assert f"storage_path: {hidden}/runs\n" in (folder / "conf.yaml").read_text()
-        assert far("xp", "stop", "far", "latest")[2].endswith("far run_001 is SUCCEEDED; there is nothing to stop\n")
-        assert far("xp", "rm", "far", "latest", "-y")[0] == 0
+        assert far("xp", "stop", "d", "latest")[2].endswith("d run_001 is SUCCEEDED; there is nothing to stop\n")
+        assert far("xp", "rm", "d", "latest", "-y")[0] == 0
         assert not folder.exists()
 
     def test_the_board_answers(self, laptop: Any) -> None:
