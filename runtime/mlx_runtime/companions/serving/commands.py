@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +149,8 @@ def xp_export(
     from mlx_runtime.companions.serving.exports import export
 
     folder = None if output is None else Path(output)
-    run_folder = queries.resolve_run(name, run)
-    say(export(run_folder, folder, checkpoint, chosen, trust=code == "stored", force=force, timeout_s=timeout))
+    kept: dict[str, Any] = {"trust": code == "stored", "force": force, "timeout_s": timeout}
+    say(export(queries.resolve_run(name, run), folder, checkpoint, chosen, **kept, report=partial(say, err=True)))
 
 
 @click.command("run")

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mlx_runtime.companions.ray import Address
 from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record, refuse_secrets, typed_name
 from mlx_runtime.companions.slurm import script
-from mlx_runtime.companions.slurm.queue import Queue, run
-from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
+from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.runs import RunFolder, Upload, records, snapshots
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import is_uri, storage_at, storage_root
@@ -147,7 +148,7 @@ def prepare(
 
     Raises `ClusterError` if the cluster does not answer or refuses the options, and `ConfigError` for a wrong config.
     """
-    queue, config = Queue.connect(), load()
+    queue, config = _queue(dry_run), load()
     cfg, quiet = config.cfg, Settings.read().quiet or dry_run
     root = storage_root(cfg.storage_path)
     if is_uri(root):
@@ -166,6 +167,16 @@ def prepare(
     if not dry_run:
         _test(launch, show=show_all)
     return launch
+
+
+def _queue(dry_run: bool) -> Queue:
+    """Connect to the cluster of this machine. A script can be printed without one."""
+    try:
+        return Queue.connect()
+    except ClusterError:
+        if not dry_run:
+            raise
+        return Queue(Address(f"{SCHEME}cluster", "scontrol"))
 
 
 def _test(launch: SlurmLaunch, *, show: bool) -> None:

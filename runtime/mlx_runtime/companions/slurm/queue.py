@@ -16,6 +16,7 @@ from mlx_runtime.runs.logs import last_lines
 TIMEOUT_S = 30.0  # of a command; Slurm's own timeout for messages is 10 s
 FOLLOW_S = 1.0  # interval for reading the output of a job
 SCHEME = "slurm://"
+UP = "Is the controller up? Try: scontrol ping"
 
 ENDED = {"COMPLETED": "SUCCEEDED", "CANCELLED": "STOPPED"} | dict.fromkeys(
     ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"), "FAILED"
@@ -124,11 +125,12 @@ def run(*command: str) -> str:
     except FileNotFoundError as error:
         raise _failure(f"{program} is not on the PATH", "Run this on a login node of a Slurm cluster") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _failure(f"{program} does not answer: {error}", "Is the controller up? Try: scontrol ping") from error
+        raise _failure(f"{program} does not answer: {error}", UP) from error
     if done.returncode:
         lines = [re.sub(rf"^{program}: (error: )?", "", line) for line in done.stderr.splitlines() if line.strip()]
         why = "; ".join(dict.fromkeys(lines)) or f"exit code {done.returncode}"
-        raise _failure(f"{program} failed: {why}", "See the partitions and their limits with: sinfo --long")
+        limits = "See the partitions and their limits with: sinfo --long"
+        raise _failure(f"{program} failed: {why}", limits if program == "sbatch" else UP)
     return done.stdout
 
 

@@ -8,12 +8,13 @@ from mlx_runtime.storage.secrets.detection import HIDDEN, find, is_random, is_se
 
 FILES = (
     *(".env*", "*.env", "!.env.example", ".netrc", ".pgpass", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json"),
-    *("secrets.*", "*.secret", "*.token", "token.txt", "*[-_]token.txt", ".htpasswd"),
+    *("secrets.*", "*.secret", "*.token", "token.txt", "*-token.txt", "*_token.txt", ".htpasswd"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk"),
-    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*credentials*.json", "service[-_]account*.json"),
-    *(".aws/", ".azure/", ".docker/", ".gcloud/", ".gnupg/", ".kube/", ".ssh/"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*credentials*.json"),
+    *("service-account*.json", "service_account*.json", ".aws/", ".azure/", ".docker/", ".gcloud/", ".gnupg/"),
+    *(".kube/", ".ssh/"),
 )
-"""Names of files and folders that hold secrets, as lines of a .gitignore."""
+"""Names of files and folders that hold secrets, as lines of a .gitignore or, below `**/`, a .dockerignore."""
 
 _KEY = re.compile(r"[+~]*[\w.@/-]+")
 

@@ -12,6 +12,7 @@ import pytest
 from conftest import Mlx
 from faults import differences, final_state, reports
 from slurm import slurm
+from transcripts import check_transcript
 
 from mlx_runtime.companions.slurm.queue import status_of_job
 from mlx_runtime.runs import records
@@ -55,27 +56,33 @@ def test_a_run_continues_exactly_after_the_time_limit(
     mlx: Mlx, digits: Path, cluster: Mapping[str, str], ask: Callable[..., str]
 ) -> None:
     """slurmctld sends the same signal before the time limit as `scancel --batch` here."""
-    words = (*ONE, "cfg.num_epochs=5", "datasets.train.batch_size=4")
+    words = (*ONE, "cfg.num_epochs=8", "datasets.train.batch_size=4")
     plain = digits.parent / "plain"
     assert mlx(digits, "train", "run", *words, f"cfg.storage_path={plain}").returncode == 0
-    done = mlx(digits, "train", "launch", "--slurm", "--time=10", *words, **cluster)
+    launch = ("train", "launch", "--slurm", "--time=10", *words)
+    done = mlx(digits, *launch, **cluster)
     assert done.returncode == 0, done.stderr
+    shown = [f"$ mlx {' '.join(launch)}", *done.stdout.splitlines()]
     (digits / "src/experiment.py").write_text("raise SystemExit('edited while the job waits')")
     run = digits / "runs/digits/run_001"
     job = record_of(digits)["job"]
     assert job["address"] == "slurm://loopback"
     assert f"job       {job['id']} on slurm://loopback" in done.stdout
-    wait(lambda: (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) > 1)
+    wait(lambda: record_of(digits).get("best"))
     ask("scancel", "--batch", "--signal=USR1", job["id"])
     wait(lambda: record_of(digits)["status"] == "PENDING")
     wait(lambda: "PENDING" in ask("squeue", "--noheader", "--format=%T"))
-    assert "PENDING (BeginTime)" in mlx(digits, "xp", "ls", **cluster).stdout
+    listed = mlx(digits, "xp", "ls", **cluster).stdout
+    assert "PENDING (BeginTime)" in listed
+    shown += ["$ mlx xp ls", *listed.splitlines()]
     wait(lambda: record_of(digits)["status"] not in records.LIVING)
     found = record_of(digits)
     assert (found["status"], found["job"]) == ("SUCCEEDED", job)
     assert [item["status"] for item in found["attempts"]] == ["STOPPED"]
     assert differences(final_state(run), final_state(plain / "digits/run_001")) == []
     assert reports(run) == reports(plain / "digits/run_001")
+    shown += ["$ mlx xp ls      # later", *mlx(digits, "xp", "ls", **cluster).stdout.splitlines()]
+    check_transcript("slurm.md", "requeued", shown, {str(digits): "/shared/digits"})
     done = mlx(digits, "xp", "logs", "digits", "1", "--no-follow", **cluster)
     assert "requeued  digits/run_001 resumes" in done.stdout, done.stderr
 
@@ -120,6 +127,8 @@ def test_without_slurm_the_cure_is_named(mlx: Mlx, digits: Path, tmp_path: Path)
     done = mlx(digits, "train", "launch", "--slurm", *ONE, PATH=str(tmp_path))
     assert done.returncode == 1
     assert done.stderr == "error: scontrol is not on the PATH\nRun this on a login node of a Slurm cluster\n"
+    done = mlx(digits, "train", "launch", "--slurm", "--dry-run", *ONE, PATH=str(tmp_path))
+    assert (done.returncode, "#SBATCH --cpus-per-task=1\n" in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.pure

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def export(
     trust: bool = False,
     force: bool = False,
     timeout_s: float = CHECK_S,
+    report: Callable[[str], object] = lambda line: None,
 ) -> str:
     """Export a run to a folder, which appears only once its programs are proven. Return a line that describes it.
 
@@ -84,6 +85,7 @@ def export(
         trust: use the stored code of the run.
         force: replace an earlier export.
         timeout_s: time limit of each check in a process of its own.
+        report: receives a line when a stage begins.
 
     Raises:
         UsageError: the run cannot be exported in this format, or the folder exists.
@@ -94,6 +96,7 @@ def export(
     chosen = choose_checkpoint(folder, checkpoint)
     output = output or Path(f"{folder.experiment}_{folder.name}_{chosen.name}")
     _refuse_present(output, force=force)
+    report(f"loading   {chosen.name}")
     experiment, nodes, predictor = load_parts(Run(folder), folder, chosen, device="cpu", trust=trust)
     parts = Parts(folder, chosen, experiment, nodes, predictor, snapshots.project_of(type(experiment)))
     wanted = [name for name in PROGRAMS if name in formats]
@@ -107,7 +110,7 @@ def export(
         recover(above, name, lambda leftover: False)
         with Publication(above, name, EXPORT) as publication:
             staged = Path(above.path, publication.folder)
-            about = _fill(staged, parts, wanted, Path(scratch), timeout_s, builds="safetensors" in formats)
+            about = _fill(staged, parts, wanted, Path(scratch), timeout_s, report, builds="safetensors" in formats)
             _refuse_present(output, force=force)
             publication.commit(to_json(about).encode())
     return _summary(output, about, predictor.schema.names)
@@ -131,7 +134,14 @@ def _refuse_present(output: Path, *, force: bool) -> None:
 
 
 def _fill(
-    staged: Path, parts: Parts, wanted: list[str], scratch: Path, timeout_s: float, *, builds: bool
+    staged: Path,
+    parts: Parts,
+    wanted: list[str],
+    scratch: Path,
+    timeout_s: float,
+    report: Callable[[str], object],
+    *,
+    builds: bool,
 ) -> dict[str, Any]:
     """Write all files of an export except `export.json`, whose content is returned."""
     schema, experiment = parts.predictor.schema, parts.experiment
@@ -142,13 +152,16 @@ def _fill(
         examples = programs.traced_rows(schema)
     outputs = parts.predictor.predict(examples, rows_in(examples))
     if wanted:
+        report("tracing   predict")
         exported = programs.trace(experiment, schema, parts.project)
         limits = size_limits(exported)
         if "pt2" in wanted:
             torch.export.save(exported, staged / PROGRAMS["pt2"])
         if "aoti" in wanted:
+            report(f"compiling {PROGRAMS['aoti']}")
             programs.write_compiled(exported, staged / PROGRAMS["aoti"])
         if "onnx" in wanted:
+            report(f"writing   {PROGRAMS['onnx']}")
             programs.write_onnx(exported, staged / PROGRAMS["onnx"], list(schema.names), list(outputs))
     consolidate(parts.folder, parts.checkpoint.name, staged / "weights.safetensors")
     _write_examples(staged, examples)
@@ -165,11 +178,13 @@ def _fill(
     if builds:
         about["build_problem"] = "the run has stored no code"
         if about["code"]:
+            report("checking  the code that builds the models")
             write_readme(_models(parts))
             about["build_problem"] = _build_problem(staged, timeout_s)
     if not builds or about["build_problem"]:
         write_readme(None)
     if evidence is not None:
+        report(f"checking  {' and '.join(PROGRAMS[name] for name in wanted)} with rows of {evidence.source}")
         about["proof"]["programs"] = prove(staged, wanted, evidence, (examples, outputs), scratch, timeout_s)
     shutil.rmtree(staged / "__pycache__", ignore_errors=True)
     about["files"] = {}

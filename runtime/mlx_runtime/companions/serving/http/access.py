@@ -51,8 +51,10 @@ class Access:
         if self.digest is None or public:
             return None
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(hashlib.sha256(token).hexdigest(), self.digest):
+        if scheme.lower() != b"bearer":
             return 401, "a token is needed; send the header Authorization: Bearer TOKEN"
+        if not hmac.compare_digest(hashlib.sha256(token).hexdigest(), self.digest):
+            return 401, "the token is not that of this server"
         return None
 
 
