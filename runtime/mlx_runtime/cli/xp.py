@@ -72,7 +72,8 @@ def ls(
     def warn(text: str) -> None:
         say(f"warning: {text}", err=True)
 
-    rows = queries.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, warn=warn)
+    choice = {"status": status, "sweep": sweep, "sort": sort, "mode": mode}
+    rows = queries.list_rows(name, **choice, ask=job_statuses, warn=warn, empty_sweeps=sort is None and html is None)
     if html is not None:
         report = companions.part("views")
         report.write(report.render_runs(rows), html)

@@ -267,13 +267,13 @@ def claim_run(
     return folder
 
 
-def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
-    """Return all runs, or those of one experiment, oldest first per experiment."""
+def list_runs(root: str, experiment: str | None = None, *, sweeps: bool = False) -> list[RunFolder]:
+    """Return all runs, or those of one experiment, oldest first per experiment, optionally with the sweeps."""
     storage = storage_at(root)
     with storage_errors(f"cannot read {root}"):
         experiments = storage.names() if experiment is None else [experiment]
         runs = {
-            name: _run_names(storage, name)
+            name: _run_names(storage, name, sweeps)
             for name in experiments
             if not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
         }
@@ -349,9 +349,9 @@ def attempt_name(number: int) -> str:
     return f"{ATTEMPT}{number:03d}"
 
 
-def _run_names(storage: Storage, experiment: str) -> list[str]:
+def _run_names(storage: Storage, experiment: str, sweeps: bool) -> list[str]:
     """Return the names of the runs in an experiment's folder."""
-    runs = [name for name in storage.names(experiment) if _number(name)]
+    runs = [name for name in storage.names(experiment) if _number(name) or (sweeps and name.startswith(SWEEP))]
     if storage.local:
         return runs
     # On an object store, a number that two callers claimed at the same time remains as an empty folder.

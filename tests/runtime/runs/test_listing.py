@@ -24,7 +24,7 @@ from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import records, tables
+from mlx_runtime.runs import SWEEP, records, tables
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
@@ -226,6 +226,18 @@ class TestLs:
         with pytest.raises(UsageError, match=r"no run in .* belongs to a sweep 'sweep_02'. Did you mean 'sweep_001'\?"):
             listing.list_rows(sweep="sweep_02")
 
+    def test_a_sweep_without_runs_and_a_run_that_is_starting(self, made: Made) -> None:
+        sweep = claim_run(os.environ["MLX_STORAGE"], "digits", SWEEP)
+        records.Record(sweep, status="PENDING")
+        claim_run(os.environ["MLX_STORAGE"], "digits")
+        listed = CliRunner().invoke(mlx_command, ["xp", "ls"])
+        assert [line.split()[1:3] for line in listed.stdout.splitlines()[1:]] == [
+            ["run_001", "PENDING"],
+            ["sweep_001", "PENDING"],
+        ]
+        assert listed.stderr == ""
+        assert listing.list_rows(status="SUCCEEDED", empty_sweeps=True) == []
+
     @pytest.mark.parametrize(
         ("content", "why"),
         [
@@ -244,6 +256,7 @@ class TestLs:
     ) -> None:
         broken, _ = made(), made()
         broken.record.unlink() if content is None else broken.record.write_bytes(content)
+        os.utime(broken.path, (0, 0))
         first, second = listing.list_rows()
         assert (first.status, second.status) == ("UNREADABLE", "SUCCEEDED")
         assert re.search(why, first.fields()["problem"]), first.problem
@@ -258,7 +271,9 @@ class TestLs:
 
     def test_only_some_unreadable_records_are_explained(self, made: Made) -> None:
         for _ in range(7):
-            made().record.unlink()
+            folder = made()
+            folder.record.unlink()
+            os.utime(folder.path, (0, 0))
         *notes, rest = CliRunner().invoke(mlx_command, ["xp", "ls"]).stderr.splitlines()
         assert len(notes) == 5
         assert rest.startswith("note: 2 more records cannot be read")

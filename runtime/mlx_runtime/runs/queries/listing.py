@@ -4,7 +4,9 @@ Epochs are counted from 1 here, as in the output.
 """
 
 import collections
+import contextlib
 import datetime
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
-from mlx_runtime.runs import RunFolder, find_run, list_runs, records, run_folder
+from mlx_runtime.runs import SWEEP, RunFolder, find_run, list_runs, records, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import format_duration, format_number, plural
 from mlx_runtime.storage import documents
@@ -28,6 +30,9 @@ THREADS = 16
 
 SLOW_S = 0.02
 """Average time to read a record above which several are read at the same time."""
+
+NEW_S = 60.0
+"""Age up to which a folder without a record belongs to a run that is starting."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -169,20 +174,25 @@ def list_rows(
     mode: str | None = None,
     ask: AskJobs | None = None,
     warn: Callable[[str], object] | None = None,
+    empty_sweeps: bool = False,
 ) -> list[Row]:
     """List the runs of an experiment, of the whole storage, or of a repository like `hf://user/name`, oldest first.
 
     Optionally, list only runs with a status, or of a sweep, named with or without `sweep_`. `sort` names a metric to
     sort by, best first: by `mode`, or else by the `cfg.mode` of the runs that monitor it, or else smallest first. Runs
-    without a value come last. `warn` is passed to `lookup.storage_root`.
+    without a value come last. `warn` is passed to `lookup.storage_root`. With `empty_sweeps`, sweeps without
+    runs are listed, too.
     """
     if name is not None and is_remote(name):
         return [_remote_row(name)]
     root = lookup.storage_root(warn)
-    folders = list_runs(root, name)
+    folders = list_runs(root, name, sweeps=empty_sweeps)
     if name is not None and not folders:
         find_run(root, name)  # raises an error that lists the experiments
-    found = summarize(folders, ask)
+    found = summarize([folder for folder in folders if not folder.name.startswith(SWEEP)], ask)
+    filled = {_sweep_folder(row) for row in found if row.sweep}
+    found += summarize([folder for folder in folders if folder.name.startswith(SWEEP) and folder not in filled], ask)
+    found = [Row(row.folder, "PENDING", {}) if row.problem and _is_new(row.folder) else row for row in found]
     if sweep is not None:
         known = {row.sweep["name"] for row in found if row.sweep}
         found = [row for row in found if row.sweep and row.sweep["name"] in (sweep, f"sweep_{sweep}")]
@@ -280,6 +290,13 @@ def _row(folder: RunFolder) -> Row:
     except StorageError as error:
         return Row(folder, UNREADABLE, {}, str(error))
     return Row(folder, records.status_of(record), record)
+
+
+def _is_new(folder: RunFolder) -> bool:
+    """Return True for the folder of a run that may be about to write its first record."""
+    with contextlib.suppress(OSError):
+        return not os.path.lexists(folder.record) and time.time() - folder.path.stat().st_mtime < NEW_S
+    return False
 
 
 def _remote_row(uri: str) -> Row:
