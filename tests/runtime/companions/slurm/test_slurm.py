@@ -95,6 +95,15 @@ def test_two_nodes_train_on_a_ray_of_the_job(mlx: Mlx, digits: Path, cluster: Ma
     assert record_of(digits)["status"] == "SUCCEEDED"
 
 
+def test_a_sweep_is_one_job(mlx: Mlx, digits: Path, cluster: Mapping[str, str]) -> None:
+    words = ("--sweep", "optimizers.adam.lr=1e-2,1e-3", *ONE, "cfg.num_epochs=1", "cfg.debug.limit_batches=2", "-f")
+    done = mlx(digits, "train", "launch", "--slurm", *words, **cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sweep = record_of(digits, "sweep_001")
+    assert (sweep["status"], sweep["job"]["address"]) == ("SUCCEEDED", "slurm://loopback")
+    assert [record_of(digits, run)["sweep"]["trial"] for run in ("run_001", "run_002")] == [1, 2]
+
+
 def test_jobs_that_are_refused_wait_or_are_cancelled(
     mlx: Mlx, digits: Path, cluster: Mapping[str, str], ask: Callable[..., str]
 ) -> None:
