@@ -36,6 +36,7 @@ def clusterize(
     micro_batches: int = 4,
     clusters: int | None = None,
     average_every: int = 1,
+    all_nodes: bool = False,
     output: str | Path | None = FILE,
 ) -> Plan:
     """Cut a model for unequal machines, print which of them holds which blocks, and write the plan.
@@ -54,6 +55,7 @@ def clusterize(
         micro_batches: parts of a batch that follow each other through a cluster.
         clusters: number of clusters, which hold the whole model each; None for the most batches per second.
         average_every: steps between two averages of the clusters.
+        all_nodes: leave no machine idle, even if the others would be faster without it.
         output: file for the plan; None writes none.
 
     Raises:

@@ -25,6 +25,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
     show_default=True,
     help="Steps between two averages of the clusters.",
 )
+@click.option("--all-nodes", is_flag=True, help="Leave no node idle.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
 @click.option("-o", "--output", metavar="FILE", type=options.PAGE, help="Default: fragments.json beside conf.yaml.")
 @commands.variant_option
@@ -35,6 +36,7 @@ def train_clusterize(
     clusters: int | None,
     micro_batches: int,
     average_every: int,
+    all_nodes: bool,
     dry_run: bool,
     output: Path | None,
     variants: tuple[str, ...],
@@ -62,7 +64,14 @@ def train_clusterize(
     )
     call = capture(experiment, config, model)
     traced = trace(call.model, call.args, call.kwargs, call.optimizers)
-    found = plan(traced.blocks, machines, micro_batches=micro_batches, clusters=clusters, average_every=average_every)
+    found = plan(
+        traced.blocks,
+        machines,
+        micro_batches=micro_batches,
+        clusters=clusters,
+        average_every=average_every,
+        all_nodes=all_nodes,
+    )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
     if not dry_run:
         file = output or CONF.with_name(FILE)

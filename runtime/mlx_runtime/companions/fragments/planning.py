@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mlx_runtime.errors import ConfigError
+from mlx_runtime.runs.tables import plural
 
 FILE = "fragments.json"
 
@@ -130,6 +131,7 @@ def plan(
     micro_batches: int = 4,
     clusters: int | None = None,
     average_every: int = 1,
+    all_nodes: bool = False,
 ) -> Plan:
     """Return the plan with the most batches per second.
 
@@ -142,15 +144,19 @@ def plan(
         micro_batches: parts of a batch that follow each other through a cluster.
         clusters: number of clusters; None for the best.
         average_every: steps between two averages of the clusters.
+        all_nodes: leave no machine idle.
 
     Raises:
         ConfigError: the model does not fit; the message has the numbers.
     """
     _refuse_too_large(blocks, machines, clusters)
+    if all_nodes and len(machines) > (most := len(blocks) * (clusters or len(machines))):
+        each = f"{plural(len(blocks), 'block')} in {plural(clusters or 1, 'cluster')}"
+        raise ConfigError(f"{len(machines)} nodes are too many for {each}; leave {len(machines) - most} of them idle")
     found: _Exact | _Search = (
-        _Exact(blocks, machines, micro_batches)
+        _Exact(blocks, machines, micro_batches, all_nodes)
         if len(machines) <= EXACT_MACHINES
-        else _Search(blocks, machines, micro_batches, average_every)
+        else _Search(blocks, machines, micro_batches, average_every, all_nodes)
     )
     counts = range(1, len(machines) + 1) if clusters is None else [clusters]
     plans = [replace(item, average_every=average_every) for item in found.plans(counts)]
@@ -238,7 +244,9 @@ class _Costs:
 class _Exact:
     """All clusters, orders and cuts of a few machines, by dynamic programming over subsets of them."""
 
-    def __init__(self, blocks: Sequence[Block], machines: Sequence[Machine], micro_batches: int) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], machines: Sequence[Machine], micro_batches: int, all_nodes: bool
+    ) -> None:
         self._costs = costs = _Costs(blocks, machines, micro_batches)
         count = len(machines)
         self._slowest: dict[tuple[int, int], Floats] = {}  # by the set of machines and the first of them
@@ -249,7 +257,7 @@ class _Exact:
             for first in members:
                 self._extend(used, first, [item for item in members if item != first])
             step = min(self._slowest[used, first][0] for first in members) * costs.factor(len(members))
-            smaller = [self._best[used ^ 1 << item] for item in members]
+            smaller = [] if all_nodes else [self._best[used ^ 1 << item] for item in members]
             self._best[used] = min([(float(step), used), *smaller], key=lambda item: item[0])
 
     def _extend(self, used: int, first: int, others: list[int]) -> None:
@@ -313,9 +321,14 @@ class _Search:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], machines: Sequence[Machine], micro_batches: int, average_every: int
+        self,
+        blocks: Sequence[Block],
+        machines: Sequence[Machine],
+        micro_batches: int,
+        average_every: int,
+        all_nodes: bool,
     ) -> None:
-        self._average_every = average_every
+        self._average_every, self._all_nodes = average_every, all_nodes
         self._whole = _Costs(blocks, machines, micro_batches)
         self._costs = _Costs(_merged(blocks, SEARCHED_BLOCKS), machines, micro_batches)
         self._step = functools.cache(self._step_of)
@@ -341,15 +354,17 @@ class _Search:
     def _promise(self, clusters: Clusters) -> tuple[float, int]:
         """Return a key by which numbers of clusters are sorted: the seconds per batch, at first of those that fit."""
         found, count = self._plan(clusters[1:], self._costs), len(clusters) - 1
-        seconds = found and replace(found, average_every=self._average_every).total_s
-        return (self._rank(clusters)[0] if seconds is None else seconds) / count, count
+        if found is None:
+            return self._rank(clusters)[0] / count, count
+        return replace(found, average_every=self._average_every).total_s / count, count
 
     def _reordered(self, order: tuple[int, ...]) -> tuple[int, ...]:
         """Return the best order of the machines of a cluster, without those that slow it down, if they are few."""
         if len(order) > REORDERED_MACHINES:
             return order
         machines = self._whole.machines
-        exact = _Exact(self._costs.blocks, [machines[item] for item in order], self._costs.micro_batches)
+        own = [machines[item] for item in order]
+        exact = _Exact(self._costs.blocks, own, self._costs.micro_batches, self._all_nodes)
         names = {machines[item].name: item for item in order}
         return next(
             (tuple(names[item.machine.name] for item in found.clusters[0]) for found in exact.plans([1])), order
@@ -429,7 +444,7 @@ class _Search:
         def changed(changes: Mapping[int, tuple[int, ...]]) -> Clusters:
             return tuple(changes.get(index, order) for index, order in enumerate(clusters))
 
-        for place in range(len(own) if len(own) > 1 else 0):
+        for place in range(len(own) if len(own) > 1 and not self._all_nodes else 0):
             yield changed({slowest: own[:place] + own[place + 1 :], 0: (*clusters[0], own[place])})
         for other in sorted(range(len(clusters)), key=lambda index: self._step(clusters[index]) if index else -1):
             if other == slowest:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-View = tuple[int, torch.Size, tuple[int, ...]]
+View = tuple[Any, ...]
+"""Offset, shape and strides of a tensor in its storage."""
 
 
 class ShapeError(Exception):
@@ -54,12 +55,11 @@ class Recorded:
     returns: list[int]  # bytes of their gradients
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it, as below
     """Records a forward pass within `with`, whose blocks begin when the modules `names` are called first."""
 
     def __init__(self, states: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
-        super().__init__()
-        self._names, self._known = dict.fromkeys(names), {}
+        super().__init__()  # type: ignore[no-untyped-call]
         self._order: list[str] = []
         self._states: dict[int, str] = {}
         self._memories: dict[int, _Memory] = {}
@@ -81,11 +81,11 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> "Recorder":
         self._hooks.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(*error)
 
     def __torch_dispatch__(
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _memory(self, tensor: torch.Tensor) -> int:
-        reference = StorageWeakRef(tensor.untyped_storage())
+        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         if reference.cdata not in self._memories:
             self._memories[reference.cdata] = _Memory(reference, tensor.untyped_storage().nbytes())
         return int(reference.cdata)

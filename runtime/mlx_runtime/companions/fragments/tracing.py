@@ -237,7 +237,7 @@ def _timed(
         def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
             for item in tree_leaves(outputs):
                 if isinstance(item, torch.Tensor) and item.requires_grad:
-                    item.register_hook(lambda _: mark(index))  # called when its gradient is known
+                    item.register_hook(lambda _: mark(index))  # type: ignore[no-untyped-call]  # when its gradient is known
 
         return hook
 
