@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.config import build, build_group, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
@@ -90,6 +91,8 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
                 groups[group] = build(node, group)
         models = members(groups.get("models"), nn.Module)
         name = _chosen(models, name)
+        models[name] = opened(models[name])
+        setattr(groups["models"], name, models[name])
         prepare_models([models[name]], SimpleNamespace(precision=cfg.precision, compile=False), device)
         if "optimizers" in tree:
             groups["optimizers"] = build_optimizers(tree["optimizers"], groups["models"])

@@ -56,6 +56,7 @@ class Block:
     sends: int = 0  # to the next block, in the forward pass
     returns: int = 0  # from the next block, in the backward pass
     seconds: float = 0  # of the forward and backward pass, at speed 1
+    source: str = ""  # class of the module, and its line
 
     @property
     def memory(self) -> int:
@@ -518,12 +519,17 @@ def _refuse_too_large(blocks: Sequence[Block], machines: Sequence[Machine], clus
     largest, machine = max(blocks, key=lambda item: item.memory), max(machines, key=lambda item: item.memory)
     if largest.memory > machine.memory:
         raise ConfigError(
-            f"the model does not fit: {largest.name}, which is not cut, needs {_gb(largest.memory)}, and "
+            f"the model does not fit: {_title(largest)}, which is not cut, needs {_gb(largest.memory)}, and "
             f"{machine.name}, the largest node, has {_gb(machine.memory)}; use larger nodes or smaller batches"
         )
     least = clusters or 1
     if len(machines) < least or sum(item.memory for item in machines) < least * sum(item.memory for item in blocks):
         raise ConfigError(_misfit(blocks, machines, clusters))
+
+
+def _title(block: Block) -> str:
+    name = block.name or "the whole model"
+    return f"{name} ({block.source})" if block.source else name
 
 
 def _misfit(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None) -> str:

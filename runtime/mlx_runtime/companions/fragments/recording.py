@@ -48,7 +48,7 @@ class Recorded:
     """Facts about the blocks of a model, in the order of execution."""
 
     names: list[str]
-    users: dict[str, set[int]]  # blocks that use a parameter or buffer
+    users: dict[str, set[int]]  # blocks that use a parameter or buffer, by its name
     activations: list[int]  # bytes kept for the backward pass
     flops: list[int]  # of the forward pass
     sends: list[int]  # bytes that cross the cut after a block
@@ -175,8 +175,9 @@ def _recorded(
 ) -> Recorded:
     recorder = Recorder(states, names)
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: recorder.begins(name), prepend=True)
-        for name in names
+        module.register_forward_pre_hook(lambda *_, name=name: recorder.begins(name), prepend=True)
+        for name, module in model.named_modules()
+        if name in names
     ]
     try:
         with torch.enable_grad(), recorder:

@@ -1,5 +1,7 @@
 """The blocks of a model, with the memory and the time that each of them needs."""
 
+import contextlib
+import inspect
 import itertools
 import os
 import time
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import mlx_runtime
 from mlx_runtime.companions.fragments.planning import Block, joined
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
+from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
 from mlx_runtime.distributed import unwrap
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, short_message
@@ -47,8 +50,9 @@ def blocks_of_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     Raises:
         ConfigError: shapes depend on values.
     """
-    found, _ = _structure(unwrap(model), args, kwargs or {})
-    return [names[0] for names in _groups(found)[0]]
+    model = opened(unwrap(model))
+    found, _ = _structure(model, args, kwargs or {})
+    return [names[0] for names in _groups(model, found)[0]]
 
 
 def trace(
@@ -68,7 +72,7 @@ def trace(
     Raises:
         ConfigError: shapes depend on values, or the model fails.
     """
-    model, kwargs = unwrap(model), kwargs or {}
+    model, kwargs = opened(unwrap(model)), kwargs or {}
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -79,12 +83,17 @@ def trace(
             module.training = mode
     states = {param: size for item in optimizers for param, size in states_after_step(item).items()}
     blocks = _sized(model, found, seconds, states)
-    groups, shared = _groups(found)
+    groups, shared = _groups(model, found)
     merged, index = [], 0
     for names in groups:
         merged.append(joined(blocks[index : index + len(names)]))
         index += len(names)
-    return Trace(merged, [*notes, *shared, *measured])
+    closed = [
+        f"{name or 'the model'} is a ScriptModule with branches, so it is one block"
+        for name in _candidates(model) or [""]
+        if _is_closed(model.get_submodule(name)) and [*model.get_submodule(name).children()]
+    ]
+    return Trace(merged, [*closed, *notes, *shared, *measured])
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -98,13 +107,17 @@ def _candidates(model: nn.Module) -> list[str]:
         whole = type(module).__module__.startswith("torch.nn.") and not isinstance(
             module, nn.Sequential | nn.ModuleList | nn.ModuleDict
         )
-        if path in repeated or whole or not below or isinstance(module, torch.jit.ScriptModule):
+        if path in repeated or whole or not below or _is_closed(module):
             yield path
             return
         for name, child in below:
             yield from visit(child, f"{path}.{name}" if path else name)
 
     return [path for path in visit(model, "") if path]
+
+
+def _is_closed(module: nn.Module) -> bool:
+    return isinstance(module, OpenedModule) and not module.is_open
 
 
 def _structure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recorded, list[str]]:
@@ -133,22 +146,43 @@ def _structure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _line(error: BaseException) -> str:
-    """Return `models.py:12: `, the innermost line that belongs neither to torch nor to this package; or nothing."""
+    """Return `models.py:12: `, the innermost line of the user's code or of a library besides torch; or nothing."""
     import traceback  # here, as in `errors`
 
     frames = [item for item in traceback.extract_tb(error.__traceback__) if not item.filename.startswith(OURS)]
+    frames = [item for item in frames if "site-packages" not in item.filename] or frames
     if not frames:
         return ""
-    file = os.path.relpath(frames[-1].filename)
-    return f"{frames[-1].filename if file.startswith('..') else file}:{frames[-1].lineno}: "
+    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}: "
 
 
-def _groups(found: Recorded) -> tuple[list[list[str]], list[str]]:
-    """Return the names of the blocks that are one, because they share parameters, and lines about them."""
+def _short(file: str) -> str:
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative
+
+
+def _source(module: nn.Module) -> str:
+    """Return the class of a module, and its line unless it is one of torch."""
+    kind = type(module)
+    if isinstance(module, OpenedModule):
+        return f"ScriptModule {module.name}"
+    with contextlib.suppress(OSError, TypeError):  # defined in a session
+        file = inspect.getsourcefile(kind) or ""
+        if not file.startswith(OURS):
+            return f"{kind.__name__}, {_short(file)}:{inspect.getsourcelines(kind)[1]}"
+    return kind.__name__
+
+
+def _groups(model: nn.Module, found: Recorded) -> tuple[list[list[str]], list[str]]:
+    """Return the names of the blocks that are one, because they share parameters, and lines about them.
+
+    Buffers that several blocks read, like tables of positions, may be copied.
+    """
+    params = dict(model.named_parameters())
     ends = list(range(len(found.names)))  # last block of the group that begins with each one
     notes = {}
     for name, users in found.users.items():
-        if len(users) > 1:
+        if len(users) > 1 and name in params:
             first, last = min(users), max(users)
             ends[first] = max(ends[first], last)
             notes[first, last] = (
@@ -169,11 +203,12 @@ def _sized(
 ) -> list[Block]:
     """Return a block for each name, with the parameters that it is the first to use."""
     counts: list[Counter[str]] = [Counter() for _ in found.names]
-    params = dict(model.named_parameters())
+    params, modules = dict(model.named_parameters()), dict(model.named_modules())
     for name, tensor in (*params.items(), *model.named_buffers()):
         users = found.users.get(name) or {_owner(name, found.names)}
         count, size = counts[min(users)], tensor.numel() * tensor.element_size()
-        count["weights"] += size
+        for index in users if name not in params else [min(users)]:
+            counts[index]["weights"] += size
         if name in params:
             count["parameters"] += tensor.numel()
             count["gradients"] += size * tensor.requires_grad
@@ -190,6 +225,7 @@ def _sized(
             sends,
             returns,
             time_s,
+            _source(modules[name]),
         )
         for name, count, activations, sends, returns, time_s in facts
     ]
@@ -241,9 +277,9 @@ def _timed(
 
         return hook
 
-    hooks = []
+    hooks, modules = [], dict(model.named_modules())
     for index, name in enumerate(names):
-        module = model.get_submodule(name)
+        module = modules[name]
         hooks += [module.register_forward_pre_hook(begins(index)), module.register_forward_hook(ends(index))]
     try:
         with torch.enable_grad():

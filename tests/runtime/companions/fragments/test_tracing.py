@@ -1,6 +1,7 @@
 """Blocks of a model, and what each of them needs."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from mlx_runtime.companions.fragments import tracing
+from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import blocks_of_model, trace
 from mlx_runtime.errors import ConfigError
 
@@ -208,3 +210,57 @@ def test_branches_that_depend_on_values_are_measured_with_real_tensors() -> None
 def test_a_model_that_fails_is_reported_with_its_line() -> None:
     with pytest.raises(ConfigError, match=r"fails on the example rows: .*test_tracing.py:\d+: .*shapes cannot be mult"):
         trace(Net(), (torch.rand(ROWS, 7),))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(4 * 6 * 6, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        for layer in self.layers:
+            x = layer(x) + x * scale
+        result: torch.Tensor = self.head(x.flatten(1))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda model: torch.jit.trace(model, torch.rand(2, 1, 8, 8))])
+def test_a_loaded_script_is_cut_between_its_submodules(convert: Any, tmp_path: Path) -> None:
+    net, x = Plain(), torch.rand(ROWS, 1, 8, 8)
+    convert(net).save(tmp_path / "model.pt")
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    found = trace(loaded, (x,), optimizers=[Adam(loaded.parameters())])
+    assert [block.name for block in found.blocks] == ["stem", "norm", "layers.0", "layers.1", "head"]
+    expected = trace(net, (x,), optimizers=[Adam(net.parameters())]).blocks
+    sizes = [(item.parameters, item.weights, item.gradients, item.states) for item in found.blocks]
+    assert sizes == [(item.parameters, item.weights, item.gradients, item.states) for item in expected]
+    sends = [item.sends for item in found.blocks]
+    assert sends == pytest.approx([item.sends for item in expected], abs=8)  # with a number that was traced
+    again = opened(loaded)
+    assert torch.equal(again(x), loaded(x))
+    assert [*again.state_dict()] == [*loaded.state_dict()] == [*net.state_dict()]
+    SGD(again.parameters(), 0.1).step(lambda: again(x).sum().backward())
+    assert torch.equal(again.eval()(x), loaded.eval()(x)), "they have the same weights"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_with_branches_is_one_block() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if bool(x.sum() > 0):
+                x = self.a(x)
+            result: torch.Tensor = self.b(x)
+            return result
+
+    found = trace(torch.jit.script(Branches()), (torch.rand(ROWS, 4),))
+    assert [block.name for block in found.blocks] == [""]
+    assert found.blocks[0].parameters == 40
+    assert found.notes[0] == "the model is a ScriptModule with branches, so it is one block"
