@@ -15,7 +15,7 @@ from mlx_runtime.companions.fragments.tracing import trace
 
 TITLE = "Plans of fragments"
 
-MICRO_BATCHES = 8
+MICROBATCHES = 8
 FLOP_PER_S = 50e9  # of a machine with speed 1, so that the figures are the same everywhere
 
 
@@ -27,7 +27,7 @@ def section(rounds: int, only: Collection[str]) -> str:
         name = list(models)[seed % 2]
         blocks = models[name]
         machines = nodes(seed, sum(block.memory for block in blocks))
-        planned = plan(blocks, machines, micro_batches=MICRO_BATCHES, clusters=1)
+        planned = plan(blocks, machines, microbatches=MICROBATCHES, clusters=1)
         equal = step(blocks, machines, [1.0] * len(machines))
         by_ram = step(blocks, machines, [machine.memory for machine in machines])
         gains += [cut[0] / planned.total_s for cut in (equal,) if not cut[1]]
@@ -38,7 +38,7 @@ def section(rounds: int, only: Collection[str]) -> str:
         rows.append([name, sizes, links, speeds, _cell(*equal), _cell(*by_ram), found])
     gains.sort()
     return f"""Seconds per step of one cluster, whose nodes differ in memory, bandwidth and speed (drawn from fixed
-seeds), by the cost model of the planner: {MICRO_BATCHES} micro-batches, times from FLOPs at {FLOP_PER_S / 1e9:.0f}
+seeds), by the cost model of the planner: {MICROBATCHES} microbatches, times from FLOPs at {FLOP_PER_S / 1e9:.0f}
 GFLOP/s for speed 1. Equal cuts give each node as many parameters, in the order in which nodes are listed, as Ravnest
 does; cuts by RAM give it parameters in proportion to its memory. Neither knows speeds.
 
@@ -65,7 +65,7 @@ def step(blocks: Sequence[Block], machines: Sequence[Machine], shares: Sequence[
     stages = stages_of(blocks, machines, starts)
     slowest = max(stage.compute_s + stage.transfer_s for stage in stages)
     lacking = sum(stage.memory > stage.machine.memory for stage in stages)
-    return slowest * (MICRO_BATCHES + len(stages) - 1) / MICRO_BATCHES, lacking
+    return slowest * (MICROBATCHES + len(stages) - 1) / MICROBATCHES, lacking
 
 
 def nodes(seed: int, needed: int) -> list[Machine]:

@@ -33,7 +33,7 @@ def clusterize(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     optimizer: Optimizer | None = None,
-    micro_batches: int = 4,
+    microbatches: int = 4,
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
@@ -52,7 +52,7 @@ def clusterize(
             20}}}` with GB and Mbps; or a number of equal parts of this machine.
         example_kwargs: keyword arguments of the call.
         optimizer: its states need memory, too; None counts those of Adam.
-        micro_batches: parts of a batch that follow each other through a cluster.
+        microbatches: parts of a batch that follow each other through a cluster.
         clusters: number of clusters, which hold the whole model each; None for the most batches per second.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
@@ -64,7 +64,7 @@ def clusterize(
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers)
-    found = plan(traced.blocks, machines, micro_batches=micro_batches, clusters=clusters, average_every=average_every)
+    found = plan(traced.blocks, machines, microbatches=microbatches, clusters=clusters, average_every=average_every)
     show(found, traced, rows_of(example_args, example_kwargs))
     if output is not None:
         write(Path(output), "model", found)
@@ -149,7 +149,7 @@ def show(found: Plan, traced: Trace, rows: int) -> None:
     print_table(lines, sys.stdout)
     count = len(found.clusters)
     average = f", of which averaging {count} clusters takes {_time(found.average_s)}" if count > 1 else ""
-    parts = f"{found.micro_batches} micro-batch{'es' * (found.micro_batches > 1)}"
+    parts = f"{found.microbatches} microbatch{'es' * (found.microbatches > 1)}"
     print(f"{_time(found.total_s)} per step of {plural(count * rows, 'row')}, in {parts}{average}")
     if found.idle:
         print(f"idle: {', '.join(machine.name for machine in found.idle)}, because they would slow down the others")
@@ -165,12 +165,27 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
+def next_step(found: Plan, file: Path) -> str:
+    """Return the command that trains with a plan, or the reason why none does."""
+    cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
+    if len(cuts) > 1:
+        return "its clusters are cut differently, and cfg.strategy=pipeline needs equal cuts: use --clusters 1"
+    stages = len(found.clusters[0])
+    if stages == 1:
+        return "each cluster is one node, so cfg.strategy=ddp trains this"
+    workers = stages * len(found.clusters)
+    return (
+        f"next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={file} cfg.fragments.stages={stages} "
+        f"cfg.start_workers={workers}"
+    )
+
+
 def write(file: Path, model: str, found: Plan) -> None:
     """Write a plan as JSON. A strategy reads `model`, `blocks` and, of each stage, `node`, `first` and `last`."""
     document = {
         "model": model,
         "blocks": [block.name for block in found.blocks],
-        "micro_batches": found.micro_batches,
+        "microbatches": found.microbatches,
         "clusters": [
             {
                 "step_s": found.step_s(number),

@@ -15,15 +15,16 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 @click.option("--model", metavar="NAME", type=options.word, help="Model in Models. Default: the largest.")
 @click.option("--clusters", metavar="K", type=click.IntRange(min=1), help="Number of clusters. Default: the fastest.")
 @click.option(
-    "--micro-batches", metavar="M", type=click.IntRange(min=1), default=4, show_default=True, help="Parts of a batch."
+    "--microbatches",
+    metavar="M",
+    type=click.IntRange(min=1),
+    help="Parts of a batch. Default: cfg.fragments.microbatches.",
 )
 @click.option(
     "--average-every",
     metavar="H",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Steps between two averages of the clusters.",
+    help="Steps between two averages of the clusters. Default: cfg.replicas.every, or 1.",
 )
 @click.option("--all-nodes", is_flag=True, help="Leave no node idle.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
@@ -34,8 +35,8 @@ def train_clusterize(
     nodes: Path | None,
     model: str | None,
     clusters: int | None,
-    micro_batches: int,
-    average_every: int,
+    microbatches: int | None,
+    average_every: int | None,
     all_nodes: bool,
     dry_run: bool,
     output: Path | None,
@@ -67,13 +68,13 @@ def train_clusterize(
     found = plan(
         traced.blocks,
         machines,
-        micro_batches=micro_batches,
+        microbatches=microbatches or cfg.fragments.microbatches,
         clusters=clusters,
-        average_every=average_every,
+        average_every=average_every or cfg.replicas.every or 1,
         all_nodes=all_nodes,
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
     if not dry_run:
         file = output or CONF.with_name(FILE)
         clusterizing.write(file, call.name, found)
-        click.echo(f"wrote {file}")
+        click.echo(f"wrote {file}; {clusterizing.next_step(found, file)}")

@@ -1,8 +1,8 @@
 """Plans: which machine holds which blocks of a model, in clusters of machines that each hold all of it.
 
 A cluster is a pipeline. Its machines, the stages, hold consecutive blocks and send activations forward and gradients
-back. A batch passes in micro-batches, so a cluster of S stages takes (M + S - 1) / M times as long for it as its
-slowest stage, where M is the number of micro-batches (GPipe, arXiv 1811.06965).
+back. A batch passes in microbatches, so a cluster of S stages takes (M + S - 1) / M times as long for it as its
+slowest stage, where M is the number of microbatches (GPipe, arXiv 1811.06965).
 """
 
 import functools
@@ -22,10 +22,10 @@ FILE = "fragments.json"
 EXACT_MACHINES = 8
 """Maximum number of machines for which all clusters, orders and cuts are compared."""
 
-SEARCHED_BLOCKS = 48
+SEARCHED_BLOCKS = 128
 """Number of blocks to which neighbors are merged while clusters of more machines are searched for."""
 
-SEARCH_STAGES = 30_000
+SEARCH_STAGES = 100_000
 """Limit of that search: number of stages whose cuts are optimized. About 3 seconds."""
 
 STARTS_PER_COUNT, TRIED_STARTS = 2, 12
@@ -94,14 +94,14 @@ class Plan:
     blocks: tuple[Block, ...]
     clusters: tuple[tuple[Stage, ...], ...]
     idle: tuple[Machine, ...]
-    micro_batches: int
+    microbatches: int
     average_every: int
 
     def step_s(self, cluster: int) -> float:
         """Return the seconds that a cluster takes for a batch, without the averaging of clusters."""
         stages = self.clusters[cluster]
         slowest = max(stage.compute_s + stage.transfer_s for stage in stages)
-        return slowest * (self.micro_batches + len(stages) - 1) / self.micro_batches
+        return slowest * (self.microbatches + len(stages) - 1) / self.microbatches
 
     @property
     def average_s(self) -> float:
@@ -129,12 +129,12 @@ def plan(
     blocks: Sequence[Block],
     machines: Sequence[Machine],
     *,
-    micro_batches: int = 4,
+    microbatches: int = 4,
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
 ) -> Plan:
-    """Return the plan with the most batches per second.
+    """Return the plan with the most batches per second, among the plans with the shortest step by number of clusters.
 
     For up to 8 machines, no other clusters, orders and cuts have a shorter step; for more, they are searched for.
     Machines that would slow down the others stay idle.
@@ -142,7 +142,7 @@ def plan(
     Args:
         blocks: in the order of their execution.
         machines: all that may be used.
-        micro_batches: parts of a batch that follow each other through a cluster.
+        microbatches: parts of a batch that follow each other through a cluster.
         clusters: number of clusters; None for the best.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle.
@@ -155,9 +155,9 @@ def plan(
         each = f"{plural(len(blocks), 'block')} in {plural(clusters or 1, 'cluster')}"
         raise ConfigError(f"{len(machines)} nodes are too many for {each}; leave {len(machines) - most} of them idle")
     found: _Exact | _Search = (
-        _Exact(blocks, machines, micro_batches, all_nodes)
+        _Exact(blocks, machines, microbatches, all_nodes)
         if len(machines) <= EXACT_MACHINES
-        else _Search(blocks, machines, micro_batches, average_every, all_nodes)
+        else _Search(blocks, machines, microbatches, average_every, all_nodes)
     )
     counts = range(1, len(machines) + 1) if clusters is None else [clusters]
     plans = [replace(item, average_every=average_every) for item in found.plans(counts)]
@@ -193,8 +193,8 @@ def stages_of(blocks: Sequence[Block], machines: Sequence[Machine], starts: Sequ
 class _Costs:
     """Seconds of stages: arrays over the first block and the block after the last one; infinite if it does not fit."""
 
-    def __init__(self, blocks: Sequence[Block], machines: Sequence[Machine], micro_batches: int) -> None:
-        self.blocks, self.machines, self.micro_batches = blocks, machines, micro_batches
+    def __init__(self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int) -> None:
+        self.blocks, self.machines, self.microbatches = blocks, machines, microbatches
         self._memory = np.cumsum([0.0, *(block.memory for block in blocks)])
         self._seconds = np.cumsum([0.0, *(block.seconds for block in blocks)])
         self._sends = np.array([0.0, *(block.sends for block in blocks)])
@@ -232,23 +232,23 @@ class _Costs:
         return np.take_along_axis(slowest, cut[:, None], axis=1)[:, 0], cut + 1
 
     def factor(self, stages: int) -> float:
-        return (self.micro_batches + stages - 1) / self.micro_batches
+        return (self.microbatches + stages - 1) / self.microbatches
 
     def plan(self, clusters: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Plan:
         """Return the plan of clusters, given as machines in order and the first block of each."""
         stages = [stages_of(self.blocks, [self.machines[item] for item in order], starts) for order, starts in clusters]
         used = {stage.machine.name for item in stages for stage in item}
         idle = tuple(item for item in self.machines if item.name not in used)
-        return Plan(tuple(self.blocks), tuple(stages), idle, self.micro_batches, 1)
+        return Plan(tuple(self.blocks), tuple(stages), idle, self.microbatches, 1)
 
 
 class _Exact:
     """All clusters, orders and cuts of a few machines, by dynamic programming over subsets of them."""
 
     def __init__(
-        self, blocks: Sequence[Block], machines: Sequence[Machine], micro_batches: int, all_nodes: bool
+        self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, all_nodes: bool
     ) -> None:
-        self._costs = costs = _Costs(blocks, machines, micro_batches)
+        self._costs = costs = _Costs(blocks, machines, microbatches)
         count = len(machines)
         self._slowest: dict[tuple[int, int], Floats] = {}  # by the set of machines and the first of them
         self._next: dict[tuple[int, int], tuple[Floats, Floats]] = {}  # following machine, and its first block
@@ -325,13 +325,13 @@ class _Search:
         self,
         blocks: Sequence[Block],
         machines: Sequence[Machine],
-        micro_batches: int,
+        microbatches: int,
         average_every: int,
         all_nodes: bool,
     ) -> None:
         self._average_every, self._all_nodes = average_every, all_nodes
-        self._whole = _Costs(blocks, machines, micro_batches)
-        self._costs = _Costs(_merged(blocks, SEARCHED_BLOCKS), machines, micro_batches)
+        self._whole = _Costs(blocks, machines, microbatches)
+        self._costs = _Costs(_merged(blocks, SEARCHED_BLOCKS), machines, microbatches)
         self._step = functools.cache(self._step_of)
         self._left = SEARCH_STAGES
         self._needed = sum(block.memory for block in blocks)
@@ -365,7 +365,7 @@ class _Search:
             return order
         machines = self._whole.machines
         own = [machines[item] for item in order]
-        exact = _Exact(self._costs.blocks, own, self._costs.micro_batches, self._all_nodes)
+        exact = _Exact(self._costs.blocks, own, self._costs.microbatches, self._all_nodes)
         names = {machines[item].name: item for item in order}
         return next(
             (tuple(names[item.machine.name] for item in found.clusters[0]) for found in exact.plans([1])), order
@@ -463,7 +463,7 @@ class _Search:
             yield changed({slowest: (*rest[:j], own[i], *rest[j:])})
 
     def _step_of(self, order: tuple[int, ...]) -> float:
-        """Return the seconds of a cluster for a batch; more than a day if a machine lacks memory."""
+        """Return the seconds of a cluster for a batch; many more if it lacks memory, depending on how much."""
         if not order:
             return float("inf")
         self._left -= len(order)
@@ -471,8 +471,16 @@ class _Search:
         for machine, following in reversed([*itertools.pairwise(order)]):
             rest, _ = self._costs.before(machine, following, rest)
         step = float(rest[0]) * self._costs.factor(len(order))
-        lacks = self._needed - sum(self._whole.machines[item].memory for item in order)
-        return step if step < float("inf") else 1e6 * (1 + max(0, lacks) / self._needed)
+        return step if step < float("inf") else 1e9 * (1 + self._lacks(order))
+
+    def _lacks(self, order: tuple[int, ...]) -> float:
+        """Return the share of blocks for which a cluster has no memory, and a little for each useless machine."""
+        first, useless, count = 0, 0, len(self._costs.blocks)
+        for machine in order:
+            fits = np.isfinite(self._costs.compute(machine)[first]) if first < count else np.zeros(1, dtype=bool)
+            useless += not fits.any()
+            first = int(fits.nonzero()[0][-1]) if fits.any() else first
+        return 1 - first / count + useless / 1000
 
     @staticmethod
     def _plan(orders: Iterable[tuple[int, ...]], costs: _Costs) -> Plan | None:

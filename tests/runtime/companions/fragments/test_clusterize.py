@@ -36,7 +36,7 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(stage.memory < 1e9 for stage in stages)
     table = capsys.readouterr().out
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["Root", "Stem", "Leaf"]
-    assert "per step of 64 rows, in 4 micro-batches" in table
+    assert "per step of 64 rows, in 4 microbatches" in table
     plan = json.loads(Path("fragments.json").read_text())
     assert plan["blocks"] == [str(index) for index in range(16)]
     [cluster] = plan["clusters"]

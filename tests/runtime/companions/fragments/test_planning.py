@@ -43,7 +43,7 @@ def partitions(items: Sequence[Machine]) -> Iterator[list[list[Machine]]]:
 
 
 def brute_force(
-    blocks: list[Block], machines: list[Machine], micro_batches: int, *, all_nodes: bool
+    blocks: list[Block], machines: list[Machine], microbatches: int, *, all_nodes: bool
 ) -> dict[int, float]:
     """Return the shortest step for each number of clusters, by trying all clusters, orders and cuts."""
 
@@ -55,7 +55,7 @@ def brute_force(
                     stages = stages_of(blocks, order, [0, *cuts])
                     if all(stage.memory <= stage.machine.memory for stage in stages):
                         slowest = max(stage.compute_s + stage.transfer_s for stage in stages)
-                        found.append(slowest * (micro_batches + count - 1) / micro_batches)
+                        found.append(slowest * (microbatches + count - 1) / microbatches)
         return min(found)
 
     steps: dict[frozenset[str], float] = {}
@@ -93,9 +93,9 @@ def test_no_other_plan_of_few_machines_is_faster(seed: int, all_nodes: bool) -> 
     for clusters, expected in best.items():
         if expected == float("inf"):
             with pytest.raises(ConfigError, match="do(es)? not fit|too many"):
-                plan(blocks, machines, micro_batches=1 + seed % 4, clusters=clusters, all_nodes=all_nodes)
+                plan(blocks, machines, microbatches=1 + seed % 4, clusters=clusters, all_nodes=all_nodes)
         else:
-            found = plan(blocks, machines, micro_batches=1 + seed % 4, clusters=clusters, all_nodes=all_nodes)
+            found = plan(blocks, machines, microbatches=1 + seed % 4, clusters=clusters, all_nodes=all_nodes)
             check(found)
             assert slowest(found) == pytest.approx(expected)
             assert not (all_nodes and found.idle)
@@ -128,7 +128,7 @@ def test_the_search_is_close_to_the_best_plan(monkeypatch: pytest.MonkeyPatch) -
         check(searched)
         gaps.append(exact.batches_per_s / searched.batches_per_s - 1)
     assert min(gaps) > -1e-9, "the exact plan is not the best"
-    assert max(gaps) < 0.1
+    assert max(gaps) < 0.05
 
 
 def test_64_machines_take_seconds() -> None:
@@ -142,10 +142,20 @@ def test_64_machines_take_seconds() -> None:
     assert max(steps) < 2 * min(steps), "clusters are not balanced"
 
 
+def test_many_machines_that_hardly_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them cannot hold a single block, and stay idle."""
+    monkeypatch.setattr(planning, "SEARCH_STAGES", 20_000)
+    blocks, machines = case(1, machines=40, blocks=90, memory=1.5)
+    small = [Machine(f"small_{index}", memory=1, bandwidth=100, speed=4) for index in range(10)]
+    found = plan(blocks, [*small, *machines])
+    check(found)
+    assert {machine.name for machine in small} <= {machine.name for machine in found.idle}
+
+
 def test_equal_machines_without_a_network_share_the_blocks_equally() -> None:
     blocks = [Block(f"layers.{index}", 1, 10, sends=1, seconds=1) for index in range(6)]
     machines = [Machine(f"node_{index}", memory=25) for index in range(3)]
-    found = plan(blocks, machines, micro_batches=8)
+    found = plan(blocks, machines, microbatches=8)
     assert [[(stage.first, stage.last) for stage in stages] for stages in found.clusters] == [[(0, 1), (2, 3), (4, 5)]]
     assert found.total_s == pytest.approx(2 * 10 / 8)
 
