@@ -15,6 +15,7 @@ from parts import (
     logging,
     memory,
     mirror,
+    planning,
     reading,
     serving,
     sharding,
@@ -35,6 +36,7 @@ PARTS = {
     "mirror": mirror,
     "sharding": sharding,
     "memory": memory,
+    "planning": planning,
     "serving": serving,
     "sweeps": sweeps,
 }

@@ -32,6 +32,7 @@ SECTIONS = {
             "mlx_runtime.companions.sweeps.SweepResult",
         ),
         *("mlx_runtime.load_config", "mlx_runtime.connect", "mlx_runtime.fit", "mlx_runtime.clean_exit"),
+        *("mlx_runtime.clusterize", "mlx_runtime.companions.fragments.planning.Plan"),
     ),
     "Training functions": (
         *(

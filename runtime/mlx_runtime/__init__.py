@@ -10,6 +10,7 @@ from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
+    from mlx_runtime.companions.fragments import clusterize
     from mlx_runtime.companions.notebook import (
         Trainer,
         accelerate,
@@ -47,6 +48,7 @@ __all__ = [
     "Trainer",
     "accelerate",
     "clean_exit",
+    "clusterize",
     "connect",
     "defer_loading",
     "fit",
@@ -80,6 +82,7 @@ _HOMES = {
     "Trainer": "companions.notebook",
     "accelerate": "companions.notebook",
     "clean_exit": "exits",
+    "clusterize": "companions.fragments",
     "connect": "training",
     "defer_loading": "config.constructors.declarations",
     "fit": "training",

@@ -2,4 +2,4 @@
 
 from mlx_runtime.importing import door
 
-__all__, __getattr__ = door(__name__, "commands")
+__all__, __getattr__ = door(__name__, "commands roster")

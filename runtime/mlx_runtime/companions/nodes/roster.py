@@ -1,7 +1,9 @@
 """The machines of a run, as `cfg.nodes` lists them."""
 
 import ipaddress
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ FILE_BYTES = 1 << 20
 
 _COUNT = Kind("a whole number above 0", lambda value: type(value) is int and 0 < value < 1 << 16)
 _SIZE = Kind("a number above 0", lambda value: NUMBER.fits(value) and 0 < value < 1e9)
-_SIZES = {"ram": _SIZE, "bandwidth": _SIZE}
+_SIZES = {"ram": _SIZE, "bandwidth": _SIZE, "speed": _SIZE}
 _FIELDS: dict[str, Kind] = {
     "IP": TEXT,
     "name": Kind("the name of a node", is_name),
@@ -37,6 +39,7 @@ class Node:
     port: int = 0  # at which others join, if it is the first; 0 for any
     ram: float | None = None  # GB of memory, of GPUs or of the machine
     bandwidth: float | None = None  # Mbps
+    speed: float | None = None  # relative to other nodes
     slots: int | None = None  # number of workers; None for an equal share
     ssh: str | None = None  # destination at which the first machine starts this one
     folder: str | None = None  # in which SSH starts it
@@ -77,23 +80,39 @@ def read(file: Path) -> list[Node]:
     try:
         content = file.read_bytes() if file.stat().st_size <= FILE_BYTES else b""
         entries = from_json(content, {})
+        json.loads(content, object_pairs_hook=_without_duplicates)
         if not entries:
             raise ValueError("it lists no machines" if content else f"it has more than {FILE_BYTES} bytes")
     except OSError as error:
         raise ConfigError(f"cannot read cfg.nodes={file}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
+    return parse(entries, str(file))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r:.40} is given twice")
+    return fields
+
+
+def parse(entries: Mapping[str, Any], title: str) -> list[Node]:
+    """Return the machines of the content of nodes.json; raise ConfigError like `read`."""
     nodes: dict[str, Node] = {}
     for key, entry in entries.items():
         try:
-            node = _node(key, entry)
+            node = _node(str(key), entry)
             if node.name in nodes:
                 raise ValueError(f"name {node.name} is that of another node, too")
             if same := [other.name for other in nodes.values() if (other.host, other.port) == (node.host, node.port)]:
                 raise ValueError(f"IP is that of {same[0]}, too")
         except ValueError as error:
-            raise ConfigError(f"{file}, node {key!r:.40}: {error}") from error
+            raise ConfigError(f"{title}, node {key!r:.40}: {error}") from error
         nodes[node.name] = node
+    if not nodes:
+        raise ConfigError(f"{title}: it lists no machines")
     return [*nodes.values()]
 
 

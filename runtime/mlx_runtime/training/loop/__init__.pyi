@@ -12,10 +12,13 @@ from mlx_runtime.training.loop.connections import Receiver as Receiver
 from mlx_runtime.training.loop.connections import Remote as Remote
 from mlx_runtime.training.loop.examples import EXAMPLES as EXAMPLES
 from mlx_runtime.training.loop.experiment import BaseModule as BaseModule
+from mlx_runtime.training.loop.experiment import attach as attach
 from mlx_runtime.training.loop.forward import HALF as HALF
 from mlx_runtime.training.loop.forward import compile_forward as compile_forward
 from mlx_runtime.training.loop.forward import recompute as recompute
 from mlx_runtime.training.loop.losses import Mean as Mean
+from mlx_runtime.training.loop.memory import needs_of_config as needs_of_config
+from mlx_runtime.training.loop.memory import states_after_step as states_after_step
 from mlx_runtime.training.loop.memory import ways_to_save as ways_to_save
 from mlx_runtime.training.loop.optimization import prepare_models as prepare_models
 from mlx_runtime.training.loop.stopping import LoopStopped as LoopStopped

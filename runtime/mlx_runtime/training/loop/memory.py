@@ -47,7 +47,7 @@ def memory_needs(models: Any, optimizers: Any) -> MemoryNeeds:
     for part in (part for module in modules for part in module.modules() if is_sharded(part)):
         part.reshard()  # the error may have left it gathered
     params = list(dict.fromkeys(param for module in modules for param in module.parameters()))
-    of_optimizers = map(_state_bytes, members(optimizers, Optimizer).values())
+    of_optimizers = (sum(states_after_step(item).values()) for item in members(optimizers, Optimizer).values())
     return MemoryNeeds(_bytes(params), _bytes(param for param in params if param.requires_grad), sum(of_optimizers))
 
 
@@ -130,16 +130,20 @@ def ways_to_save(cfg: Any) -> str:
     return f"To save memory: {'; '.join(ways)}; a lower batch_size, with more cfg.accumulate_grad_batches"
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state after its first step, taken by a copy on the meta device."""
-    groups = [group | {"params": [_without_data(item) for item in group["params"]]} for group in optimizer.param_groups]
+def states_after_step(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Return the bytes of each parameter's state after the first step, taken by a copy on the meta device."""
+    copies = {param: _without_data(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = [group | {"params": [copies[item] for item in group["params"]]} for group in optimizer.param_groups]
     kind: Any = type(optimizer)
-    state = optimizer.state
+    state: Mapping[Any, Any] = {copies[param]: values for param, values in optimizer.state.items() if param in copies}
     with contextlib.suppress(Exception), torch.no_grad():  # `step` may need a closure, or other arguments
         copy = kind(groups)
         inspect.unwrap(kind.step)(copy)  # without the hooks of all optimizers
         state = copy.state
-    return _bytes(value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor))
+    tensors = {
+        item: [value for value in values.values() if isinstance(value, torch.Tensor)] for item, values in state.items()
+    }
+    return {param: _bytes(tensors.get(item, [])) for param, item in copies.items()}
 
 
 def _without_data(param: torch.Tensor) -> nn.Parameter:

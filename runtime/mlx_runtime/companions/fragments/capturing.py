@@ -1,0 +1,139 @@
+"""The first call of a model by the loop of an experiment, with rows from its own loaders."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mlx_runtime.companions.fragments.scripted import opened
+from mlx_runtime.companions.fragments.tracing import available_bytes
+from mlx_runtime.config import build, build_group, build_optimizers
+from mlx_runtime.config.pretrained import without_weights
+from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions, construction, stream_names
+from mlx_runtime.distributed import Topology, device_here
+from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.training import RunConfig
+from mlx_runtime.training.loop import BaseModule, LoopStopped, attach, loop_errors, needs_of_config, prepare_models
+from mlx_runtime.training.strategies import DDP, build_models
+
+SHARE_FOR_MODELS = 0.25
+"""Share of free memory above which models are built on the meta device."""
+
+
+class Call(NamedTuple):
+    """A call of a model, before it has begun."""
+
+    name: str  # in the group `models`
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    optimizers: list[Optimizer]
+
+
+class _NoSession:
+    """Stands for the session of a run until a model is called: loaders are read, and nothing is recorded."""
+
+    def watch(self, loader: Any) -> Any:
+        return loader
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = None) -> Call:
+    """Run the loop of an experiment until it calls a model for training. Nothing is trained or stored.
+
+    Pretrained weights are not downloaded, and models too large for this machine are built without memory.
+
+    Args:
+        experiment: class of the experiment.
+        config: its config.
+        name: of the model; None for the largest.
+
+    Raises:
+        UsageError: there is no such model, or the loop does not call it.
+        ConfigError, WorkerLoopError: an object cannot be built, or the loop fails.
+    """
+    cfg, tree = config.cfg, config.tree
+    if streams := stream_names(tree):
+        raise UsageError(f"datasets.{streams[0]} is a stream of Ray Data, which this command does not read")
+    device = torch.device("cpu") if cfg.use_gpu is False else device_here()
+    on_meta = _is_large(tree, device)
+    topology = Topology(0, 1, torch.device("meta") if on_meta else device)
+    calls: list[Call] = []
+    with topology.entered(), without_weights(), loop_errors(0, Path.cwd()):
+        seed_everything(cfg.seed)
+        groups: dict[str, Any] = {"cfg": cfg}
+        for group, node in tree.items():
+            if group == "datasets":
+                groups[group] = build_group(node, group, lambda item: construction(tree["datasets"][item], cfg.seed))
+            elif group == "models":
+                groups[group] = build_models(node, elsewhere=True) if on_meta else DDP(cfg, topology).build(node)
+            elif group not in ("cfg", "optimizers"):
+                groups[group] = build(node, group)
+        models = members(groups.get("models"), nn.Module)
+        name = _chosen(models, name)
+        models[name] = opened(models[name])
+        setattr(groups["models"], name, models[name])
+        prepare_models([models[name]], SimpleNamespace(precision=cfg.precision, compile=False), device)
+        if "optimizers" in tree:
+            groups["optimizers"] = build_optimizers(tree["optimizers"], groups["models"])
+        optimizers = list(members(groups.get("optimizers"), Optimizer).values())
+
+        def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if model.training and torch.is_grad_enabled():
+                calls.append(Call(name, model, args, kwargs, optimizers))
+                raise LoopStopped
+
+        hook = models[name].register_forward_pre_hook(before_forward, with_kwargs=True)
+        try:
+            made = experiment(**groups)
+            attach(made, _NoSession())  # type: ignore[arg-type]
+            made.worker_loop(_shards(tree, groups["datasets"], topology, cfg.seed))
+        except LoopStopped:
+            return calls[0]
+        finally:
+            hook.remove()
+    raise UsageError(f"worker_loop of {experiment.__name__} does not call models.{name} with gradients")
+
+
+def _is_large(tree: dict[str, Any], device: torch.device) -> bool:
+    try:
+        needs = needs_of_config(tree)
+    except USER_ERRORS:  # constructors may need real tensors
+        return False
+    return needs.parameters + needs.gradients > SHARE_FOR_MODELS * available_bytes(device)
+
+
+def _chosen(models: Mapping[str, nn.Module], name: str | None) -> str:
+    if not models:
+        raise UsageError("the experiment has no models to plan")
+    if name is not None and name not in models:
+        raise UsageError(f"there is no model {name!r}.{suggest(name, models)}")
+    return name or max(models, key=lambda item: sum(param.numel() for param in models[item].parameters()))
+
+
+def _shards(tree: Mapping[str, Any], datasets: Any, topology: Topology, seed: int) -> DatasetShards:
+    nodes = {name: node for name, node in tree.get("datasets", {}).items() if not name.startswith("_")}
+    options = LoaderOptions(seed)
+    return DatasetShards(
+        {name: DatasetShard(name, datasets, topology, options, node=node) for name, node in nodes.items()}
+    )

@@ -1,0 +1,216 @@
+"""From a model and nodes to a plan: its table, and its file."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mlx_runtime import companions
+from mlx_runtime.companions.fragments.planning import FILE, Machine, Plan, plan, roles
+from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
+from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.runs.tables import plural, print_table
+
+RESERVE = 0.1
+"""Share of a node's memory that is left for the process itself, and for temporary tensors."""
+
+NODES = "node_data/node_configs.json"
+
+
+def clusterize(
+    model: nn.Module,
+    example_args: Sequence[Any],
+    nodes: str | Path | Mapping[str, Any] | int = NODES,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    optimizer: Optimizer | None = None,
+    microbatches: int = 4,
+    clusters: int | None = None,
+    average_every: int = 1,
+    all_nodes: bool = False,
+    output: str | Path | None = FILE,
+) -> Plan:
+    """Cut a model for unequal machines, print which of them holds which blocks, and write the plan.
+
+        clusterize(model, example_args=(torch.rand(64, 3, 28, 28),), nodes="nodes.json")
+
+    Memory is measured on tensors without memory, and time by a few forward and backward passes.
+
+    Args:
+        model: any model. One on the meta device, or too large for this machine, has times estimated from its FLOPs.
+        example_args: arguments of a call, with a batch of the size that a cluster will train on.
+        nodes: file with the machines, or its content, `{"0": {"IP": "10.0.0.1", "benchmarks": {"ram": 8, "bandwidth":
+            20}}}` with GB and Mbps; or a number of equal parts of this machine.
+        example_kwargs: keyword arguments of the call.
+        optimizer: its states need memory, too; None counts those of Adam.
+        microbatches: parts of a batch that follow each other through a cluster.
+        clusters: number of clusters, which hold the whole model each; None for the most batches per second.
+        average_every: steps between two averages of the clusters.
+        all_nodes: leave no machine idle, even if the others would be faster without it.
+        output: file for the plan; None writes none.
+
+    Raises:
+        ConfigError: the model does not fit, or cannot be cut; or the nodes are wrong.
+    """
+    optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
+    machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
+    traced = trace(model, example_args, example_kwargs, optimizers)
+    found = plan(traced.blocks, machines, microbatches=microbatches, clusters=clusters, average_every=average_every)
+    show(found, traced, rows_of(example_args, example_kwargs))
+    if output is not None:
+        write(Path(output), "model", found)
+    return found
+
+
+def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
+    """Return the machines of a nodes file, or of its content; raise ConfigError if it lacks a size."""
+    roster = companions.part("nodes.roster")
+    title = "nodes" if isinstance(nodes, Mapping) else str(nodes)
+    listed = roster.parse(nodes, title) if isinstance(nodes, Mapping) else roster.read(Path(nodes))
+    for node in listed:
+        for name, unit in (("ram", "GB"), ("bandwidth", "Mbps")):
+            if getattr(node, name) is None:
+                raise ConfigError(f'{title}, node {node.name}: {name} is missing; write "{name}": its {unit}')
+    return [
+        Machine(node.name, node.ram * 1e9 * (1 - RESERVE), node.bandwidth * 1e6 / 8, node.speed or 1.0)
+        for node in listed
+    ]
+
+
+def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
+    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores."""
+    gpus = 0 if use_gpu is False else torch.cuda.device_count()
+    if 0 < workers <= gpus:
+        sizes = [available_bytes(torch.device("cuda", index)) for index in range(workers)]
+        return [
+            Machine(f"node_{index}", size * (1 - RESERVE), _loopback_bytes_per_s()) for index, size in enumerate(sizes)
+        ]
+    count = max(1, workers)
+    memory, bandwidth = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count, _loopback_bytes_per_s()
+    return [Machine(f"node_{index}", memory, bandwidth, 1 / count) for index in range(count)]
+
+
+def _local(count: int) -> list[Machine]:
+    if isinstance(count, bool) or count < 1:
+        raise ConfigError(f"nodes is {count}; write a file, or a number of parts of this machine, at least 1")
+    return local_machines(count)
+
+
+def _loopback_bytes_per_s(size: int = 1 << 26) -> float:
+    """Measure the bandwidth between two processes of this machine."""
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        thread = threading.Thread(target=sender.sendall, args=(bytes(size),))
+        start, left = time.perf_counter(), size
+        thread.start()
+        while left:
+            left -= len(receiver.recv(1 << 20))
+        thread.join()
+        return size / (time.perf_counter() - start)
+
+
+def rows_of(args: Any, kwargs: Any) -> int:
+    """Return the number of rows in a batch."""
+    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor) and item.ndim]
+    return len(tensors[0]) if tensors else 1
+
+
+def show(found: Plan, traced: Trace, rows: int) -> None:
+    """Print the stages of each cluster, and the expected time of a step."""
+    lines = []
+    for number, stages in enumerate(found.clusters):
+        slowest = max(stages, key=lambda item: item.compute_s + item.transfer_s)
+        for role, stage in zip(roles(len(stages)), stages, strict=True):
+            names = [block.name or "all" for block in found.blocks[stage.first : stage.last + 1]]
+            busy = stage.compute_s + stage.transfer_s
+            lines.append(
+                {
+                    "cluster": str(number),
+                    "node": stage.machine.name,
+                    "role": role,
+                    "blocks": names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})",
+                    "parameters": f"{stage.parameters:,}",
+                    "MB": f"{stage.memory / 1e6:,.1f} of {stage.machine.memory / 1e6:,.0f}",
+                    "compute": _time(stage.compute_s),
+                    "transfer": _time(stage.transfer_s),
+                    "step": _time(found.step_s(number)) if role == "Root" else "",
+                    "bottleneck": f"{_bottleneck(stage)} ({_time(busy)})" if stage is slowest else "",
+                }
+            )
+    print_table(lines, sys.stdout)
+    count = len(found.clusters)
+    average = f", of which averaging {count} clusters takes {_time(found.average_s)}" if count > 1 else ""
+    parts = f"{found.microbatches} microbatch{'es' * (found.microbatches > 1)}"
+    print(f"{_time(found.total_s)} per step of {plural(count * rows, 'row')}, in {parts}{average}")
+    if found.idle:
+        print(f"idle: {', '.join(machine.name for machine in found.idle)}, because they would slow down the others")
+    for note in traced.notes:
+        print(f"note: {note}")
+
+
+def _bottleneck(stage: Any) -> str:
+    return "compute" if stage.compute_s >= stage.transfer_s else "network"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
+
+
+def next_step(found: Plan, file: Path) -> str:
+    """Return the command that trains with a plan, or the reason why none does."""
+    cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
+    if len(cuts) > 1:
+        return "its clusters are cut differently, and cfg.strategy=pipeline needs equal cuts: use --clusters 1"
+    stages = len(found.clusters[0])
+    if stages == 1:
+        return "each cluster is one node, so cfg.strategy=ddp trains this"
+    workers = stages * len(found.clusters)
+    return (
+        f"next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={file} cfg.fragments.stages={stages} "
+        f"cfg.start_workers={workers}"
+    )
+
+
+def write(file: Path, model: str, found: Plan) -> None:
+    """Write a plan as JSON. A strategy reads `model`, `blocks` and, of each stage, `node`, `first` and `last`."""
+    document = {
+        "model": model,
+        "blocks": [block.name for block in found.blocks],
+        "microbatches": found.microbatches,
+        "clusters": [
+            {
+                "step_s": found.step_s(number),
+                "stages": [
+                    {
+                        "node": stage.machine.name,
+                        "role": role,
+                        "first": stage.first,
+                        "last": stage.last,
+                        "parameters": stage.parameters,
+                        "memory": stage.memory,
+                        "compute_s": stage.compute_s,
+                        "transfer_s": stage.transfer_s,
+                    }
+                    for role, stage in zip(roles(len(stages)), stages, strict=True)
+                ],
+            }
+            for number, stages in enumerate(found.clusters)
+        ],
+        "idle": [machine.name for machine in found.idle],
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.tmp")
+        temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise StorageError(f"cannot write {file}: {error.strerror or error}") from error

@@ -1,0 +1,80 @@
+"""The command that plans the fragments of a model."""
+
+from pathlib import Path
+
+import click
+
+from mlx_runtime.cli import commands, options
+from mlx_runtime.cli.verbs import projects
+from mlx_runtime.config.projects import AN_EXPERIMENT
+
+
+@click.command("clusterize", context_settings=commands.OVERRIDES)
+@options.debug
+@click.option("--nodes", metavar="FILE", type=options.PAGE, help="Like nodes.json. Default: workers of this machine.")
+@click.option("--model", metavar="NAME", type=options.word, help="Model in Models. Default: the largest.")
+@click.option("--clusters", metavar="K", type=click.IntRange(min=1), help="Number of clusters. Default: the fastest.")
+@click.option(
+    "--microbatches",
+    metavar="M",
+    type=click.IntRange(min=1),
+    help="Parts of a batch. Default: cfg.fragments.microbatches.",
+)
+@click.option(
+    "--average-every",
+    metavar="H",
+    type=click.IntRange(min=1),
+    help="Steps between two averages of the clusters. Default: cfg.replicas.every, or 1.",
+)
+@click.option("--all-nodes", is_flag=True, help="Leave no node idle.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
+@click.option("-o", "--output", metavar="FILE", type=options.PAGE, help="Default: fragments.json beside conf.yaml.")
+@commands.variant_option
+@click.argument("overrides", nargs=-1)
+def train_clusterize(
+    nodes: Path | None,
+    model: str | None,
+    clusters: int | None,
+    microbatches: int | None,
+    average_every: int | None,
+    all_nodes: bool,
+    dry_run: bool,
+    output: Path | None,
+    variants: tuple[str, ...],
+    overrides: tuple[str, ...],
+) -> None:
+    """Cut a model for machines that cannot hold it: measure its blocks, and plan which node holds which.
+
+    Rows come from the experiment's own loader, with its batch_size per cluster.
+    """
+    words = [*overrides, *commands.variant_words(variants)]
+    _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")
+    from mlx_runtime.companions.fragments import clusterizing
+    from mlx_runtime.companions.fragments.capturing import capture
+    from mlx_runtime.companions.fragments.planning import FILE, plan
+    from mlx_runtime.companions.fragments.tracing import trace
+    from mlx_runtime.config.projects import CONF
+    from mlx_runtime.training import load_config
+
+    config = load_config(experiment, words)
+    cfg = config.cfg
+    machines = (
+        clusterizing.machines_of(nodes)
+        if nodes is not None
+        else clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
+    )
+    call = capture(experiment, config, model)
+    traced = trace(call.model, call.args, call.kwargs, call.optimizers)
+    found = plan(
+        traced.blocks,
+        machines,
+        microbatches=microbatches or cfg.fragments.microbatches,
+        clusters=clusters,
+        average_every=average_every or cfg.replicas.every or 1,
+        all_nodes=all_nodes,
+    )
+    clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
+    if not dry_run:
+        file = output or CONF.with_name(FILE)
+        clusterizing.write(file, call.name, found)
+        click.echo(f"wrote {file}; {clusterizing.next_step(found, file)}")

@@ -1,0 +1,116 @@
+"""`clusterize` and `mlx train clusterize`: from nodes.json to a table and fragments.json."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlx
+from torch import nn
+
+from mlx_runtime import clusterize
+from mlx_runtime.companions.fragments.clusterizing import machines_of
+from mlx_runtime.errors import ConfigError
+
+
+def nodes(*sizes: tuple[float, float], **fields: Any) -> dict[str, Any]:
+    """Return nodes.json with the RAM and bandwidth of each node."""
+    return {
+        str(index): {"IP": f"10.0.0.{index + 1}:8080", "benchmarks": {"ram": ram, "bandwidth": bandwidth}, **fields}
+        for index, (ram, bandwidth) in enumerate(sizes)
+    }
+
+
+@pytest.mark.pure
+def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The call of spec 004, for a model that no node can hold."""
+    monkeypatch.chdir(tmp_path)
+    Path("node_data").mkdir()
+    Path("node_data/node_configs.json").write_text(json.dumps(nodes((0.35, 20), (0.65, 10), (0.35, 10))))
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+    found = clusterize(model=model, example_args=(torch.rand(64, 2048),))
+    [stages] = found.clusters
+    assert all(stage.memory < 1e9 for stage in stages)
+    table = capsys.readouterr().out
+    assert [line.split()[2] for line in table.splitlines()[1:4]] == ["Root", "Stem", "Leaf"]
+    assert "per step of 64 rows, in 4 microbatches" in table
+    plan = json.loads(Path("fragments.json").read_text())
+    assert plan["blocks"] == [str(index) for index in range(16)]
+    [cluster] = plan["clusters"]
+    assert sorted(stage["node"] for stage in cluster["stages"]) == ["node_0", "node_1", "node_2"]
+    assert [stage["role"] for stage in cluster["stages"]] == ["Root", "Stem", "Leaf"]
+    ends = [(stage["first"], stage["last"]) for stage in cluster["stages"]]
+    assert ends[0][0] == 0
+    assert ends[-1][1] == 15
+    assert all(last + 1 == first for (_, last), (first, _) in itertools.pairwise(ends))
+    assert sum(stage["parameters"] for stage in cluster["stages"]) == 16 * (2048 * 2048 + 2048)
+
+
+@pytest.mark.pure
+def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
+    found = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, all_nodes=True, output=file)
+    assert [stage.machine.name for stage in found.clusters[0]] == ["node_0", "node_1"]
+    assert file.is_file()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"0": {"IP": "10.0.0.1", "ram": 8}}, 'node node_0: bandwidth is missing; write "bandwidth": its Mbps'),
+        ({"0": {"IP": "10.0.0.1", "bandwidth": 8}}, "node node_0: ram is missing"),
+        ({"0": {"benchmarks": {"ram": 8, "bandwidth": 20}}}, "IP is missing"),
+        (nodes((8, 0)), "bandwidth is 0, not a number above 0"),
+        (nodes((float("nan"), 10)), "ram is nan, not a number above 0"),
+        (nodes((8, -1)), "bandwidth is -1, not a number above 0"),
+        (nodes((8, 10), (8, 10), name="same"), "name same is that of another node, too"),
+        (nodes((8, 10), speed=0), "speed is 0, not a number above 0"),
+        ({}, "it lists no machines"),
+    ],
+)
+def test_nodes_without_a_size_are_refused(content: Any, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    file.write_text(json.dumps(content))
+    for source in (file, content):
+        with pytest.raises(ConfigError) as caught:
+            machines_of(source)
+        assert problem in str(caught.value)
+
+
+@pytest.mark.pure
+def test_a_node_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    file.write_text('{"0": {"IP": "10.0.0.1"}, "0": {"IP": "10.0.0.2"}}')
+    with pytest.raises(ConfigError, match="'0' is given twice"):
+        machines_of(file)
+
+
+@pytest.mark.process
+def test_the_command_plans_an_experiment(bound: Path, mlx: Mlx, tmp_path: Path) -> None:
+    """Rows come from its loader, states from its optimizer; nothing is trained or stored."""
+    file, plan = tmp_path / "nodes.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(nodes((8, 20), (16, 10), (8, 10))))
+    words = ("--nodes", str(file), "--clusters", "1", "--all-nodes", "-o", str(plan))
+    done = mlx(bound, "train", "clusterize", *words, "datasets.train.batch_size=24", MLX_STORAGE=str(tmp_path / "runs"))
+    assert done.returncode == 0, done.stderr
+    assert "per step of 24 rows" in done.stdout
+    assert f"wrote {plan}" in done.stdout
+    written = json.loads(plan.read_text())
+    assert written["model"] == "net"
+    assert [stage["role"] for stage in written["clusters"][0]["stages"]] == ["Root", "Stem", "Leaf"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.process
+def test_a_model_that_fits_nowhere_is_refused_by_the_command(bound: Path, mlx: Mlx, tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    file.write_text(json.dumps(nodes((0.0005, 20), (0.0005, 10))))
+    done = mlx(bound, "train", "clusterize", "--nodes", str(file), "--dry-run")
+    assert done.returncode == 1
+    assert "the model does not fit" in done.stderr
+    assert "MB" in done.stderr
+    assert "Traceback" not in done.stderr

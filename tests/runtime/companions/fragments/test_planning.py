@@ -1,0 +1,182 @@
+"""Plans of fragments: the best clusters, orders and cuts, within the memory of each machine."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from mlx_runtime.companions.fragments import planning
+from mlx_runtime.companions.fragments.planning import Block, Machine, Plan, plan, stages_of
+from mlx_runtime.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+
+def case(seed: int, machines: int, blocks: int, memory: float) -> tuple[list[Block], list[Machine]]:
+    """Return random blocks, and machines with `memory` times the memory of all blocks."""
+    draw = random.Random(seed)
+    made = []
+    for index in range(blocks):
+        weights = draw.randint(1, 100)
+        sends, returns = draw.randint(1, 50), draw.randint(0, 50)
+        kept, seconds = draw.randint(0, 200), draw.uniform(0.1, 2)
+        made.append(Block(f"layers.{index}", weights, weights, weights, 2 * weights, kept, sends, returns, seconds))
+    each = memory * sum(block.memory for block in made) / machines
+    return made, [
+        Machine(f"node_{index}", each * draw.uniform(0.3, 1.7), draw.choice([5, 20, 100]), draw.choice([0.5, 1, 4]))
+        for index in range(machines)
+    ]
+
+
+def partitions(items: Sequence[Machine]) -> Iterator[list[list[Machine]]]:
+    """Yield all ways to divide machines into clusters."""
+    if not items:
+        yield []
+        return
+    first, *others = items
+    for found in partitions(others):
+        yield [[first], *found]
+        for index, part in enumerate(found):
+            yield [*found[:index], [first, *part], *found[index + 1 :]]
+
+
+def brute_force(
+    blocks: list[Block], machines: list[Machine], microbatches: int, *, all_nodes: bool
+) -> dict[int, float]:
+    """Return the shortest step for each number of clusters, by trying all clusters, orders and cuts."""
+
+    def step(cluster: Sequence[Machine]) -> float:
+        found = [float("inf")]
+        for count in [len(cluster)] if all_nodes else range(1, len(cluster) + 1):
+            for order in itertools.permutations(cluster, count):
+                for cuts in itertools.combinations(range(1, len(blocks)), count - 1):
+                    stages = stages_of(blocks, order, [0, *cuts])
+                    if all(stage.memory <= stage.machine.memory for stage in stages):
+                        slowest = max(stage.compute_s + stage.transfer_s for stage in stages)
+                        found.append(slowest * (microbatches + count - 1) / microbatches)
+        return min(found)
+
+    steps: dict[frozenset[str], float] = {}
+    best: dict[int, float] = {}
+    for clusters in partitions(machines):
+        for cluster in clusters:
+            names = frozenset(machine.name for machine in cluster)
+            if names not in steps:
+                steps[names] = step(cluster)
+        slowest = max(steps[frozenset(machine.name for machine in cluster)] for cluster in clusters)
+        best[len(clusters)] = min(slowest, best.get(len(clusters), float("inf")))
+    return best
+
+
+def slowest(found: Plan) -> float:
+    return max(map(found.step_s, range(len(found.clusters))))
+
+
+def check(found: Plan) -> None:
+    """Check that each cluster holds all blocks once, in order, and that all stages fit."""
+    for stages in found.clusters:
+        assert [index for stage in stages for index in range(stage.first, stage.last + 1)] == [
+            *range(len(found.blocks))
+        ]
+        assert all(stage.memory <= stage.machine.memory for stage in stages)
+    names = [stage.machine.name for stages in found.clusters for stage in stages]
+    assert len({*names, *(machine.name for machine in found.idle)}) == len(names) + len(found.idle)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("all_nodes", [False, True])
+def test_no_other_plan_of_few_machines_is_faster(seed: int, all_nodes: bool) -> None:
+    blocks, machines = case(seed, machines=2 + seed % 3, blocks=3 + seed % 4, memory=1.3 + seed % 4)
+    best = brute_force(blocks, machines, 1 + seed % 4, all_nodes=all_nodes)
+    for clusters, expected in best.items():
+        if expected == float("inf"):
+            with pytest.raises(ConfigError, match="do(es)? not fit|too many"):
+                plan(blocks, machines, microbatches=1 + seed % 4, clusters=clusters, all_nodes=all_nodes)
+        else:
+            found = plan(blocks, machines, microbatches=1 + seed % 4, clusters=clusters, all_nodes=all_nodes)
+            check(found)
+            assert slowest(found) == pytest.approx(expected)
+            assert not (all_nodes and found.idle)
+
+
+def test_the_number_of_clusters_with_the_most_batches_per_second_is_chosen() -> None:
+    blocks, machines = case(3, machines=5, blocks=12, memory=4)
+    found = plan(blocks, machines, average_every=100)
+    others = [plan(blocks, machines, clusters=count, average_every=100) for count in (1, 2)]
+    assert found.batches_per_s == max(item.batches_per_s for item in (found, *others))
+    assert len({round(item.batches_per_s, 9) for item in others}) == 2
+
+
+def test_averaging_over_slow_links_keeps_machines_in_one_cluster() -> None:
+    blocks, machines = case(3, machines=5, blocks=12, memory=8)
+    often, rarely = (plan(blocks, machines, average_every=steps) for steps in (1, 10_000))
+    assert len(often.clusters) == 1 < len(rarely.clusters)
+    assert often.average_s == 0 < rarely.average_s
+
+
+def test_the_search_is_close_to_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps = []
+    for seed in range(4):
+        blocks, machines = case(seed, machines=6, blocks=16, memory=1.5 + seed)
+        exact = plan(blocks, machines, average_every=50)
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "EXACT_MACHINES", 0)
+            patch.setattr(planning, "SEARCH_STAGES", 4000)
+            searched = plan(blocks, machines, average_every=50)
+        check(searched)
+        gaps.append(exact.batches_per_s / searched.batches_per_s - 1)
+    assert min(gaps) > -1e-9, "the exact plan is not the best"
+    assert max(gaps) < 0.05
+
+
+def test_64_machines_take_seconds() -> None:
+    blocks, machines = case(1, machines=64, blocks=200, memory=8)
+    start = time.process_time()
+    found = plan(blocks, machines, clusters=4)
+    assert time.process_time() - start < 20
+    check(found)
+    assert len(found.clusters) == 4
+    steps = [found.step_s(index) for index in range(4)]
+    assert max(steps) < 2 * min(steps), "clusters are not balanced"
+
+
+def test_many_machines_that_hardly_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them cannot hold a single block, and stay idle."""
+    monkeypatch.setattr(planning, "SEARCH_STAGES", 20_000)
+    blocks, machines = case(1, machines=40, blocks=90, memory=1.5)
+    small = [Machine(f"small_{index}", memory=1, bandwidth=100, speed=4) for index in range(10)]
+    found = plan(blocks, [*small, *machines])
+    check(found)
+    assert {machine.name for machine in small} <= {machine.name for machine in found.idle}
+
+
+def test_equal_machines_without_a_network_share_the_blocks_equally() -> None:
+    blocks = [Block(f"layers.{index}", 1, 10, sends=1, seconds=1) for index in range(6)]
+    machines = [Machine(f"node_{index}", memory=25) for index in range(3)]
+    found = plan(blocks, machines, microbatches=8)
+    assert [[(stage.first, stage.last) for stage in stages] for stages in found.clusters] == [[(0, 1), (2, 3), (4, 5)]]
+    assert found.total_s == pytest.approx(2 * 10 / 8)
+
+
+BLOCKS = [Block(name, 10**6, 10**9, seconds=1) for name in ("embed", "layers.0", "head")]
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings", "message"),
+    [
+        ([0.9e9] * 8, {}, "embed, which is not cut, needs 1.00 GB, and node_0, the largest node, has 0.90 GB"),
+        ([1.2e9] * 2, {}, "it needs 3.00 GB, and 2 nodes have 2.40 GB"),
+        ([1.9e9] * 2, {}, "it needs 3.00 GB, and 2 nodes have 3.80 GB, but no cut at a block fits them"),
+        ([4e9] * 2, {"clusters": 3}, "3 clusters, which hold the model each, do not fit"),
+        ([4e9] * 4, {"clusters": 1, "all_nodes": True}, "4 nodes are too many for 3 blocks in 1 cluster; leave 1 of"),
+        ([4e9] * 9, {"clusters": 2, "all_nodes": True}, "9 nodes are too many for 3 blocks in 2 clusters; leave 3 of"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    memory: list[float], settings: dict[str, int], message: str
+) -> None:
+    machines = [Machine(f"node_{index}", size) for index, size in enumerate(memory)]
+    with pytest.raises(ConfigError, match=message):
+        plan(BLOCKS, machines, **settings)  # type: ignore[arg-type]

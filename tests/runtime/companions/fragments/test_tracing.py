@@ -1,0 +1,266 @@
+"""Blocks of a model, and what each of them needs."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from mlx_runtime.companions.fragments import tracing
+from mlx_runtime.companions.fragments.scripted import opened
+from mlx_runtime.companions.fragments.tracing import blocks_of_model, trace
+from mlx_runtime.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+ROWS, FLOAT = 5, 4
+
+
+class Net(nn.Module):
+    """Two linear layers, defined in another order than they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(16, 3)
+        self.first = nn.Linear(8, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x).relu() * self.scale)
+        return result
+
+
+def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
+    net, x = Net(), torch.rand(ROWS, 8)
+    first, second = trace(net, (x,), optimizers=[Adam(net.parameters())]).blocks
+    assert (first.name, second.name) == ("first", "second")
+    others = 16 + 2 * 2 + 2  # `scale`, which the first block uses, and `unused`
+    assert (first.parameters, second.parameters) == (8 * 16 + 16 + others, 16 * 3 + 3)
+    assert first.weights == first.gradients == FLOAT * first.parameters
+    assert first.states == FLOAT * (2 * first.parameters + 5)  # two moments, and the step of each of five tensors
+    assert first.activations == FLOAT * ROWS * (8 + 16)  # x, and the output of relu
+    assert first.sends == first.returns == FLOAT * ROWS * 16
+    assert second.activations == FLOAT * ROWS * 16
+    assert second.sends == second.returns == 0
+
+
+def test_what_skips_a_block_crosses_both_cuts() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(10, 3)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            a = self.a(x)
+            result: torch.Tensor = self.c(torch.cat([a, self.b(a)], dim=1)) * mask
+            return result
+
+    found = trace(Skip(), (torch.rand(ROWS, 4),), {"mask": torch.ones(ROWS, 1)}).blocks
+    assert [block.sends for block in found] == [FLOAT * ROWS * 9, FLOAT * ROWS * 11, 0]  # the mask, too
+    assert [block.returns for block in found] == [FLOAT * ROWS * 8, FLOAT * ROWS * 10, 0]
+
+
+def test_a_tensor_that_two_blocks_keep_counts_once() -> None:
+    first, second = trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.rand(ROWS, 4),)).blocks
+    assert (first.activations, second.activations) == (FLOAT * ROWS * (4 + 8), 0)
+    assert first.sends == FLOAT * ROWS * 8  # counted by the stage that receives it
+
+
+def test_frozen_parts_have_no_gradients() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    net[0].requires_grad_(False)
+    found = trace(net, (torch.rand(ROWS, 4),), optimizers=[SGD(net.parameters(), momentum=0.9)]).blocks
+    assert [block.gradients for block in found] == [0, FLOAT * 16, FLOAT * 18]
+    assert [block.states for block in found] == [0, FLOAT * 16, FLOAT * 18]
+    assert [block.returns for block in found] == [0, FLOAT * ROWS * 8, 0]
+    assert found[1].weights == FLOAT * (2 * 8 + 2 * 8) + 8  # with running statistics
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(20, 4), nn.LayerNorm(4)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True) for _ in range(2))
+        self.head, self.last = nn.Linear(4, 20, bias=False), nn.Linear(20, 2)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.last(self.head(self.norm(x)))
+        return result
+
+
+def test_blocks_that_share_weights_are_one_with_those_between() -> None:
+    net, rows = Tied(), torch.randint(0, 20, (ROWS, 6))
+    found = trace(net, (rows,))
+    assert [block.name for block in found.blocks] == ["embed", "last"] == blocks_of_model(net, (rows,))
+    assert found.notes == ["embed and head share embed.weight, so they are one block with those between"]
+    assert sum(block.parameters for block in found.blocks) == sum(item.numel() for item in net.parameters())
+    net.head.weight = nn.Parameter(torch.ones(20, 4))
+    assert blocks_of_model(net, (rows,)) == ["embed", "layers.0", "layers.1", "norm", "head", "last"]
+
+
+def test_a_model_without_modules_inside_is_one_block() -> None:
+    [block] = trace(nn.Linear(4, 2), (torch.rand(ROWS, 4),)).blocks
+    assert (block.name, block.parameters) == ("", 10)
+    assert block.seconds > 0
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return gradient
+
+
+class Sleeper(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        found: torch.Tensor = Slow.apply(super().forward(x))
+        return found
+
+
+def test_time_is_measured_forward_and_backward() -> None:
+    found = trace(nn.Sequential(nn.Linear(4, 4), Sleeper(4, 4), nn.Linear(4, 4)), (torch.rand(ROWS, 4),)).blocks
+    assert found[1].seconds > 0.05
+    assert max(found[0].seconds, found[2].seconds) < 0.05
+
+
+def test_the_model_stays_as_it_is() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).eval()
+    net[0].weight.grad = torch.ones(4, 4)
+    before = {name: item.clone() for name, item in net.state_dict().items()}
+    torch.manual_seed(1)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    trace(net, (torch.ones(ROWS, 4),))
+    assert torch.equal(torch.rand(3), drawn)
+    assert not any(module.training for module in net.modules())
+    assert torch.equal(net[0].weight.grad, torch.ones(4, 4))
+    assert net[3].weight.grad is None
+    assert all(torch.equal(item, before[name]) for name, item in net.state_dict().items())
+    assert not net[0]._forward_pre_hooks
+    assert not net[0]._forward_hooks
+
+
+def test_a_model_without_memory_has_estimated_times() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(2**14, 2**14, bias=False) for _ in range(3)))
+    found = trace(net, (torch.empty(ROWS, 2**14, device="meta"),), optimizers=[Adam(net.parameters())])
+    assert [block.weights for block in found.blocks] == [FLOAT * 2**28] * 3
+    assert len({block.seconds for block in found.blocks}) == 1
+    assert found.blocks[0].seconds > 0
+    [note] = found.notes
+    assert note.startswith("times are estimated from FLOPs")
+
+
+def test_a_model_larger_than_free_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "available_bytes", lambda device: 100)
+    [note] = trace(Net(), (torch.rand(ROWS, 8),)).notes
+    assert "needs 0.0 GB here, and 0.0 GB are free" in note
+
+
+class Selecting(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        result: torch.Tensor = self.second(x[x[:, 0] > 0])
+        return result
+
+
+class Picking(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        result: torch.Tensor = self.second(x[torch.tensor([0, 2, 2])])
+        return result
+
+
+class Branching(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        result: torch.Tensor = self.second(-x if x.sum() > 0 else x)
+        return result
+
+
+def test_shapes_that_depend_on_values_are_refused_with_their_line() -> None:
+    with pytest.raises(ConfigError, match=r"test_tracing.py:\d+: aten::index returns a shape that depends on values"):
+        trace(Selecting(), (torch.rand(ROWS, 8),))
+
+
+def test_rows_picked_by_number_have_a_fixed_shape() -> None:
+    assert [block.sends for block in trace(Picking(), (torch.rand(ROWS, 8),)).blocks] == [FLOAT * 3 * 16, 0]
+
+
+def test_branches_that_depend_on_values_are_measured_with_real_tensors() -> None:
+    found = trace(Branching(), (torch.rand(ROWS, 8),))
+    assert [block.name for block in found.blocks] == ["first", "second"]
+    assert found.blocks[0].sends == FLOAT * ROWS * 16
+    assert "test_tracing.py:" in found.notes[0]
+
+
+def test_a_model_that_fails_is_reported_with_its_line() -> None:
+    with pytest.raises(ConfigError, match=r"fails on the example rows: .*test_tracing.py:\d+: .*shapes cannot be mult"):
+        trace(Net(), (torch.rand(ROWS, 7),))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(4 * 6 * 6, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        for layer in self.layers:
+            x = layer(x) + x * scale
+        result: torch.Tensor = self.head(x.flatten(1))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda model: torch.jit.trace(model, torch.rand(2, 1, 8, 8))])
+def test_a_loaded_script_is_cut_between_its_submodules(convert: Any, tmp_path: Path) -> None:
+    net, x = Plain(), torch.rand(ROWS, 1, 8, 8)
+    convert(net).save(tmp_path / "model.pt")
+    loaded = torch.jit.load(tmp_path / "model.pt")
+    found = trace(loaded, (x,), optimizers=[Adam(loaded.parameters())])
+    assert [block.name for block in found.blocks] == ["stem", "norm", "layers.0", "layers.1", "head"]
+    expected = trace(net, (x,), optimizers=[Adam(net.parameters())]).blocks
+    sizes = [(item.parameters, item.weights, item.gradients, item.states) for item in found.blocks]
+    assert sizes == [(item.parameters, item.weights, item.gradients, item.states) for item in expected]
+    sends = [item.sends for item in found.blocks]
+    assert sends == pytest.approx([item.sends for item in expected], abs=8)  # with a number that was traced
+    again = opened(loaded)
+    assert torch.equal(again(x), loaded(x))
+    assert [*again.state_dict()] == [*loaded.state_dict()] == [*net.state_dict()]
+    SGD(again.parameters(), 0.1).step(lambda: again(x).sum().backward())
+    assert torch.equal(again.eval()(x), loaded.eval()(x)), "they have the same weights"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_script_with_branches_is_one_block() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if bool(x.sum() > 0):
+                x = self.a(x)
+            result: torch.Tensor = self.b(x)
+            return result
+
+    found = trace(torch.jit.script(Branches()), (torch.rand(ROWS, 4),))
+    assert [block.name for block in found.blocks] == [""]
+    assert found.blocks[0].parameters == 40
+    assert found.notes[0] == "the model is a ScriptModule with branches, so it is one block"
