@@ -32,10 +32,13 @@ class Links:
         self.syncs = True  # average gradients over replicas in the next backward passes
         self._first = topology.rank - self.stage
         size, count = self.stages, self.replicas
-        pipelines = [list(range(first * size, (first + 1) * size)) for first in range(count)]
-        self._pipeline, _ = dist.new_subgroups_by_enumeration(pipelines)  # type: ignore[no-untyped-call]
-        peers = [list(range(stage, size * count, size)) for stage in range(size)]
-        self._peers, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
+        self._pipeline: Any = dist.group.WORLD
+        self._peers: Any = dist.group.WORLD
+        if count > 1 and size > 1:
+            pipelines = [list(range(first * size, (first + 1) * size)) for first in range(count)]
+            self._pipeline, _ = dist.new_subgroups_by_enumeration(pipelines)  # type: ignore[no-untyped-call]
+            peers = [list(range(stage, size * count, size)) for stage in range(size)]
+            self._peers, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
         self._sending: list[Any] = []
 
     def __deepcopy__(self, memo: Any) -> "Links":

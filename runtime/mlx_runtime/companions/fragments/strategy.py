@@ -1,6 +1,6 @@
 """Pipelines: each worker holds consecutive parts of the models, which work on different microbatches."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Pipeline:
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
         self._distribute(model, made)
         Pipelined(name, made, links, 1 if whole else fragments.microbatches).install(model)
-        _ignore_absent(model)
+        _allow_absent(model)
 
     def _distribute(self, model: nn.Module, made: Any) -> None:
         """Move the parts of this stage to the device, with the values of rank 0, and the others to the meta device."""
@@ -179,25 +179,26 @@ class Pipeline:
         """On rank 0, complete the states with those of the other stages of the first pipeline."""
         topology = self.topology
         own = {path: leaf for path, leaf in _leaves(states) if not _is_absent(leaf)}
-        held = {tuple(path) for path in broadcast([list(path) for path in own])}
-        mine = (
-            [(path, leaf) for path, leaf in own.items() if path not in held] if topology.data_parallel_rank == 0 else []
-        )
-        listed = gather([[list(path), None if isinstance(leaf, torch.Tensor) else leaf] for path, leaf in mine])
-        tensors = [leaf.detach().cpu().contiguous() for _, leaf in mine if isinstance(leaf, torch.Tensor)]
-        facts = gather([[list(item.shape), str(item.dtype).removeprefix("torch.")] for item in tensors])
-        if listed is None or facts is None:
-            for item in tensors:
-                dist.send(item, 0)
+        held = set(broadcast(list(own)))
+        mine = {path: leaf for path, leaf in own.items() if path not in held and topology.data_parallel_rank == 0}
+        tensors = {path: leaf for path, leaf in mine.items() if isinstance(leaf, torch.Tensor)}
+        plain = gather([item for item in mine.items() if item[0] not in tensors])
+        facts = gather([(path, tuple(item.shape), str(item.dtype)) for path, item in tensors.items()])
+        if plain is None or facts is None:
+            for item in tensors.values():
+                dist.send(item.detach().to(topology.device).contiguous(), 0)
             return states
-        for rank, (items, shapes) in enumerate(zip(listed, facts, strict=True)):
-            arriving = iter(shapes)
-            for path, value in items:
-                if value is None:
-                    shape, dtype = next(arriving)
-                    value = torch.empty(shape, dtype=getattr(torch, dtype))
-                    dist.recv(value, rank)
+        for rank in range(1, self._links.stages):
+            for path, value in plain[rank]:
                 _insert(states, path, value)
+            for path, shape, dtype in facts[rank]:
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                received = torch.empty(shape, dtype=kind, device=topology.device)
+                dist.recv(received, rank)
+                _insert(states, path, received.cpu())
+        for optimizer in states.get("optimizers", {}).values():
+            if isinstance(optimizer.get("state"), dict):
+                optimizer["state"] = dict(sorted(optimizer["state"].items()))
         return states
 
     def described(self) -> tuple[str, ...]:
@@ -225,8 +226,23 @@ def _move(module: nn.Module, device: torch.device) -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def _ignore_absent(model: nn.Module) -> None:
+class AbsentTensor(torch.Tensor):
+    """A weight that another stage holds, in the state of a model. Moving it does nothing, so tools may copy states."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _allow_absent(model: nn.Module) -> None:
     """Let `load_state_dict` take the state of the whole model, and ignore what this stage does not hold."""
+
+    def mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, item in state.items():
+            if isinstance(item, torch.Tensor) and item.is_meta:
+                state[name] = item.as_subclass(AbsentTensor)
 
     def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, own in module.state_dict(prefix=prefix).items():
@@ -234,6 +250,7 @@ def _ignore_absent(model: nn.Module) -> None:
             if isinstance(own, torch.Tensor) and own.is_meta and isinstance(given, torch.Tensor):
                 state[name] = torch.empty_like(given, device="meta")  # torch warns about one with values
 
+    model.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]  # torch has not annotated it
     model.register_load_state_dict_pre_hook(leave_out)  # type: ignore[no-untyped-call]  # torch has not annotated it
 
 
@@ -285,8 +302,7 @@ def _is_absent(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
-def _insert(states: Any, path: list[Any], value: Any) -> None:
-    """Insert a value; mappings with numbers as keys, like those of optimizers, stay in order."""
+def _insert(states: Any, path: Sequence[Any], value: Any) -> None:
     for key in path[:-1]:
         states = states.setdefault(key, {}) if isinstance(states, dict) else states[key]
     states[path[-1]] = value
