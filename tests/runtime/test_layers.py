@@ -44,6 +44,7 @@ PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "
 
 ON_OTHERS = {
     ("fragments", "nodes"),
+    ("fragments", "ray"),
     ("hub", "sharding"),
     ("hub", "sweeps"),
     ("kubernetes", "ray"),

@@ -1,4 +1,4 @@
-"""Models cut into fragments for several unequal machines, planned by measured memory, time and bandwidth."""
+"""Models cut into fragments for several workers or unequal machines, and replicas that are averaged."""
 
 from mlx_runtime.importing import door
 

@@ -19,7 +19,7 @@ from ray.runtime_context import RuntimeContext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlx_runtime.distributed import Topology, broadcast, is_sharded
+from mlx_runtime.distributed import Topology, broadcast, current, is_sharded
 from mlx_runtime.errors import MlxError
 
 try:
@@ -233,7 +233,7 @@ def _refuse_ray(*_: Any, **__: Any) -> NoReturn:
 
 
 def keep_sharded_models() -> None:
-    """Make `ray.train.torch.prepare_model` return sharded models unchanged.
+    """Make `ray.train.torch.prepare_model` return sharded models, and those cut into stages, unchanged.
 
     It looks up the replaced name at each call, so user code may already have imported `prepare_model`.
     """
@@ -242,4 +242,5 @@ def keep_sharded_models() -> None:
 
 @functools.wraps(DistributedDataParallel, updated=())  # Ray logs the name
 def _replicate(model: nn.Module, **options: Any) -> nn.Module:
-    return model if is_sharded(model) else DistributedDataParallel(model, **options)
+    kept = is_sharded(model) or current("prepare_model").model_parallel_size > 1
+    return model if kept else DistributedDataParallel(model, **options)

@@ -1,0 +1,215 @@
+"""Connections between the stages of a pipeline, and the operations that send gradients back through them.
+
+Each worker runs the whole backward pass in the reverse order of its forward pass: autograd executes the nodes of a
+graph in the reverse order of their creation, and all nodes of a pass are connected to its outputs. So the messages of
+two workers always meet, whatever the loss depends on.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlx_runtime.companions.fragments.tensors import Spec
+from mlx_runtime.distributed import Topology
+
+BUCKET_BYTES = 25 * 2**20
+"""Size of the all-reduces of gradients, as in DDP."""
+
+
+class Links:
+    """Connections of this worker. Every worker must construct it.
+
+    Workers with consecutive ranks form a pipeline; those at the same stage of each pipeline hold replicas.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.stages = topology.model_parallel_size
+        self.stage = topology.rank % self.stages
+        self.device = topology.device
+        self.replicas = topology.data_parallel_size
+        self.syncs = True  # average gradients over replicas in the next backward passes
+        self._first = topology.rank - self.stage
+        size, count = self.stages, self.replicas
+        self._pipeline: Any = dist.group.WORLD
+        self._peers: Any = dist.group.WORLD
+        if count > 1 and size > 1:
+            pipelines = [list(range(first * size, (first + 1) * size)) for first in range(count)]
+            self._pipeline, _ = dist.new_subgroups_by_enumeration(pipelines)  # type: ignore[no-untyped-call]
+            peers = [list(range(stage, size * count, size)) for stage in range(size)]
+            self._peers, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
+        self._sending: list[Any] = []
+
+    def __deepcopy__(self, memo: Any) -> "Links":
+        return self
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of a stage in this pipeline."""
+        return self._first + stage
+
+    def send(self, value: torch.Tensor, stage: int) -> None:
+        """Send a tensor in the background."""
+        value = value.detach().contiguous()
+        self._sending.append((dist.isend(value, self.rank_of(stage)), value))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
+        received = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        dist.recv(received, self.rank_of(stage))
+        return received
+
+    def wait(self) -> None:
+        """Wait until everything is sent."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            work.wait()
+
+    def broadcast(self, value: torch.Tensor, stage: int) -> torch.Tensor:
+        """Fill a contiguous tensor with its value at a stage. Every worker must call this."""
+        dist.broadcast(value, self.rank_of(stage), group=self._pipeline)
+        return value
+
+    def sum_over_stages(self, value: torch.Tensor, *, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        dist.all_reduce(value, op, group=self._pipeline)
+        return value
+
+    def average_over_replicas(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Average gradients with the same stage of the other pipelines, in place."""
+        if self.replicas == 1:
+            return
+        for bucket in _buckets(gradients):
+            flat = torch.cat([item.reshape(-1) for item in bucket])
+            dist.all_reduce(flat, group=self._peers)
+            flat /= self.replicas
+            for item, part in zip(bucket, torch.split(flat, [item.numel() for item in bucket]), strict=True):
+                item.copy_(part.view_as(item))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors of the same type."""
+    buckets: list[list[torch.Tensor]] = []
+    open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
+    for item in tensors:
+        bucket, size = open_buckets.get(item.dtype, ([], BUCKET_BYTES))
+        if size + item.nbytes > BUCKET_BYTES:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(item)
+        open_buckets[item.dtype] = bucket, size + item.nbytes
+    return buckets
+
+
+class Journey:
+    """The transfers of one call of a model, from its inputs to its outputs and back.
+
+    Args:
+        links: Connections of this worker.
+        inputs: Those of the model that need gradients, which only the first stage uses.
+        done: Called at the end of the backward pass.
+    """
+
+    def __init__(self, links: Links, inputs: Sequence[torch.Tensor], done: Callable[[], None]) -> None:
+        self.links, self.grad = links, torch.is_grad_enabled()
+        self._tokens: list[torch.Tensor] = []
+        self.inputs: Sequence[torch.Tensor] = inputs
+        if self.grad:
+            root = torch.zeros((), device=links.device, requires_grad=True)
+            self._begin, *self.inputs = _begin(links, done, root, *inputs)
+            self._tokens = [self._begin]
+
+    def transfer(self, value: torch.Tensor | None, spec: Spec, source: int, target: int) -> torch.Tensor | None:
+        """Send a value from one stage to another; return it on the latter. Every worker must call this."""
+        links = self.links
+        if links.stage not in (source, target):
+            return None
+        if not (self.grad and spec.requires_grad):
+            if links.stage == target:
+                return links.receive(spec.shape, spec.dtype, source)
+            assert value is not None
+            links.send(value, target)
+            return None
+        with torch.enable_grad():
+            if links.stage == target:
+                received: torch.Tensor
+                received, token = _receive(links, spec, source, self._begin)
+                self._tokens.append(token)
+                return received
+            self._tokens.append(_send(links, value, target))
+        return None
+
+    def finish(
+        self, outputs: Sequence[torch.Tensor], kept: Sequence[bool], grads: Sequence[bool]
+    ) -> list[torch.Tensor]:
+        """Return the outputs on all workers.
+
+        Args:
+            outputs: Their values.
+            kept: True for outputs whose gradient this worker needs.
+            grads: True for outputs that have gradients.
+        """
+        if not self.grad or not outputs:
+            return list(outputs)
+        joined: Any = _Join
+        return list(joined.apply(tuple(kept), tuple(grads), *outputs, *self._tokens))
+
+
+class _Begin(torch.autograd.Function):
+    """The first node of a pass, whose backward runs after all others."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Links, done: Callable[[], None], root: torch.Tensor, *inputs: torch.Tensor) -> Any:
+        ctx.links, ctx.done = links, done
+        return root.detach(), *(item.detach() for item in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor, *gradients: torch.Tensor) -> Any:
+        ctx.links.wait()
+        shared = [ctx.links.broadcast(item.contiguous(), 0) for item in gradients]
+        ctx.done()
+        return None, None, None, *shared
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, links: Links, value: torch.Tensor, stage: int) -> torch.Tensor:
+        ctx.links, ctx.stage, ctx.facts = links, stage, (value.shape, value.dtype)
+        links.send(value, stage)
+        return torch.zeros((), device=links.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return None, ctx.links.receive(*ctx.facts, ctx.stage), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, links: Links, spec: Spec, stage: int, begin: torch.Tensor) -> Any:
+        ctx.links, ctx.stage = links, stage
+        return links.receive(spec.shape, spec.dtype, stage), torch.zeros((), device=links.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
+        ctx.links.send(gradient, ctx.stage)
+        return None, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The last node of a pass, which connects its outputs to everything that must run in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: tuple[bool, ...], grads: tuple[bool, ...], *tensors: torch.Tensor) -> Any:
+        ctx.kept, ctx.tokens = kept, len(tensors) - len(kept)
+        outputs = tuple(item.detach() for item in tensors[: len(kept)])
+        ctx.mark_non_differentiable(*(item for item, has in zip(outputs, grads, strict=True) if not has))
+        ctx.device = tensors[-1].device
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        used = (item if keep else None for item, keep in zip(gradients, ctx.kept, strict=True))
+        return None, None, *used, *(torch.zeros((), device=ctx.device) for _ in range(ctx.tokens))
+
+
+_begin: Any = _Begin.apply
+_send: Any = _Send.apply
+_receive: Any = _Receive.apply

@@ -1,0 +1,266 @@
+"""The forward pass of a model that is cut into stages, in microbatches (GPipe), through which autograd goes back."""
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mlx_runtime.companions.fragments.cutting import Cut
+from mlx_runtime.companions.fragments.links import Journey, Links
+from mlx_runtime.companions.fragments.tensors import Execution, Shapes, Spec, StageTensor, check_traceable
+from mlx_runtime.data import mix_seeds
+from mlx_runtime.errors import MlxError
+
+
+class Pipelined:
+    """What a cut model needs for its forward pass; in its attribute `pipelined`.
+
+    Args:
+        name: Name of the model, for errors.
+        cut: Its stages.
+        links: Connections to the other stages.
+        microbatches: Number of parts into which each batch is split.
+    """
+
+    def __init__(self, name: str, cut: Cut, links: Links, microbatches: int) -> None:
+        self.name, self.cut, self.links, self.microbatches = name, cut, links, microbatches
+        self.shapes = Shapes(links.device)
+        self.execution: Execution | None = None  # during a forward pass
+        self.infers = False  # a unit runs on fake tensors
+        self._loose: dict[str, Spec] = {}
+
+    def __deepcopy__(self, memo: Any) -> "Pipelined":
+        return self
+
+    def install(self, model: nn.Module) -> None:
+        """Change the `forward` of a model and of its units, in place, so that the names in its state stay the same."""
+        for path in self.cut.units:
+            _replace_forward(model.get_submodule(path), path, self._unit)
+        _replace_forward(model, "", self._model)
+        # The parts stay where they are, also if user code moves the model.
+        model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
+
+    def _unit(self, unit: nn.Module, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a unit at its stage."""
+        if self.infers:
+            return forward(*args, **kwargs)
+        title = f"models.{self.name}.{path}" if path else f"models.{self.name}"
+        if self.execution is None:
+            raise MlxError(
+                f"{title} was called outside of the forward pass of models.{self.name}, which is cut into stages; call "
+                "the model itself, not its parts or another of its methods"
+            )
+
+        def infer(*args: Any, **kwargs: Any) -> Any:
+            held = (*unit.named_parameters(), *unit.named_buffers())
+            fakes = {
+                name: self.shapes.empty(item.spec if isinstance(item, StageTensor) else Spec.of(item))
+                for name, item in held
+            }
+            self.infers = True
+            try:
+                return functional_call(unit, fakes, args, kwargs)
+            finally:
+                self.infers = False
+
+        shape, stage = self.shapes.infer((path, unit.training), infer, args, kwargs, title), self.cut.units[path]
+        shared: list[tuple[Any, str, Any]] = [
+            (module, name, param)
+            for module in unit.modules()
+            for name, param in module._parameters.items()
+            if isinstance(param, StageTensor)
+        ]
+        for _, _, param in shared:
+            self.execution.bring(param, stage)
+        try:
+            for module, name, param in shared:
+                module._parameters[name] = param.value
+            return self.execution.run_at(stage, forward, args, kwargs, shape, title)
+        finally:
+            for module, name, param in shared:
+                module._parameters[name] = param
+
+    def _model(self, model: nn.Module, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the whole model, microbatch by microbatch."""
+        if self.execution is not None:
+            return forward(*args, **kwargs)
+        links = self.links
+        leaves, structure = tree_flatten((args, kwargs))
+        needing = [
+            place
+            for place, item in enumerate(leaves)
+            if isinstance(item, torch.Tensor) and item.requires_grad and torch.is_grad_enabled()
+        ]
+        journey = Journey(links, [leaves[place] for place in needing], lambda: self._done(model))
+        for place, item in zip(needing, journey.inputs, strict=True):
+            leaves[place] = item
+        parts = _split(leaves, self.microbatches)
+        draws = _Draws(links)
+        outputs = []
+        with self._loose_parameters(model) as loose:
+            for part in parts:
+                self.execution = execution = Execution(links.stage, self.shapes, journey.transfer, draws)
+                for tensor in loose:
+                    tensor.runner = execution
+                given = [
+                    StageTensor.make(execution, Spec.of(item), 0, item) if place in needing else item
+                    for place, item in enumerate(part)
+                ]
+                try:
+                    run_args, run_kwargs = tree_unflatten(given, structure)
+                    outputs.append(tree_flatten(forward(*run_args, **run_kwargs)))
+                finally:
+                    self.execution = None
+        rows = [_rows(part) for part in parts]
+        joined = self._join(journey, [leaves for leaves, _ in outputs], rows)
+        if not torch.is_grad_enabled():
+            links.wait()
+        return tree_unflatten(joined, outputs[0][1])
+
+    @contextmanager
+    def _loose_parameters(self, model: nn.Module) -> Iterator[list[Any]]:
+        """Replace parameters outside of units by stage tensors within the block."""
+        replaced: list[tuple[nn.Module, str, Any]] = []
+        made: dict[int, Any] = {}
+        for title, stage in self.cut.loose.items():
+            path, _, name = title.rpartition(".")
+            owner = model.get_submodule(path)
+            param: Any = owner._parameters[name]
+            if id(param) not in made:
+                here = stage == self.links.stage
+                nowhere: Any = None  # the pass is set for each microbatch
+                made[id(param)] = StageTensor.make(nowhere, Spec.of(param), stage, param if here else None)
+            replaced.append((owner, name, param))
+            owner._parameters[name] = made[id(param)]
+        try:
+            yield list(made.values())
+        finally:
+            for owner, name, param in replaced:
+                owner._parameters[name] = param
+
+    def _join(self, journey: Journey, outputs: Sequence[list[Any]], rows: Sequence[int]) -> list[Any]:
+        """Return the outputs of all microbatches together, on all workers."""
+        links, joined = self.links, list(outputs[0])
+        places, tensors, kept, grads = [], [], [], []
+        for place, items in enumerate(zip(*outputs, strict=True)):
+            if not isinstance(items[0], torch.Tensor):
+                continue
+            if not isinstance(items[0], StageTensor):
+                joined[place] = self._merge(items, items, rows)
+                continue
+            check_traceable(items)
+            stage = max(items[0].stages)
+            specs = [item.spec for item in items]
+            here = stage == links.stage
+            if here:
+                merged = self._merge([item.value for item in items], specs, rows)
+            else:
+                merged = torch.empty(_merged_shape(specs), dtype=specs[0].dtype, device=links.device)
+            places.append(place)
+            kept.append(here)
+            grads.append(any(item.requires_grad for item in specs))
+            whole = merged.detach().contiguous()
+            links.broadcast(whole, stage)
+            tensors.append(merged if here else whole)
+        for place, item in zip(places, journey.finish(tensors, kept, grads), strict=True):
+            joined[place] = item
+        return joined
+
+    def _merge(self, items: Sequence[torch.Tensor], specs: Sequence[Any], rows: Sequence[int]) -> torch.Tensor:
+        if len(items) == 1:
+            return items[0]
+        if not specs[0].shape:
+            weights = torch.tensor(rows, dtype=torch.float64) / sum(rows)
+            return torch.stack([item * float(weight) for item, weight in zip(items, weights, strict=True)]).sum(0)
+        if any(spec.shape[0] != count for spec, count in zip(specs, rows, strict=True)):
+            raise MlxError(
+                f"models.{self.name} returns a tensor {tuple(specs[0].shape)} for {rows[0]} rows, so the outputs of "
+                "microbatches cannot be joined: the first dimension must be that of the batch, or there must be none, "
+                "as for a mean over rows; or set cfg.fragments.microbatches=1"
+            )
+        return torch.cat(list(items))
+
+    def _done(self, model: nn.Module) -> None:
+        """At the end of the backward pass, average gradients over replicas."""
+        if self.links.syncs:
+            self.links.average_over_replicas(
+                param.grad for param in model.parameters() if param.grad is not None and not param.is_meta
+            )
+
+
+def _merged_shape(specs: Sequence[Spec]) -> tuple[int, ...]:
+    if len(specs) == 1 or not specs[0].shape:
+        return specs[0].shape
+    return sum(item.shape[0] for item in specs), *specs[0].shape[1:]
+
+
+def _rows(leaves: Sequence[Any]) -> int:
+    """Return the size of a batch: that of the first dimension of the first tensor that has one."""
+    return next((item.shape[0] for item in leaves if isinstance(item, torch.Tensor) and item.ndim), 1)
+
+
+def _split(leaves: Sequence[Any], count: int) -> list[list[Any]]:
+    """Split the tensors of a batch like `torch.chunk`; others belong to every part."""
+    rows = _rows(leaves)
+    chunks = [
+        item.chunk(count) if isinstance(item, torch.Tensor) and item.ndim and item.shape[0] == rows else None
+        for item in leaves
+    ]
+    parts = next((len(item) for item in chunks if item is not None), 1)
+    return [
+        [item if chunk is None else chunk[part] for item, chunk in zip(leaves, chunks, strict=True)]
+        for part in range(parts)
+    ]
+
+
+class _Draws:
+    """Lets a stage draw random numbers, while the generators of the loop stay equal on all stages.
+
+    Each forward pass draws a seed from the generator of the loop. From it, each stage has its own numbers.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._device = links.device
+        seed = int(torch.randint(2**31, ()))
+        self._seed: int | None = mix_seeds(seed, links.stage)
+        self._state: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        outer = self._get()
+        if self._seed is not None:
+            torch.manual_seed(self._seed)
+            self._seed = None
+        else:
+            self._set(self._state)
+        try:
+            yield
+        finally:
+            self._state = self._get()
+            self._set(outer)
+
+    def _get(self) -> dict[str, torch.Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def _set(self, state: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self._device)
+
+
+def _replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:
+    before = module.forward
+    function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, path, types.MethodType(function, self) if function else before, args, kwargs)
+
+    module.forward = types.MethodType(forward, module)  # a method, so that a deep copy runs its own weights

@@ -1,0 +1,308 @@
+"""Pipelines: each worker holds consecutive parts of the models, which work on different microbatches."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from mlx_runtime.distributed import Topology, broadcast, gather
+from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.importing import after_import
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.storage import size_text
+from mlx_runtime.training.strategies import (
+    blocks_of,
+    build_models,
+    check_values,
+    deferred_models,
+    initialize,
+    own_strategies,
+    place,
+    recompute_blocks,
+)
+
+_CPU = torch.device("cpu")
+
+
+class Pipeline:
+    """Cuts models into stages, one per worker. A model to which `Models.strategies` gives `ddp` is on the last one."""
+
+    shards = True
+    preloads = ("mlx_runtime.companions.fragments.pipelined",)
+    needs: tuple[str, ...] = ()
+
+    @staticmethod
+    def refusal(cfg: Any) -> str | None:
+        fragments = cfg.fragments
+        if cfg.sharding.shard_size is not None or cfg.sharding.offload != "none":
+            return "cfg.sharding is for cfg.strategy=fsdp or hsdp; remove it"
+        if cfg.compile:
+            return "cfg.compile compiles whole models; set it to false"
+        if fragments.stages is None and fragments.plan is not None:
+            return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
+        return None
+
+    @staticmethod
+    def multiple_of(cfg: Any) -> int:
+        return cfg.fragments.stages or 1
+
+    @staticmethod
+    def model_parallel_size(cfg: Any, workers: int) -> int:
+        stages: int = cfg.fragments.stages or workers
+        if workers % stages:
+            raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
+        return stages
+
+    def __init__(self, cfg: Any, topology: Topology) -> None:
+        self._cfg, self.topology = cfg, topology
+        self.notice: str | None = None
+        self._lines: list[str] = []
+        after_import("ray", _keep_cut_models)
+
+    @cached_property
+    def _links(self) -> Any:
+        from mlx_runtime.companions.fragments.links import Links
+
+        return Links(self.topology)
+
+    def build(self, node: Mapping[str, Any]) -> Any:
+        topology, deferred = self.topology, deferred_models(node)
+        group = build_models(node, elsewhere=not topology.writes)
+        models = members(group, nn.Module)
+        for name, model in models.items():
+            if topology.writes and name in deferred:
+                place(model, _CPU)
+                initialize(name, model, _CPU)
+            check_values(name, model, elsewhere=not topology.writes)
+        drawn = broadcast(random_state_dict(_CPU))  # from rank 0, which has drawn the values of models
+        load_random_state_dict(drawn, _CPU)
+        _check_same(models, topology)
+        _check_unshared(models)
+        blocks = blocks_of(group, models)
+        own = own_strategies(node, self._cfg)
+        for name, strategy in own.items():
+            if strategy not in ("ddp", "pipeline"):
+                raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
+        for name, model in models.items():
+            self._cut(name, model, blocks[name], whole=own.get(name, self._cfg.strategy) == "ddp")
+        return group
+
+    def _cut(self, name: str, model: nn.Module, blocks: list[str], *, whole: bool) -> None:
+        from mlx_runtime.companions.fragments.cutting import Cut, cut, read_plan
+        from mlx_runtime.companions.fragments.pipelined import Pipelined
+
+        links, fragments, ends = self._links, self._cfg.fragments, None
+        planned = None
+        if fragments.plan is not None and not whole:
+            planned = read_plan(Path(fragments.plan), name, links.stages)
+        if planned is not None:
+            blocks, ends = planned
+        made = Cut({"": links.stages - 1}, {}) if whole else cut(name, model, blocks, links.stages, ends)
+        self._lines.append(_line(name, model, made, links.stages))
+        recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
+        self._distribute(model, made)
+        Pipelined(name, made, links, 1 if whole else fragments.microbatches).install(model)
+        _allow_absent(model)
+
+    def _distribute(self, model: nn.Module, made: Any) -> None:
+        """Move the parts of this stage to the device, with the values of rank 0, and the others to the meta device."""
+        topology, links = self.topology, self._links
+        values = {name: item.detach() for name, item in _tensors(model)} if topology.writes else {}
+        loose = [*made.loose, *(name for name, _ in model.named_buffers() if made.stage_of(name) is None)]
+        before = {
+            name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in loose
+        }
+        for path, stage in sorted(made.units.items(), key=lambda item: item[1] == links.stage):  # may share tensors
+            _move(model.get_submodule(path), topology.device if stage == links.stage else torch.device("meta"))
+        placed: dict[int, torch.Tensor] = {}
+        for name, tensor in before.items():
+            if id(tensor) not in placed:
+                here = made.stage_of(name) in (None, links.stage)
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device if here else "meta")
+                is_param = isinstance(tensor, nn.Parameter)
+                placed[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, placed[id(tensor)])
+        for name, tensor in _tensors(model):
+            stage = made.stage_of(name)
+            holders = [rank for rank in range(topology.world_size) if stage in (None, rank % links.stages)]
+            if topology.writes:
+                value = values.pop(name).to(topology.device).contiguous()
+                for work in [dist.isend(value, rank) for rank in holders if rank]:
+                    work.wait()  # type: ignore[union-attr]
+                if 0 in holders:
+                    tensor.detach().copy_(value)
+            elif topology.rank in holders:
+                received = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
+                dist.recv(received, 0)
+                tensor.detach().copy_(received)
+
+    def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
+        self._links.syncs = enabled
+
+    def drop_gradients(self, models: Iterable[object]) -> None:
+        pass  # there are none besides those of the parameters
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        parameters = list(parameters)
+        norms = torch.zeros(2, len(parameters), device=self.topology.device)  # and the number of workers with each
+        for number, param in enumerate(parameters):
+            if param.grad is not None:
+                norms[0, number], norms[1, number] = torch.linalg.vector_norm(param.grad), 1
+        total, holders = self._links.sum_over_stages(norms)
+        norm: torch.Tensor = torch.linalg.vector_norm((total / holders)[holders > 0])  # in order, as in one process
+        nn.utils.clip_grads_with_norm_([item for item in parameters if item.grad is not None], max_norm, norm)
+        return norm
+
+    def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
+        from mlx_runtime.companions.fragments.scaling import StageScaler
+
+        return StageScaler(self._links, enabled=enabled)
+
+    def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Let optimizers forget the loaded states of parameters of other stages; without gradients, they skip those."""
+
+        def forget(optimizer: Optimizer) -> None:
+            for param in [item for item in optimizer.state if item.is_meta]:
+                del optimizer.state[param]
+
+        for optimizer in optimizers.values():
+            optimizer.register_load_state_dict_post_hook(forget)
+
+    def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
+        """On rank 0, complete the states with those of the other stages of the first pipeline."""
+        topology = self.topology
+        own = {path: leaf for path, leaf in _leaves(states) if not _is_absent(leaf)}
+        held = set(broadcast(list(own)))
+        mine = {path: leaf for path, leaf in own.items() if path not in held and topology.data_parallel_rank == 0}
+        tensors = {path: leaf for path, leaf in mine.items() if isinstance(leaf, torch.Tensor)}
+        plain = gather([item for item in mine.items() if item[0] not in tensors])
+        facts = gather([(path, tuple(item.shape), str(item.dtype)) for path, item in tensors.items()])
+        if plain is None or facts is None:
+            for item in tensors.values():
+                dist.send(item.detach().to(topology.device).contiguous(), 0)
+            return states
+        for rank in range(1, self._links.stages):
+            for path, value in plain[rank]:
+                _insert(states, path, value)
+            for path, shape, dtype in facts[rank]:
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                received = torch.empty(shape, dtype=kind, device=topology.device)
+                dist.recv(received, rank)
+                _insert(states, path, received.cpu())
+        for optimizer in states.get("optimizers", {}).values():
+            if isinstance(optimizer.get("state"), dict):
+                optimizer["state"] = dict(sorted(optimizer["state"].items()))
+        return states
+
+    def described(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+
+def _keep_cut_models() -> None:
+    from mlx_runtime.companions.ray.private import keep_sharded_models
+
+    keep_sharded_models()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Allocate a module's tensors on a device; tied ones stay tied."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+class AbsentTensor(torch.Tensor):
+    """A weight that another stage holds, in the state of a model. Moving it does nothing, so tools may copy states."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _allow_absent(model: nn.Module) -> None:
+    """Let `load_state_dict` take the state of the whole model, and ignore what this stage does not hold."""
+
+    def mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, item in state.items():
+            if isinstance(item, torch.Tensor) and item.is_meta:
+                state[name] = item.as_subclass(AbsentTensor)
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, own in module.state_dict(prefix=prefix).items():
+            given = state.get(name)
+            if isinstance(own, torch.Tensor) and own.is_meta and isinstance(given, torch.Tensor):
+                state[name] = torch.empty_like(given, device="meta")  # torch warns about one with values
+
+    model.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]  # torch has not annotated it
+    model.register_load_state_dict_pre_hook(leave_out)  # type: ignore[no-untyped-call]  # torch has not annotated it
+
+
+def _check_same(models: Mapping[str, nn.Module], topology: Topology) -> None:
+    own = {
+        f"{title}.{name}": f"{tuple(item.shape)} {item.dtype}"
+        for title, model in models.items()
+        for name, item in _tensors(model)
+    }
+    different = sorted({name for name, _ in broadcast(own).items() ^ own.items()})
+    if different:
+        raise ConfigError(f"rank {topology.rank} and rank 0 have built different models: {', '.join(different):.300}")
+
+
+def _check_unshared(models: Mapping[str, nn.Module]) -> None:
+    owners: dict[int, str] = {}
+    for name, model in models.items():
+        for param in model.parameters():
+            other = owners.setdefault(id(param), name)
+            if other != name:
+                raise ConfigError(f"models.{name} shares parameters with models.{other}, so neither can be cut")
+
+
+def _line(name: str, model: nn.Module, made: Any, stages: int) -> str:
+    """Return a line like `net: pipeline of 2 stages with 3 + 2 blocks; 1.2 + 1.3 MB`."""
+    sizes, blocks = [0] * stages, [0] * stages
+    for title, param in model.named_parameters():
+        sizes[made.stage_of(title) or 0] += param.numel() * param.element_size()
+    for stage in made.units.values():
+        blocks[stage] += 1
+    if "" in made.units:
+        return f"{name}: whole on the last stage; {size_text(sum(sizes))}"
+    return (
+        f"{name}: pipeline of {stages} stages with {' + '.join(map(str, blocks))} blocks; "
+        f"{' + '.join(map(size_text, sizes))}"
+    )
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        yield path, value
+        return
+    for key, item in items:
+        yield from _leaves(item, (*path, key))
+
+
+def _is_absent(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _insert(states: Any, path: Sequence[Any], value: Any) -> None:
+    for key in path[:-1]:
+        states = states.setdefault(key, {}) if isinstance(states, dict) else states[key]
+    states[path[-1]] = value

@@ -1,0 +1,240 @@
+"""`StageTensor`: a tensor within the forward pass of a model that is cut into stages.
+
+Every worker of a pipeline runs the same Python code. The value of a tensor is computed by one stage and sent to those
+that need it, and the others know only its shape. Operations follow the data, so that any code between two blocks works:
+residual connections, several tensors, masks. Shapes are computed once per kind of input, on fake tensors.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from mlx_runtime.errors import MlxError
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Spec(NamedTuple):
+    """A tensor without its value."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Spec":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+class _Changed(NamedTuple):
+    """An output of an operation that is one of its arguments, changed in place."""
+
+    argument: int
+    spec: Spec
+
+
+class Runner(Protocol):
+    """The pass in which stage tensors exist."""
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation on at least one stage tensor."""
+        ...
+
+
+class StageTensor(torch.Tensor):
+    """A tensor whose value is on `stages`; `value` is None on others.
+
+    To torch, it is a tensor on the meta device, so an operation that misses `__torch_function__` fails.
+    """
+
+    runner: Runner
+    spec: Spec
+    stages: set[int]
+    value: torch.Tensor | None
+
+    @classmethod
+    def make(cls, runner: Runner, spec: Spec, stage: int, value: torch.Tensor | None) -> "StageTensor":
+        with torch._C.DisableTorchFunctionSubclass():
+            made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").as_subclass(cls)
+            made.requires_grad_(spec.requires_grad)  # so that an autograd.Function, which is not seen, can be detected
+        made.runner, made.spec, made.stages, made.value = runner, spec, {stage}, value
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, StageTensor))
+        return found.runner.run(func, args, kwargs or {})
+
+
+def check_traceable(tensors: Iterable[StageTensor]) -> None:
+    """Raise MlxError if a tensor comes from an `autograd.Function`, whose operations were not seen."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = next((item.grad_fn for item in tensors if item.grad_fn is not None), None)
+    if found is not None:
+        name = type(found).__name__.removesuffix("Backward")
+        raise MlxError(f"{name} is an autograd.Function, which must be called within a block of a model that is cut")
+
+
+class Shapes:
+    """Computes the shapes of results on fake tensors, and remembers them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Hashable, tuple[list[Any], Any]] = {}
+
+    def infer(
+        self, key: Hashable, func: Callable[..., Any], args: Any, kwargs: Any, title: str
+    ) -> tuple[list[Any], Any]:
+        """Return the leaves of a result and their structure, with `Spec` and `_Changed` in place of tensors.
+
+        `title` names the operation in errors.
+
+        Raises:
+            MlxError: the result depends on values.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        kind = self._device.type
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        known = all(isinstance(item, (torch.Tensor, *_PLAIN)) for item in leaves)
+        case = (key, state, structure, tuple(map(_signature, leaves))) if known else None
+        if case is not None and case in self._known:
+            return self._known[case]
+        with self._mode:
+            fakes = [self._fake(item) for item in leaves]
+            fake_args, fake_kwargs = tree_unflatten(fakes, structure)
+            try:
+                result = func(*fake_args, **fake_kwargs)
+            except RuntimeError as error:
+                if type(error).__module__ != "torch._subclasses.fake_tensor":
+                    raise
+                raise MlxError(
+                    f"the model cannot be cut at {title}, which depends on values that only one stage has ({error}); "
+                    "move it into a block, or compute it from the inputs of the model"
+                ) from error
+        outputs, form = tree_flatten(result)
+        positions = {id(fake): place for place, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+        found = [
+            item
+            if not isinstance(item, torch.Tensor)
+            else _Changed(positions[id(item)], Spec.of(item))
+            if id(item) in positions
+            else Spec.of(item)
+            for item in outputs
+        ]
+        if case is not None and all(isinstance(item, (Spec, _Changed, torch.Size, *_PLAIN)) for item in found):
+            self._known[case] = found, form
+        return found, form
+
+    def _fake(self, item: Any) -> Any:
+        if not isinstance(item, StageTensor):
+            return self._mode.from_tensor(item) if isinstance(item, torch.Tensor) else item
+        with torch.enable_grad():
+            return self.empty(item.spec).clone()  # not a leaf, which may not be changed in place
+
+    def empty(self, spec: Spec) -> torch.Tensor:
+        """Return a fake tensor."""
+        with self._mode:
+            made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+            return made.requires_grad_(spec.requires_grad)
+
+
+def _signature(item: Any) -> Hashable:
+    if isinstance(item, StageTensor):
+        return item.spec
+    if isinstance(item, torch.Tensor):
+        return Spec.of(item)
+    return type(item), item
+
+
+class Execution:
+    """Runs operations at the stages of their inputs; the base of a pass.
+
+    Args:
+        stage: The stage of this worker.
+        shapes: Those of the model.
+        transfer: Called with a value, or None where it is not, its spec, and the sending and receiving stages; returns
+            the value on the receiver.
+        drawing: Returns a context in which a stage draws random numbers.
+    """
+
+    def __init__(self, stage: int, shapes: Shapes, transfer: Callable[..., Any], drawing: Callable[[], Any]) -> None:
+        self.stage, self.shapes = stage, shapes
+        self._transfer, self._drawing = transfer, drawing
+        self._current = 0  # stage of the last operation
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves = [item for item in tree_leaves((args, kwargs)) if isinstance(item, StageTensor)]
+        check_traceable(leaves)
+        result, form = self.shapes.infer(func, func, args, kwargs, getattr(func, "__name__", "an operation"))
+        if not any(isinstance(item, Spec | _Changed) for item in result) and func is not torch.Tensor.__setitem__:
+            return tree_unflatten(result, form)
+        stage = self._current
+        if not all(stage in item.stages for item in leaves):
+            stage = max(min(item.stages) for item in leaves)
+        title = getattr(func, "__name__", "an operation")
+        return self.run_at(stage, func, args, kwargs, (result, form), title)
+
+    def run_at(
+        self, stage: int, func: Callable[..., Any], args: Any, kwargs: Any, shape: tuple[list[Any], Any], title: str
+    ) -> Any:
+        """Run an operation at a stage, given the shape of its result. `title` names it in errors."""
+        result, form = shape
+        self._current = stage
+        leaves, structure = tree_flatten((args, kwargs))
+        for item in leaves:
+            if isinstance(item, StageTensor):
+                self.bring(item, stage)
+        values: list[Any] = [None] * len(result)
+        if stage == self.stage:
+            given = [item.value if isinstance(item, StageTensor) else item for item in leaves]
+            real_args, real_kwargs = tree_unflatten(given, structure)
+            with self._drawing():
+                values = tree_leaves(func(*real_args, **real_kwargs))
+            self._check(title, values, result)
+        if func is torch.Tensor.__setitem__ and isinstance(leaves[0], StageTensor):
+            leaves[0].stages = {stage}
+        made = []
+        for item, value in zip(result, values, strict=True):
+            if isinstance(item, _Changed) and isinstance(leaves[item.argument], StageTensor):
+                changed = leaves[item.argument]
+                changed.spec, changed.stages, changed.value = item.spec, {stage}, value
+                made.append(changed)
+            elif isinstance(item, Spec | _Changed):
+                spec = item if isinstance(item, Spec) else item.spec
+                made.append(StageTensor.make(self, spec, stage, value))
+            else:
+                made.append(value if stage == self.stage else item)
+        return tree_unflatten(made, form)
+
+    def _check(self, title: str, values: list[Any], result: list[Any]) -> None:
+        """Check that an operation returned what the other stages expect."""
+        expected = [item.spec if isinstance(item, _Changed) else item for item in result]
+        given = [Spec.of(item) if isinstance(item, torch.Tensor) else item for item in values]
+        for item, other in zip(expected, given, strict=True):
+            alike = (isinstance(item, Spec), isinstance(other, Spec)) in ((True, True), (False, False))
+            if not alike or (isinstance(item, Spec) and item._replace(stride=()) != other._replace(stride=())):
+                raise MlxError(
+                    f"the model cannot be cut at {title}: it returns {_text(other)}, and without values {_text(item)}, "
+                    "as other stages expect"
+                )
+
+    def bring(self, item: StageTensor, stage: int) -> None:
+        """Send a value to a stage that lacks it. Every worker must call this."""
+        if stage in item.stages:
+            return
+        source = max((held for held in item.stages if held < stage), default=min(item.stages))
+        value = self._transfer(item.value, item.spec, source, stage)
+        if stage == self.stage:
+            item.value = value
+        item.stages.add(stage)
+
+
+def _text(item: Any) -> str:
+    if not isinstance(item, Spec):
+        return repr(item)
+    return f"{item.dtype} {item.shape} {'with' if item.requires_grad else 'without'} gradient"
