@@ -43,6 +43,7 @@ PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "
 """Public names: they import from any room, and no room imports them."""
 
 ON_OTHERS = {
+    ("fragments", "ray"),
     ("hub", "sharding"),
     ("hub", "sweeps"),
     ("kubernetes", "ray"),

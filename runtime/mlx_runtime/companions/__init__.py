@@ -25,6 +25,7 @@ class Companion(NamedTuple):
 SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "stop", "update"))
 
 COMPANIONS = {
+    "fragments": Companion(),
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "kubernetes": Companion(),
     "nodes": Companion(("train join",)),

@@ -19,7 +19,7 @@ from ray.runtime_context import RuntimeContext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlx_runtime.distributed import Topology, broadcast, is_sharded
+from mlx_runtime.distributed import Topology, broadcast, current, is_sharded
 from mlx_runtime.errors import MlxError
 
 try:
@@ -242,4 +242,4 @@ def keep_sharded_models() -> None:
 
 @functools.wraps(DistributedDataParallel, updated=())  # Ray logs the name
 def _replicate(model: nn.Module, **options: Any) -> nn.Module:
-    return model if is_sharded(model) else DistributedDataParallel(model, **options)
+    return model if is_sharded(model) else current("prepare_model").replicate(model, **options)

@@ -1,0 +1,1 @@
+# Written by runtime/stubs.py.
