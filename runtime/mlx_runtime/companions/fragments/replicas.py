@@ -337,9 +337,11 @@ class Averages:
     def _take(self, period: Period, tensors: Tensors) -> None:
         """Take the position of the meeting on rank 0, on all workers of this replica."""
         meeting = self._meeting
-        fields = None if meeting is None else {"rounds": meeting.rounds, "has_momentum": meeting.momentum is not None}
+        fields = None
+        if meeting is not None:
+            fields = {"moved": meeting.moved, "rounds": meeting.rounds, "has_momentum": meeting.momentum is not None}
         fields = broadcast(fields)
-        if fields["rounds"] == period.rounds and period.rounds:
+        if not fields["moved"]:
             return
         now = tensors.vector()
         common = torch.empty_like(now) if meeting is None or meeting.common is None else meeting.common.to(now)
@@ -352,7 +354,7 @@ class Averages:
             broadcast_tensors([common, *([] if momentum is None else [momentum])])
         tensors.fill(common)
         period.steps -= period.steps % self._wanted.every
-        period.common, period.momentum, period.rounds, period.waits = None, momentum, fields["rounds"], False
+        period.momentum, period.rounds, period.waits = momentum, fields["rounds"], False
         period.common = tensors.vector()
 
     def _record(self, numbers: Mapping[str, float]) -> None:
