@@ -146,16 +146,18 @@ class Meeting:
         described = [[path, list(item.shape)] for path, item in tensors.all.items()]
         self._facts["model"] = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
         self.common, self.momentum, self.rounds = common, momentum, rounds
-        self._patiently(self._join)
+        before = self._digest(), rounds
+        self._patiently(self._agree)
+        self._announce()
+        self.stack.callback(self._leave)
+        self.stack.enter_context(heartbeat(self._announce, min(HEARTBEAT_S, self._timeout_s / 4)))
+        self._patiently(lambda: self._join(rounds))
+        self.moved = before != (self._digest(), self.rounds)
+        others = sorted(self._patiently(self._alive) - {self.name})
+        where = f"round {self.rounds + 1} at {self._storage.root}"
+        self._notice(f"replicas  joined {where} as {self.name}; with {', '.join(others) or 'nobody else yet'}")
 
-    def _join(self) -> None:
-        assert self.common is not None
-        before, rounds = self._digest(), self.rounds
-        self._agree()
-        if not self._heard:
-            self._announce()
-            self.stack.callback(self._leave)
-            self.stack.enter_context(heartbeat(self._announce, min(HEARTBEAT_S, self._timeout_s / 4)))
+    def _join(self, rounds: int) -> None:
         newest = self._newest()
         if rounds > newest:
             raise ConfigError(
@@ -167,17 +169,11 @@ class Meeting:
                 self._publish_snapshot()
             self._load_snapshot()
         self._catch_up()
-        self.moved = (before, rounds) != (self._digest(), self.rounds)
-        others = sorted(self._alive() - {self.name})
-        where = f"round {self.rounds + 1} at {self._storage.root}"
-        self._notice(f"replicas  joined {where} as {self.name}; with {', '.join(others) or 'nobody else yet'}")
 
     def publish(self, payload: Payload, traffic: str | None, updates: int) -> None:
         """Publish the compressed difference of this replica in the current round, once."""
         if not all(bool(item.isfinite().all()) for item in payload.values() if item.is_floating_point()):
-            raise MlxError(
-                "the weights of this replica are not finite, so they were not published; lower the learning rate"
-            )
+            raise MlxError("weights of this replica are not finite, so none were published; lower the learning rate")
         content = encode({name: item.contiguous() for name, item in payload.items()})
         sha256 = hashlib.sha256(content).hexdigest()
         part = {"replica": self.name, "sha256": sha256, "size_bytes": len(content), "updates": updates}
@@ -187,18 +183,17 @@ class Meeting:
             self._write(content, *self._round(), f"{self.name}-{sha256[:16]}.bin")
             self._create(part, *self._round(), f"{self.name}.json")  # unless the run did before it was resumed
 
-        self._sent_bytes, self._updates = len(content), updates
+        self._sent_bytes = len(content)
         self._patiently(publish)
 
     def wait(self) -> bool:
         """Wait until the round is closed, and take the new common weights. Return False if the run should stop."""
-        number, started = self.rounds + 1, time.monotonic()
+        number, started, self._received_bytes = self.rounds + 1, time.monotonic(), 0
         while not self._patiently(lambda: self._newest() >= number or self._close(number)):
             if self._stop_asked():
                 return False
             self._beat()
             time.sleep(self._poll_s)
-        self._received_bytes = 0
         closed = self._patiently(lambda: self._closed(number))
         self._patiently(self._catch_up)
         self.moved = True
@@ -365,16 +360,12 @@ class Meeting:
             if re.fullmatch(r"\d{6}", name) and int(name) <= oldest:
                 with contextlib.suppress(OSError):
                     self._storage.remove_folder("rounds", name)
-        kept = set()
-        for number in (oldest, self.rounds):
+        for number in numbers[:-1]:
             with contextlib.suppress(ValueError, OSError):
-                kept |= {
-                    f"{number:06}.json",
-                    f"{self._document(_SNAPSHOT, 'snapshots', f'{number:06}.json')['sha256']}.bin",
-                }
-        for name in set(self._storage.names("snapshots")) - kept if len(kept) == 4 else ():
-            with contextlib.suppress(OSError):
-                self._storage.remove_file("snapshots", name)
+                about = self._document(_SNAPSHOT, "snapshots", f"{number:06}.json")
+                if SHA.fullmatch(about["sha256"]):
+                    self._storage.remove_file("snapshots", f"{about['sha256']}.bin")
+                self._storage.remove_file("snapshots", f"{number:06}.json")
 
     # -- members
 
