@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import pickle
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Start
+from faults import final_state
 from torch import nn
 
 from mlx_runtime.companions.fragments import meeting
@@ -83,7 +86,7 @@ def test_replicas_agree_on_every_round(
     place: str, joined: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "SNAPSHOT_EVERY", 2)
-    one, two = joined(place, A, seed=1), joined(place, B, seed=2)
+    one, two = (joined(place, name, seed=seed, timeout_s=60) for seed, name in enumerate((A, B), 1))
     first = one.weights.clone()
     assert torch.equal(two.weights, first)  # those of the first replica
     one.publish(1.0)
@@ -176,3 +179,56 @@ def test_another_experiment_is_refused(tmp_path: Path, joined: Callable[..., Rep
         Replica(str(tmp_path), B).join(rounds=3)
     with pytest.raises(ConfigError, match="a storage that creates a file only once"):
         Meeting(SimpleNamespace(exclusive=False, root="gs://b"), A, FACTS)  # type: ignore[arg-type]
+
+
+def parts_of(folder: Path) -> dict[int, set[str]]:
+    """The replicas in each closed round whose files still exist."""
+    found = {}
+    for file in folder.glob("rounds/*/closed.json"):
+        with contextlib.suppress(FileNotFoundError):
+            parts = json.loads(file.read_text())["parts"]
+            found[int(file.parent.name)] = {item["replica"] for item in parts}
+    return found
+
+
+def await_rounds(folder: Path, wanted: Callable[[dict[int, set[str]]], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not wanted(parts_of(folder)):
+        assert time.monotonic() < deadline, parts_of(folder)
+        time.sleep(0.02)
+
+
+@pytest.mark.kills
+def test_a_run_is_killed_and_meets_the_others_again(
+    start: Start, experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The other run continues alone. Both take different numbers of steps per round."""
+    folder, place = experiment("faults"), tmp_path / "meeting"
+    shared = ("train", "run", "cfg.start_workers=0", "cfg.trackers={}", f"cfg.replicas.meet={place}")
+    shared += ("cfg.replicas.lr=0.7", "cfg.replicas.momentum=0.9", "cfg.replicas.traffic=topk")
+    steady = start(folder, *shared, "cfg.replicas.every=2", "cfg.num_epochs=8", "cfg.pause_s=0.1")
+    await_rounds(place, lambda rounds: 1 in rounds)
+    often = ("cfg.seed=1", "cfg.replicas.every=3", "cfg.checkpoint_every_steps=1", "cfg.num_epochs=100")
+    killed = start(folder, *shared, *often, "cfg.pause_s=0.02")
+    await_rounds(place, lambda rounds: sum(len(names) == 2 for names in rounds.values()) >= 2)
+    killed.kill()
+    killed.wait()
+    before = max(parts_of(place))
+    await_rounds(place, lambda rounds: len(rounds.get(before + 3, {1, 2})) == 1)
+    resumed = start(folder, "train", "run", "--resume=run_002", "cfg.num_epochs=100")
+    await_rounds(place, lambda rounds: any(len(names) == 2 for number, names in rounds.items() if number > before + 3))
+    resumed.send_signal(signal.SIGINT)
+    resumed.wait()
+    steady.wait()
+    assert steady.returncode == 0
+    lines = (folder / "runs" / "faults" / "run_001" / "metrics.jsonl").read_text().splitlines()
+    found = [
+        (item["replicas/averaged"], item["replicas/updates_of_all"])
+        for item in map(json.loads, lines)
+        if "replicas/round" in item
+    ]
+    assert {*found} == {(1, 2), (2, 5)}
+    alone = [number for number, item in enumerate(found) if item[0] == 1]
+    assert alone[-1] - alone[0] > len(alone)  # with the other replica in between
+    assert not list((place / "members").glob("*.json"))
+    assert final_state(folder / "runs" / "faults" / "run_001")["own"]["replicas_common"]["adam"]["rounds"] == 64
