@@ -16,6 +16,7 @@ from parts import (
     memory,
     mirror,
     reading,
+    replicas,
     serving,
     sharding,
     starting,
@@ -35,6 +36,7 @@ PARTS = {
     "mirror": mirror,
     "sharding": sharding,
     "memory": memory,
+    "replicas": replicas,
     "serving": serving,
     "sweeps": sweeps,
 }
