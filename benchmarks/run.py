@@ -17,6 +17,7 @@ from parts import (
     mirror,
     planning,
     reading,
+    replicas,
     serving,
     sharding,
     starting,
@@ -37,6 +38,7 @@ PARTS = {
     "sharding": sharding,
     "memory": memory,
     "planning": planning,
+    "replicas": replicas,
     "serving": serving,
     "sweeps": sweeps,
 }

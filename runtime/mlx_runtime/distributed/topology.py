@@ -1,10 +1,11 @@
 """`Topology`: the position of this process among the workers of a run."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from mlx_runtime.errors import MlxError
 
@@ -24,6 +25,7 @@ class Topology:
     device: torch.device  # of the models and batches of this worker
     local_rank: int = 0  # among the workers on this machine
     model_parallel_size: int = 1  # number of consecutive ranks that share one replica of the model; see `Strategy`
+    replicate: Callable[..., torch.nn.Module] = DistributedDataParallel  # called by `prepare_model`
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["Topology"]:

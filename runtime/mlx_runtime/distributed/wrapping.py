@@ -44,7 +44,7 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
     if topology.world_size == 1 or is_sharded(model) or not any(item.requires_grad for item in model.parameters()):
         return model
     own: dict[str, Any] = {"device_ids": [device], "output_device": device} if device.type == "cuda" else {}
-    return DistributedDataParallel(model, **(own | dict(parallel_strategy_kwargs or {})))
+    return topology.replicate(model, **(own | dict(parallel_strategy_kwargs or {})))
 
 
 def unwrap(model: Any) -> Any:

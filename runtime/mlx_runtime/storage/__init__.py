@@ -10,5 +10,5 @@ __all__, __getattr__ = door(
         "storage_at storage_errors storage_root to_json"
     ),
     hashing="HashingReader HashingWriter",
-    publishing="Publication leftovers recover unpublish",
+    publishing="Publication create_whole leftovers recover unpublish",
 )

@@ -16,6 +16,7 @@ from mlx_runtime.storage.files import to_json as to_json
 from mlx_runtime.storage.hashing import HashingReader as HashingReader
 from mlx_runtime.storage.hashing import HashingWriter as HashingWriter
 from mlx_runtime.storage.publishing import Publication as Publication
+from mlx_runtime.storage.publishing import create_whole as create_whole
 from mlx_runtime.storage.publishing import leftovers as leftovers
 from mlx_runtime.storage.publishing import recover as recover
 from mlx_runtime.storage.publishing import unpublish as unpublish

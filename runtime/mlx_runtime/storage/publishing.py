@@ -88,7 +88,7 @@ class Publication:
         On an object store, the last of two simultaneous attempts wins.
         """
         if self._storage.local:
-            self._committed = _create_whole(Path(self._storage.of(self._name, self._marker)), marker)
+            self._committed = create_whole(Path(self._storage.of(self._name, self._marker)), marker)
         elif self._storage.size_bytes(self._name, self._marker) is None:
             self.commit(marker)
         return self._committed
@@ -156,7 +156,7 @@ def _exists(storage: Storage, name: str) -> bool:
     return Path(storage.of(name)).exists()
 
 
-def _create_whole(path: Path, content: bytes) -> bool:
+def create_whole(path: Path, content: bytes) -> bool:
     """Create a file unless it exists; it never exists without its full content. Return True on success."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     write_atomic(temporary, content)

@@ -2,4 +2,4 @@
 
 from mlx_runtime.importing import door
 
-__all__, __getattr__ = door(__name__, "commands", clusterizing="clusterize")
+__all__, __getattr__ = door(__name__, "commands replicas", clusterizing="clusterize")

@@ -243,4 +243,4 @@ def keep_sharded_models() -> None:
 @functools.wraps(DistributedDataParallel, updated=())  # Ray logs the name
 def _replicate(model: nn.Module, **options: Any) -> nn.Module:
     kept = is_sharded(model) or current("prepare_model").model_parallel_size > 1
-    return model if kept else DistributedDataParallel(model, **options)
+    return model if kept else current("prepare_model").replicate(model, **options)

@@ -65,6 +65,8 @@ class Session:
             notice=notice,
         )
         self._call = hooks_in_workers(context.cfg.callbacks | hooks, context.groups.experiment, notice)
+        topology = context.topology
+        self.replicated = topology.data_parallel_size == topology.world_size > 1  # the models of all workers are equal
         self._compared = False  # weights of models without a wrapper
         self._calls_every = False  # user code has called `self.every`
         self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
@@ -347,8 +349,7 @@ class Session:
 
     def sync_buffers(self) -> None:
         """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
-        topology = self.context.topology
-        if topology.data_parallel_size == topology.world_size > 1:
+        if self.replicated:
             sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -375,13 +376,12 @@ class Session:
 
     def _warn_of_untrained(self) -> None:
         """Warn of optimizers that never step, and, once, of models that each worker trains separately."""
-        groups, topology = self.context.groups, self.context.topology
-        replicated = topology.data_parallel_size == topology.world_size > 1
-        if replicated or len(groups.optimizers) > 1:
+        groups = self.context.groups
+        if self.replicated or len(groups.optimizers) > 1:
             from mlx_runtime.training.loop import untrained  # here, because not every run needs it
 
             found = [*untrained.idle_optimizers(groups.optimizers, self.optimization.stepped)]
-            if replicated and not self._compared:
+            if self.replicated and not self._compared:
                 self._compared = True
                 found += untrained.diverged_models(groups.members("models"))
             for text in found:

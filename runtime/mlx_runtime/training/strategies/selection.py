@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
+from mlx_runtime import companions
 from mlx_runtime.config.constructors import named_class, object_at
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.sections import Replicas
 from mlx_runtime.training.strategies import STRATEGIES
 from mlx_runtime.training.strategies.ddp import DDP
 
@@ -29,7 +31,8 @@ def problems(cfg: Any) -> list[str]:
     kind = strategy_class(cfg.strategy)
     if reason := kind.refusal(cfg):
         return [f"cfg.strategy={cfg.strategy} cannot train this: {reason}"]
-    found, size = [], kind.multiple_of(cfg)
+    found = companions.part("fragments.replicas").problems(cfg) if cfg.replicas != Replicas() else []
+    size = kind.multiple_of(cfg)
     for name in ("start_workers", "elastic.min_workers", "elastic.max_workers"):
         workers = attrgetter(name)(cfg)
         if size > 1 and workers is not None and workers % size:
@@ -51,7 +54,10 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
         return DDP(cfg, topology, notice)
     kind = next((item for item in kinds.values() if item.shards), kinds[cfg.strategy])
     size = kind.model_parallel_size(cfg, topology.world_size)
-    return kind(cfg, replace(topology, model_parallel_size=size))
+    topology = replace(topology, model_parallel_size=size)
+    if cfg.replicas.every or cfg.replicas.traffic:
+        topology = companions.part("fragments.replicas").topology_of(cfg, topology)
+    return kind(cfg, topology)
 
 
 def own_strategies(node: Mapping[str, Any] | None, cfg: Any) -> dict[str, str]:

@@ -1,0 +1,493 @@
+"""Replicas of the models that train on their own, and are averaged every `cfg.replicas.every` updates.
+
+Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767) adopts the mean of the replicas'
+weights. DiLoCo (Douillard et al., arXiv 2311.08105) makes the difference between the last common weights and that mean
+the gradient of an outer optimizer, SGD with Nesterov momentum; `lr=1, momentum=0` is local SGD.
+
+A replica is a worker, or the workers that share one model. With `cfg.replicas.meet`, it is a whole run, whose workers
+average their gradients as ever; see `meeting`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
+from mlx_runtime.distributed import Topology, broadcast, data_parallel_group, unwrap
+from mlx_runtime.distributed.torch_private import broadcast_tensors
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.importing import after_import
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.storage import storage_root
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.fragments.meeting import Meeting
+    from mlx_runtime.training.engines import Job
+
+
+def problems(cfg: Any) -> list[str]:
+    """Return one line per setting that contradicts `cfg.replicas`."""
+    found, wanted, strategy = [], cfg.replicas, cfg.strategy
+    if wanted.every is None:
+        for name, default in (("lr", 1.0), ("momentum", 0.0), ("meet", None)):
+            if (value := getattr(wanted, name)) != default:
+                found.append(f"cfg.replicas.{name}={value} needs cfg.replicas.every, the updates between two averages")
+        if wanted.traffic is not None and strategy != "ddp":
+            found.append(f"cfg.replicas.traffic={wanted.traffic} without cfg.replicas.every is for cfg.strategy=ddp")
+        elif wanted.traffic is not None and wanted.traffic not in HOOKED:
+            text = f"torch compresses the gradients of every step as {' or '.join(HOOKED)}"
+            found.append(f"cfg.replicas.traffic={wanted.traffic} needs cfg.replicas.every; {text}")
+        return found
+    if strategy in ("fsdp", "hsdp") or (strategy == "pipeline" and wanted.meet is not None):
+        text = "cfg.strategy=ddp" + (" or pipeline" if wanted.meet is None else "")
+        found.append(f"cfg.replicas.every={wanted.every} is for {text}; cfg.strategy is {strategy}")
+    if not 0 <= wanted.momentum < 1:
+        found.append(f"cfg.replicas.momentum is {wanted.momentum}, not from 0 to below 1")
+    if cfg.precision == "fp16" and wanted.meet is None:
+        found.append("cfg.precision=fp16 skips updates of single replicas, which then wait in vain; use bf16")
+    if wanted.meet is not None:
+        if wanted.traffic == "powersgd":
+            found.append(
+                "cfg.replicas.traffic=powersgd has products that differ between processors; meet with fp16 or topk"
+            )
+        try:
+            storage_root(wanted.meet)
+        except ConfigError as error:
+            found.append(str(error).replace("cfg.storage_path", "cfg.replicas.meet"))
+    return found
+
+
+def topology_of(cfg: Any, topology: Topology) -> Topology:
+    """Return the position of a worker whose models `prepare_model` does not wrap as usual."""
+    if cfg.replicas.every is not None and cfg.replicas.meet is not None:
+        return topology  # the workers of one replica
+    after_import("ray", _replicate_with_ray)
+    make = EqualAtFirst() if cfg.replicas.every is not None else compressed_gradients(cfg.replicas.traffic)
+    return replace(topology, replicate=make)
+
+
+class EqualAtFirst:
+    """Gives all workers the weights of rank 0, as DDP does, unless each has restored its own. Gradients stay local."""
+
+    def __init__(self) -> None:
+        self.restored = False
+
+    def __call__(self, model: nn.Module, **options: Any) -> nn.Module:
+        if not self.restored:
+            broadcast_tensors([item.data for item in (*model.parameters(), *model.buffers())])
+        return model
+
+
+def _replicate_with_ray() -> None:
+    from mlx_runtime import companions
+
+    companions.part("ray.private").keep_sharded_models()
+
+
+@contextlib.contextmanager
+def averages(session: Any, job: "Job", sink: Any) -> Iterator[None]:
+    """Average the replicas of a run while the block runs. Every worker must enter it."""
+    context, notice = session.context, session.reporter.events.notice
+    wanted, topology = context.cfg.replicas, context.topology
+    meeting: Meeting | None = None
+    with contextlib.ExitStack() as stack:
+        if wanted.meet is not None:
+            if topology.writes:
+                from mlx_runtime.companions.fragments.meeting import enter
+
+                meeting = stack.enter_context(enter(session, job, sink))
+        elif topology.data_parallel_size == 1:
+            notice("without other replicas, cfg.replicas.every has no effect")
+            yield
+            return
+        else:
+            session.replicated = False
+            each = "worker" if topology.model_parallel_size == 1 else f"{topology.model_parallel_size} workers"
+            notice(f"replicas  {topology.data_parallel_size}, one per {each}, averaged every {wanted.every} updates")
+        made = Averages(session, meeting)
+        experiment = context.groups.experiment
+        experiment.replicas_common = made.common
+        if wanted.meet is None:
+            experiment.replicas_own = made.own
+        stack.callback(register_optimizer_step_pre_hook(made.before_update).remove)
+        stack.callback(register_optimizer_step_post_hook(made.after_update).remove)
+        yield
+
+
+@dataclass
+class Period:
+    """The updates of one optimizer since the last average."""
+
+    steps: int = 0  # since the beginning of the run
+    rounds: int = 0  # averages taken
+    common: torch.Tensor | None = None  # weights at the last average; None until the first update after it
+    momentum: torch.Tensor | None = None  # of the outer optimizer
+    compressor: Compressor | None = None
+    traffic: Mapping[str, Any] | None = None  # restored state of the compressor
+    waits: bool = False  # this replica has published its part of an average, but left before the average was taken
+
+
+class Tensors:
+    """The averaged tensors of one optimizer's models, by name: parameters, then buffers like running means.
+
+    All of them together are a vector of float32, or of float64 if one of them is.
+    """
+
+    def __init__(self, models: Mapping[str, Any], optimizer: Optimizer) -> None:
+        trained = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        self.params: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        for name, model in _modules(models).items():
+            found = {f"{name}.{path}": item for path, item in model.named_parameters() if id(item) in trained}
+            found = {path: item for path, item in found.items() if not item.is_meta}  # held by another worker
+            if found:
+                self.params |= found
+                self.buffers |= {
+                    path: item
+                    for path, item in _saved_tensors({name: model}, buffers=True).items()
+                    if item.is_floating_point() and not item.is_meta
+                }
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @property
+    def all(self) -> dict[str, torch.Tensor]:
+        return self.params | self.buffers
+
+    def vector(self) -> torch.Tensor:
+        return torch.cat([item.detach().reshape(-1).to(_wide(item)) for item in self.all.values()])
+
+    @property
+    def exact(self) -> int:
+        """Number of values of buffers, at the end of vectors."""
+        return sum(item.numel() for item in self.buffers.values())
+
+    def difference(self, common: torch.Tensor) -> torch.Tensor:
+        """Return the difference of the parameters from the common ones, and of the buffers from zero."""
+        now = self.vector()
+        size = len(now) - self.exact
+        return torch.cat([common.to(now.device)[:size] - now[:size], -now[size:]])
+
+    def fill(self, vector: torch.Tensor) -> None:
+        parts = torch.split(vector, [item.numel() for item in self.all.values()])
+        with torch.no_grad():
+            for item, part in zip(self.all.values(), parts, strict=True):
+                item.copy_(part.view_as(item))
+
+    def compressor(self, kind: str | None) -> Compressor:
+        dtype = torch.float32
+        for item in self.all.values():
+            dtype = torch.promote_types(dtype, _wide(item))
+        return Compressor(kind, [item.shape for item in self.params.values()], self.exact, dtype)
+
+
+def outer_step(
+    common: torch.Tensor, momentum: torch.Tensor | None, mean: torch.Tensor, exact: int, lr: float, factor: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the next common weights, and the next momentum: those of torch.optim.SGD with Nesterov momentum.
+
+    `mean` is the mean of the replicas' `Tensors.difference`. The last `exact` values are buffers, which adopt the mean
+    of the replicas. Each operation is rounded on its own, so all machines get the same bits.
+    """
+    size = len(common) - exact
+    gradient, step = mean[:size], mean[:size]
+    if factor:
+        momentum = gradient.clone() if momentum is None else momentum.mul(factor).add_(gradient)
+        step = momentum.mul(factor).add_(gradient)
+    return torch.cat([common[:size] - step.mul(lr), -mean[size:]]), momentum
+
+
+class Averages:
+    """Averages the models of each optimizer after every `cfg.replicas.every` of its updates.
+
+    Every worker calls the hooks at the same updates. `meeting` is that of rank 0, if the replicas are runs.
+    """
+
+    def __init__(self, session: Any, meeting: "Meeting | None") -> None:
+        self._session, self._meeting = session, meeting
+        self._groups, self._topology = session.context.groups, session.context.topology
+        self._wanted = session.context.cfg.replicas
+        self._meets = self._wanted.meet is not None
+        self._joined = not self._meets
+        alone = self._topology.model_parallel_size == 1
+        self._group = None if self._meets or alone else data_parallel_group(self._topology)
+        self._names: dict[
+            int, tuple[str | None, Optimizer]
+        ] = {}  # by id; the optimizer is kept, so that ids stay unique
+        self.periods: dict[str, Period] = {}
+        self.states: dict[str, Any] = {}  # restored states of this worker's optimizers, until their first update
+        self.common = Common(self, per_worker=not alone)
+        self.own = Own(self)
+
+    # -- hooks of optimizers
+
+    def before_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Remember the common weights, at the first update of a period."""
+        name = self._name_of(optimizer)
+        if name is None:
+            return
+        if name in self.states:
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": self.states.pop(name), "param_groups": groups})
+        period = self.periods.setdefault(name, Period())
+        if self._joined and not period.waits and period.common is not None:
+            return
+        tensors = self._tensors(optimizer)
+        now = tensors.vector()
+        if period.common is None:
+            period.common = now
+        elif len(period.common) != len(now):
+            raise ConfigError(f"the common weights in the checkpoint have {len(period.common)} values, not {len(now)}")
+        if not self._joined:
+            self._join(name, period, tensors)
+        if period.waits:
+            self._meet(period, tensors)
+        if not torch.equal(now, tensors.vector()):  # the gradients are those of other weights
+            for item in tensors.params.values():
+                item.grad = None
+
+    def after_update(self, optimizer: Optimizer, *_: object) -> None:
+        """Count an update, and average the models if it ends a period."""
+        name = self._name_of(optimizer)
+        if name is None:
+            return
+        period = self.periods[name]
+        period.steps += 1
+        if period.steps % self._wanted.every:
+            return
+        tensors = self._tensors(optimizer)
+        assert period.common is not None
+        difference = tensors.difference(period.common)
+        compressor = self._compressor(period, tensors)
+        if not self._meets:
+            mean, sent = self._mean(compressor, difference)
+            self._adopt(period, tensors, mean)
+            self._record({"bytes": sent, "averaged": self._topology.data_parallel_size, "round": period.rounds})
+            return
+        if self._meeting is not None:
+            payload = compressor.compress(difference.cpu())
+            self._meeting.publish(payload, compressor.kind, self._wanted.every)
+        period.waits = True
+        self._meet(period, tensors)
+
+    def _adopt(self, period: Period, tensors: Tensors, mean: torch.Tensor) -> None:
+        assert period.common is not None
+        momentum = None if period.momentum is None else period.momentum.to(mean)
+        common, period.momentum = outer_step(
+            period.common.to(mean), momentum, mean, tensors.exact, self._wanted.lr, self._wanted.momentum
+        )
+        tensors.fill(common)
+        period.common = None
+        period.rounds += 1
+
+    # -- exchanges
+
+    def _mean(self, compressor: Compressor, difference: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the mean of the replicas' differences, and the bytes that this replica has sent."""
+        size, device = self._topology.data_parallel_size, difference.device
+        payload = compressor.compress(difference if self._group is None else difference.cpu())
+        sent = sum(item.nbytes for item in payload.values())
+        if compressor.kind is None:
+            total = payload["values"]
+            torch.distributed.all_reduce(total, group=self._group)
+            return (total / size).to(device), sent
+        shapes = {name: (item.shape, item.dtype, item.nbytes) for name, item in payload.items()}
+        packed = torch.cat([item.contiguous().reshape(-1).view(torch.uint8) for item in payload.values()])
+        received = [torch.empty_like(packed) for _ in range(size)]
+        torch.distributed.all_gather(received, packed, group=self._group)
+        total = torch.zeros_like(difference)
+        for item in received:
+            parts = torch.split(item, [count for _, _, count in shapes.values()])
+            found = {
+                name: part.clone().view(dtype).reshape(shape)
+                for part, (name, (shape, dtype, _)) in zip(parts, shapes.items(), strict=True)
+            }
+            total += compressor.expand(found).to(device)
+        return total / size, sent
+
+    def _join(self, name: str, period: Period, tensors: Tensors) -> None:
+        """Join the meeting, and adopt its common weights unless this replica is up to date."""
+        others = [item for item in self._names.values() if item[0] not in (None, name)]
+        if others:
+            raise ConfigError("cfg.replicas.meet averages the models of one optimizer; this experiment has several")
+        self._joined = True
+        if self._meeting is not None:
+            assert period.common is not None
+            momentum = None if period.momentum is None else period.momentum.cpu()
+            self._meeting.join(tensors, period.common.cpu(), momentum, period.rounds)
+        self._take(period, tensors)
+
+    def _meet(self, period: Period, tensors: Tensors) -> None:
+        """Wait for the average of the round. If the run is asked to stop, wait again after it is resumed."""
+        done = self._meeting is None or self._meeting.wait()
+        if not broadcast(done if self._meeting is not None else None):
+            return
+        self._take(period, tensors)
+        if self._meeting is not None:
+            self._record(self._meeting.numbers)
+
+    def _take(self, period: Period, tensors: Tensors) -> None:
+        """Take the position of the meeting on rank 0, on all workers of this replica."""
+        meeting = self._meeting
+        fields = None
+        if meeting is not None:
+            fields = {"moved": meeting.moved, "rounds": meeting.rounds, "has_momentum": meeting.momentum is not None}
+        fields = broadcast(fields)
+        if not fields["moved"]:
+            return
+        now = tensors.vector()
+        common = torch.empty_like(now) if meeting is None or meeting.common is None else meeting.common.to(now)
+        size = len(now) - tensors.exact
+        momentum = None
+        if fields["has_momentum"]:
+            source = None if meeting is None else meeting.momentum
+            momentum = now.new_empty(size) if source is None else source.to(now)
+        if self._topology.world_size > 1:
+            broadcast_tensors([common, *([] if momentum is None else [momentum])])
+        tensors.fill(common)
+        period.steps -= period.steps % self._wanted.every
+        period.momentum, period.rounds, period.waits = momentum, fields["rounds"], False
+        period.common = tensors.vector()
+
+    def _record(self, numbers: Mapping[str, float]) -> None:
+        if self._topology.writes:
+            progress = self._session.progress
+            values = {f"replicas/{name}": float(item) for name, item in numbers.items()}
+            self._session.reporter.record(values, progress.global_step, progress.epoch)
+
+    # -- the experiment's objects
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        return members(self._groups["optimizers"], Optimizer) | members(self._groups["own"], Optimizer)
+
+    def _name_of(self, optimizer: Optimizer) -> str | None:
+        """Return the name of an optimizer of the experiment's models, or None for any other."""
+        known = self._names.get(id(optimizer))
+        if known is None:
+            names = [name for name, item in self.optimizers().items() if item is optimizer]
+            name = names[0] if names and len(self._tensors(optimizer)) else None
+            known = self._names[id(optimizer)] = name, optimizer
+        return known[0]
+
+    def _tensors(self, optimizer: Optimizer) -> Tensors:
+        return Tensors(self._groups.members("models"), optimizer)
+
+    def _compressor(self, period: Period, tensors: Tensors) -> Compressor:
+        if period.compressor is None:
+            period.compressor = tensors.compressor(self._wanted.traffic)
+            if period.traffic is not None:
+                period.compressor.load_state_dict(period.traffic)
+        return period.compressor
+
+    def is_between(self, name: str) -> bool:
+        """Return True if an optimizer is in the middle of a period, so that the weights of replicas differ."""
+        period = self.periods.get(name)
+        return period is not None and (period.steps % self._wanted.every != 0 or period.waits)
+
+    def restored(self) -> None:
+        """Keep the restored weights of this worker."""
+        make = self._topology.replicate
+        if isinstance(make, EqualAtFirst):
+            make.restored = True
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and saved buffers of all models, by name."""
+        return _saved_tensors(self._groups.members("models"))
+
+    def live_buffers(self) -> dict[str, torch.Tensor]:
+        return _saved_tensors(self._groups.members("models"), buffers=True)
+
+
+class Common:
+    """What the replicas have in common, as a part of checkpoints."""
+
+    def __init__(self, averages: Averages, *, per_worker: bool) -> None:
+        self._averages, self.per_worker = averages, per_worker  # stages of a pipeline have their own parts
+
+    def state_dict(self) -> dict[str, Any]:
+        made = self._averages
+        return {
+            name: {
+                "steps": item.steps,
+                "rounds": item.rounds,
+                "waits": item.waits,
+                "common": item.common if made.is_between(name) else None,  # otherwise, they are the weights
+                "momentum": item.momentum,
+                "traffic": _traffic_of(item) if made._meets else None,
+            }
+            for name, item in made.periods.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._averages.periods = {name: Period(**item) for name, item in state.items()}
+
+
+class Own:
+    """What differs between the replicas of a run, as a part of checkpoints.
+
+    Weights and states of optimizers are those of rank 0 anyway.
+    """
+
+    per_worker = True
+
+    def __init__(self, averages: Averages) -> None:
+        self._averages = averages
+
+    def state_dict(self) -> dict[str, Any]:
+        made = self._averages
+        traffic = {name: _traffic_of(item) for name, item in made.periods.items()}
+        if made._topology.writes:
+            return {"tensors": {}, "optimizers": {}, "traffic": traffic}
+        tensors = made.live_buffers()
+        for name, item in made.optimizers().items():
+            if made.is_between(name):
+                tensors |= made._tensors(item).params
+        states = {name: item.state_dict()["state"] for name, item in made.optimizers().items()} | made.states
+        return {"tensors": tensors, "optimizers": states, "traffic": traffic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        made, live = self._averages, self._averages.live()
+        made.restored()
+        with torch.no_grad():
+            for name, item in state["tensors"].items():
+                live[name].copy_(item)
+        made.states = dict(state["optimizers"])  # the loop may still load those of rank 0, when it adds objects
+        for name, item in state["traffic"].items():
+            made.periods.setdefault(name, Period()).traffic = item
+
+
+def _traffic_of(period: Period) -> Mapping[str, Any] | None:
+    return period.traffic if period.compressor is None else period.compressor.state_dict()
+
+
+def _modules(models: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return modules by name, each of them once, without wrappers."""
+    found: dict[str, nn.Module] = {}
+    for name, item in models.items():
+        model = unwrap(item)
+        if isinstance(model, nn.Module) and not any(model is other for other in found.values()):
+            found[name] = model
+    return found
+
+
+def _saved_tensors(models: Mapping[str, Any], *, buffers: bool = False) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers in the states of models, or only the buffers."""
+    found = {}
+    for name, model in _modules(models).items():
+        params = {path for path, _ in model.named_parameters(remove_duplicate=False)} if buffers else set()
+        for path, item in model.state_dict(keep_vars=True).items():
+            if isinstance(item, torch.Tensor) and path not in params:
+                found[f"{name}.{path}"] = item
+    return found
+
+
+def _wide(item: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(item.dtype, torch.float32)
