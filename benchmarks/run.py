@@ -10,6 +10,7 @@ import rounds
 from parts import (
     bucketing,
     checkpoints,
+    clusters,
     functions,
     imports,
     logging,
@@ -26,6 +27,7 @@ from parts import (
 PARTS = {
     "starting": starting,
     "functions": functions,
+    "clusters": clusters,
     "imports": imports,
     "training": training,
     "reading": reading,

@@ -3,6 +3,7 @@
 That of Ray Train is in `private_train`, which takes a second to import.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
@@ -46,18 +47,24 @@ def enter_ray_train(name: str, topology: "Topology | None", *, quiet: bool) -> N
     This process is a worker, or if `topology` is None, the driver and only process of a run. `name` is the name of the
     experiment.
     """
-    from mlx_runtime.companions.ray import private_train
-
-    private_train.enter(name, topology)
+    functions = _train()
+    functions.enter(name, topology)
     if quiet:
-        private_train.quiet()
+        functions.quiet()
 
 
 def keep_sharded_models() -> None:
     """Make `ray.train.torch.prepare_model` return sharded models unchanged."""
+    _train().keep_sharded_models()
+
+
+def _train() -> Any:
+    """Import `private_train`. If this is called by `after_import`, `ray` does not have the module as attribute yet."""
+    if "ray.train" in sys.modules:
+        ray.train = sys.modules["ray.train"]
     from mlx_runtime.companions.ray import private_train
 
-    private_train.keep_sharded_models()
+    return private_train
 
 
 def refuse_ray() -> None:

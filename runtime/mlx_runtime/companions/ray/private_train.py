@@ -1,6 +1,6 @@
 """Ray Train 2.60 in workers that it did not start: its functions, and its private API. `test_private.py` checks it.
 
-Imported after `ray.train`, so only if user code uses it.
+Imported only if user code has imported `ray.train`.
 """
 
 import functools
@@ -10,7 +10,6 @@ import pickle
 from typing import Any
 
 import ray
-import ray.train.torch
 import ray.tune  # early, because Ray Train would import it within a loop, and that draws from `random`
 import torch.distributed
 from torch import nn
@@ -20,7 +19,7 @@ from mlx_runtime.distributed import Topology, broadcast, is_sharded
 from mlx_runtime.errors import MlxError
 
 try:
-    import ray.train.v2._internal.execution.context
+    from ray.train.v2._internal.execution import context
     from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
     from ray.train.v2.torch import train_loop_utils
 except ImportError as error:
@@ -32,7 +31,7 @@ except ImportError as error:
 def quiet() -> None:
     """Silence Ray Train's message about each report, and its tracebacks of errors that the driver prints."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    reported_by_the_driver = ("ray.train.v2._internal.util", ray.train.v2._internal.execution.context.__file__)
+    reported_by_the_driver = ("ray.train.v2._internal.util", context.__file__)
     for name in reported_by_the_driver:  # the second logger is named after its file
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
