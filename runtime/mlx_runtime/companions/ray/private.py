@@ -3,7 +3,9 @@
 That of Ray Train is in `private_train`, which takes a second to import.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
@@ -14,11 +16,25 @@ if TYPE_CHECKING:
     from mlx_runtime.distributed import Topology
 
 try:
+    from ray._private.node import Node
     from ray._private.state import state
 except ImportError as error:
     raise MlxError(
         f'Ray {ray.__version__} lacks a part of the private API of Ray 2.60: {error}; type: pip install "ray==2.60.*"'
     ) from error
+
+
+@contextlib.contextmanager
+def bare_head() -> Iterator[None]:
+    """Let `ray.init` start no server for a dashboard, as it does even without a dashboard, and no autoscaler."""
+    kept = {name: getattr(Node, name) for name in ("start_api_server", "start_monitor")}
+    for name in kept:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
 
 
 def serialize_lineage(dataset: Any) -> bytes:

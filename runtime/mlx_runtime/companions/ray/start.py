@@ -83,6 +83,8 @@ def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterato
 def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     import ray
 
+    from mlx_runtime.companions.ray.private import bare_head
+
     if not Settings.read().quiet:
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)
     release_threads()  # processes of Ray are not limited to the cores of this one
@@ -91,7 +93,7 @@ def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     needed = (cfg.elastic.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2
     cpus = max(os.cpu_count() or 1, needed)
     try:
-        with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS):
+        with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS), bare_head():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level, log_to_driver=True)
     except Exception as error:  # Ray raises various types of exceptions
         why = f"Ray did not start on this machine: {short_message(error)}"

@@ -14,6 +14,7 @@ import ray.train
 import ray.train.torch
 import torch
 from ray._private import auto_init_hook
+from ray._private.node import Node
 from ray._private.state import state
 from ray.train.v2._internal import util
 from ray.train.v2._internal.execution import context, train_fn_utils
@@ -54,6 +55,16 @@ class TestLoggers:
         assert not tracebacks.isEnabledFor(logging.ERROR)
         assert not train_fn_utils.logger.isEnabledFor(logging.INFO)
         assert train_fn_utils.logger.isEnabledFor(logging.WARNING)
+
+
+def test_ray_starts_what_an_embedded_head_does_without_by_these_names() -> None:
+    started = inspect.getsource(Node.start_head_processes)
+    assert "self.start_api_server(" in started
+    assert "self.start_monitor()" in started
+    methods = Node.start_api_server, Node.start_monitor
+    with ray_private.bare_head():
+        assert not {Node.start_api_server, Node.start_monitor} & {*methods}
+    assert (Node.start_api_server, Node.start_monitor) == methods
 
 
 def test_a_node_that_is_not_in_the_list_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
