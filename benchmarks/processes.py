@@ -54,7 +54,7 @@ def cost(command: Command, folder: Path, variables: Mapping[str, str]) -> Cost:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        with _Processes(process.pid, f"{MARK}-{mark}".encode()) as processes:
+        with Processes(process.pid, f"{MARK}-{mark}".encode()) as processes:
             _, status, usage = os.wait4(process.pid, 0)
             wall_s = time.time() - started
             process.returncode = os.waitstatus_to_exitcode(status)
@@ -66,7 +66,7 @@ def cost(command: Command, folder: Path, variables: Mapping[str, str]) -> Cost:
     return Cost(process.pid, started, wall_s, max(usage.ru_utime + usage.ru_stime, processes.cpu_s))
 
 
-class _Processes:
+class Processes:
     """All processes of a command, sampled ten times a second for the CPU seconds that they have used.
 
     A process belongs to the command if its parent does, or if it has inherited a mark in its environment: daemons have
@@ -87,7 +87,7 @@ class _Processes:
     def cpu_s(self) -> float:
         return sum(self._ticks.values()) / os.sysconf("SC_CLK_TCK")
 
-    def __enter__(self) -> "_Processes":
+    def __enter__(self) -> "Processes":
         self._thread.start()
         return self
 

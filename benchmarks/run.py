@@ -10,6 +10,7 @@ import rounds
 from parts import (
     bucketing,
     checkpoints,
+    clusters,
     functions,
     imports,
     logging,
@@ -28,6 +29,7 @@ from parts import (
 PARTS = {
     "starting": starting,
     "functions": functions,
+    "clusters": clusters,
     "imports": imports,
     "training": training,
     "reading": reading,

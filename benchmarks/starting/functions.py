@@ -33,13 +33,14 @@ def train_func(config: dict[str, Any]) -> None:
         report(loss=loss)
 
 
-def ray(out: str) -> None:
-    """Ray's `TorchTrainer`."""
+def ray(out: str, address: str | None = "local") -> None:
+    """Ray's `TorchTrainer`, by default in an embedded Ray."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(address="local", num_cpus=max(2, os.cpu_count() or 1), include_dashboard=False)
+    embedded = {"num_cpus": max(2, os.cpu_count() or 1), "include_dashboard": False} if address else {}
+    ray.init(address=address, **embedded)
     with tempfile.TemporaryDirectory() as storage:
         TorchTrainer(
             train_func,
@@ -59,4 +60,7 @@ def mlx(engine: str, out: str) -> None:
 
 if __name__ == "__main__":
     contender, written = sys.argv[1:]
-    ray(written) if contender == "ray" else mlx(contender.removeprefix("mlx-"), written)
+    if contender.startswith("ray"):
+        ray(written, address="local" if contender == "ray" else None)
+    else:
+        mlx(contender.removeprefix("mlx-"), written)

@@ -10,13 +10,11 @@ from mlx_runtime.training.engines import (
     EngineClass,
     Group,
     Job,
-    WorkerJob,
     changing_size,
-    load_results,
     lost,
-    run_worker,
     this_machine,
 )
+from mlx_runtime.training.engines.worker import WorkerJob, load_results, run_worker
 from mlx_runtime.training.loop import Remote, train_to
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from pathlib import Path
 STEADY_RAY = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so that relative data paths work
     "RAY_worker_niceness": "0",  # with Ray's default of 15, other processes on the machine slow training down
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # reports wait for the controller's next poll, by default 2 s
 }
 """Ray's settings that make training predictable."""
 
@@ -19,8 +18,6 @@ QUIET_RAY = {
     "RAY_SCHEDULER_EVENTS": "0",  # of the autoscaler; drivers report what a run waits for
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints every line of a worker twice
-    "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_LOG_LEVEL": "CRITICAL",  # errors arrive as exceptions
 }

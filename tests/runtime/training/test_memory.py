@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import ray.exceptions
-import ray.train
 import torch
 import torch.distributed as dist
 from conftest import Mlx
@@ -21,12 +20,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mlx_runtime.companions.ray.failures import error_of
+from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.distributed import Topology
-from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.errors import ConfigError, WorkerLoopError, WorkerLostError
 from mlx_runtime.runs import RunFolder
-from mlx_runtime.sections import Sharding
+from mlx_runtime.sections import Elastic, Sharding
 from mlx_runtime.training.engines.local import ProcessDied
+from mlx_runtime.training.engines.recovery import RestartingGroup
 from mlx_runtime.training.loop.memory import memory_needs, needs_here, out_of_memory, snapshot, ways_to_save
 from mlx_runtime.training.loop.worker import loop_errors
 from mlx_runtime.training.options import TrainConfig
@@ -226,10 +226,12 @@ class TestKilledWorkers:
         assert any("oom_kill " in file.read_text() for file in files)
 
     @pytest.mark.parametrize("cause", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.NodeDiedError("gone")])
-    def test_ray_reports_it(self, cause: Exception) -> None:
-        failed = ray.train.WorkerGroupError("rank 1 failed", {1: cause})
-        message = str(error_of(failed, TrainConfig()))
-        assert message.startswith(f"a worker was lost: {cause!s}; no replacements are left (cfg.elastic.max_failures")
+    def test_ray_reports_it(self, cause: ray.exceptions.RayError) -> None:
+        group = RestartingGroup(TrainConfig(elastic=Elastic(max_failures=0)), lambda event: None)
+        with pytest.raises(WorkerLostError) as raised:
+            group.handle_failure({1: failure_of(1, cause)}, all_ended=False)
+        message = str(raised.value)
+        assert message.startswith(f"a worker was lost: {cause!s}")
         assert message.endswith(ways_to_save(TrainConfig())) is isinstance(cause, ray.exceptions.OutOfMemoryError)
 
 

@@ -68,7 +68,7 @@ def topology_of(cfg: Any, topology: Topology) -> Topology:
     """Return the position of a worker whose models `prepare_model` does not wrap as usual."""
     if cfg.replicas.every is not None and cfg.replicas.meet is not None:
         return topology  # the workers of one replica
-    after_import("ray", _replicate_with_ray)
+    after_import("ray.train", _replicate_with_ray)
     make = EqualAtFirst() if cfg.replicas.every is not None else compressed_gradients(cfg.replicas.traffic)
     return replace(topology, replicate=make)
 

@@ -63,7 +63,7 @@ class Pipeline:
         self._cfg, self.topology = cfg, topology
         self.notice: str | None = None
         self._lines: list[str] = []
-        after_import("ray", _keep_cut_models)
+        after_import("ray.train", _keep_cut_models)
 
     @cached_property
     def _links(self) -> Any:

@@ -24,8 +24,9 @@ from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.runs import RunFolder, run_folder, snapshots
 from mlx_runtime.storage.documents import stays_below
-from mlx_runtime.training.engines import Job, Scratch, WorkerJob
+from mlx_runtime.training.engines import Job, Scratch
 from mlx_runtime.training.engines.local import start_workers
+from mlx_runtime.training.engines.worker import WorkerJob
 from mlx_runtime.training.processes import ForkServer
 
 AGAIN_S = 1.0

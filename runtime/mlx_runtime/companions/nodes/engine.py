@@ -271,13 +271,13 @@ class NodesGroup(LocalGroup):
         if self._rendezvous is not None:
             self._receive(self._rendezvous)
 
-    def _kill(self) -> list[int]:
+    def _killed(self) -> list[int]:
         if self._rendezvous is None or self._attempt is None:
             return []
         members = dict(self._rendezvous.members)
         for member in members.values():
             member.send("kill")
-        left = super()._kill()
+        left = super()._killed()
         for name, member in members.items():
             if {*left} & {*self._ranks_of[name]}:
                 self._rendezvous.drop(member, "it did not end its workers")

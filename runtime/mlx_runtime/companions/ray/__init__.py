@@ -12,6 +12,7 @@ __all__, __getattr__ = door(
     dashboard="Dashboard job_statuses",
     datajob="DataJob refuse_present run_job",
     doctor="checks",
+    reservation="release",
     start="on_ray start_ray",
     stream_reader="StreamReader stream_readers",
     streams="columns_of keep_order make_dataset rows_of_stream stream_blocks stream_of",

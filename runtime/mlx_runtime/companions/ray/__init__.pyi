@@ -8,6 +8,7 @@ from mlx_runtime.companions.ray.datajob import DataJob as DataJob
 from mlx_runtime.companions.ray.datajob import refuse_present as refuse_present
 from mlx_runtime.companions.ray.datajob import run_job as run_job
 from mlx_runtime.companions.ray.doctor import checks as checks
+from mlx_runtime.companions.ray.reservation import release as release
 from mlx_runtime.companions.ray.start import on_ray as on_ray
 from mlx_runtime.companions.ray.start import start_ray as start_ray
 from mlx_runtime.companions.ray.stream_reader import StreamReader as StreamReader

@@ -12,7 +12,7 @@ from mlx_runtime.training import DataConfig, TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG, Cluster, check_room, uses_gpus
 
 EMBEDDED_RAY = {
-    "RAY_prestart_worker_first_driver": "0",  # Ray Train does not use prestarted workers
+    "RAY_prestart_worker_first_driver": "0",  # a run needs only its own workers
     "RAY_preload_python_modules": "mlx_runtime.companions.ray.preload",
 }
 """Environment of the processes of an embedded Ray."""
@@ -55,10 +55,11 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
 
 
 def preempted() -> bool:
-    """Return True if a node of this run is about to be preempted. Every worker must call this; it takes about 5 ms."""
-    import ray.train
+    """Return True if a node of this run is about to be preempted. Every worker must call this."""
+    from mlx_runtime.companions.ray.private import is_draining
+    from mlx_runtime.distributed import agree, device_here
 
-    return ray.train.get_preemption_info() is not None
+    return agree([not is_draining()], device_here()) != [True]
 
 
 @contextlib.contextmanager
@@ -72,12 +73,8 @@ def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterato
     level = "INFO" if Settings.read().verbose else "ERROR"
     with contextlib.ExitStack() as stack:
         if JOB_FLAG in os.environ:
-            # Ray Train's PlacementGroupCleaner looks for "the" cluster, and fails on machines with several.
-            known = {name: os.environ[name] for name in ("RAY_ADDRESS",) if "://" not in os.environ.get(name, "://")}
-            ray.init(logging_level=level, log_to_driver=forward, runtime_env={"env_vars": known})
+            ray.init(logging_level=level, log_to_driver=forward)
         else:
-            # Nobody preempts this machine. Read by Ray Train's controller in this process.
-            stack.enter_context(environment({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}))
             _start_embedded(cfg, level)
         stack.callback(ray.shutdown)
         yield
@@ -85,6 +82,8 @@ def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterato
 
 def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     import ray
+
+    from mlx_runtime.companions.ray.private import bare_head
 
     if not Settings.read().quiet:
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)
@@ -94,7 +93,7 @@ def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     needed = (cfg.elastic.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2
     cpus = max(os.cpu_count() or 1, needed)
     try:
-        with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS):
+        with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS), bare_head():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level, log_to_driver=True)
     except Exception as error:  # Ray raises various types of exceptions
         why = f"Ray did not start on this machine: {short_message(error)}"

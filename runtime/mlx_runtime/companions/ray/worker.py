@@ -1,34 +1,66 @@
-"""A worker started by Ray Train."""
+"""A worker on Ray: an actor, whose class is imported before its libraries."""
 
+import os
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ray.train
-import ray.train.torch
+import ray
 import ray.util
 
-from mlx_runtime.companions.ray.private import quiet_ray_train
-from mlx_runtime.distributed import Topology
+import mlx_runtime.companions.ray.preload  # noqa: F401 - on clusters, too
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.training.engines import Job
-from mlx_runtime.training.loop import Remote, train_to
+from mlx_runtime.importing import many_imports
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from mlx_runtime.runs import RunFolder
+    from mlx_runtime.training.engines import Job
 
 
-def train(config: Mapping[str, Any]) -> None:
-    """Train in a worker process of Ray Train, which calls this on every worker."""
-    job: Job = pickle.loads(config["job"])
-    context = ray.train.get_context()
-    rank, world_size, local_rank = context.get_world_rank(), context.get_world_size(), context.get_local_rank()
-    topology = Topology(rank, world_size, ray.train.torch.get_device(), local_rank)
-    if not job.verbose:
-        quiet_ray_train()
-    check_storage(job.folder)
-    train_to(Remote(*job.receiver, topology.rank), job, topology)
+class Seat(NamedTuple):
+    """The node of a worker, its address, the GPUs of the worker, and the port of its store, or 0 if it has none."""
+
+    node: str
+    host: str
+    gpus: list[str]
+    port: int
 
 
-def check_storage(folder: RunFolder) -> None:
+class RayWorker:
+    """The actor. All workers of a group `prepare` at the same time, then `train`."""
+
+    def prepare(self, job: bytes, serves: bool) -> Seat:
+        """Import what training needs. The first worker also serves the store for the rendezvous of the group."""
+        with many_imports():
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            from mlx_runtime.training.engines.worker import train_in_group  # noqa: F401 - and all that it needs
+
+            self._job: Job = pickle.loads(job)
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if serves else None
+        return Seat(node, host, [*map(str, ray.get_gpu_ids())], self._store.port if self._store is not None else 0)
+
+    def train(self, rank: int, variables: Mapping[str, str], **options: Any) -> bytes:
+        """Train as one of the workers; see `WorkerJob` for options. Return the pickled error of its loop, or None."""
+        from mlx_runtime.training.engines.worker import WorkerJob, train_in_group
+
+        os.environ.update(variables)
+        shared = WorkerJob(self._job, results=Path(), store=self._meet, **options)
+        return pickle.dumps(train_in_group(shared, rank))
+
+    def _meet(self) -> "Store":
+        """Return the store of the group."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        check_storage(self._job.folder)
+        return self._store or TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def check_storage(folder: "RunFolder") -> None:
     """Raise a StorageError if this node, which may have joined after the preflight check, lacks the run's storage."""
     if folder.uri is None and not folder.record.is_file():
         node = ray.util.get_node_ip_address()

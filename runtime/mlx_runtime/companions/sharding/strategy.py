@@ -91,7 +91,7 @@ class FSDP:
         self.notice = (
             "cfg.sharding.offload=cpu has no effect: models are on the CPU already" if without_effect else None
         )
-        after_import("ray", _keep_sharded_models)
+        after_import("ray.train", _keep_sharded_models)
 
     def build(self, node: Mapping[str, Any]) -> Any:
 

@@ -21,7 +21,7 @@ cd "$job/code" || exit  # a copy of the code, made when the job was submitted
 
 RAY = """
 # One Ray node per node of the allocation, for this job alone. They end with the step.
-export MLX_IN_JOB=alone RAY_TRAIN_ENABLE_PREEMPTION_WATCHER=0
+export MLX_IN_JOB=alone
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$("$python" -c "import secrets; print(secrets.token_hex(32))")
 address=$job/ray-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\

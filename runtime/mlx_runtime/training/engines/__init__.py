@@ -12,11 +12,10 @@ ENGINES = {
 
 __all__, __getattr__ = door(
     __name__,
-    "local",
+    "local recovery worker",
     base="Cluster Handle Job StopAsked backend_of lost",
     local="cool_down warm_up",
     placement="JOB_FLAG changing_size check_room engine_class engine_for errors_of shortage this_machine uses_gpus",
     protocol="Engine EngineClass Group",
     scratch="Scratch",
-    worker="WorkerJob load_results run_worker",
 )

@@ -20,7 +20,4 @@ from mlx_runtime.training.engines.protocol import Engine as Engine
 from mlx_runtime.training.engines.protocol import EngineClass as EngineClass
 from mlx_runtime.training.engines.protocol import Group as Group
 from mlx_runtime.training.engines.scratch import Scratch as Scratch
-from mlx_runtime.training.engines.worker import WorkerJob as WorkerJob
-from mlx_runtime.training.engines.worker import load_results as load_results
-from mlx_runtime.training.engines.worker import run_worker as run_worker
 ENGINES: dict[str, str]

@@ -11,26 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import MlxError, WorkerLostError, short_message
-from mlx_runtime.events import WorkersLost
+from mlx_runtime.errors import MlxError, WorkerLostError
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines.base import Cluster, Handle, StopAsked, backend_of, lost
+from mlx_runtime.training.engines.base import Cluster, Handle, StopAsked, backend_of
 from mlx_runtime.training.engines.output import Output
 from mlx_runtime.training.engines.placement import changing_size, this_machine
+from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
 from mlx_runtime.training.engines.scratch import Scratch
 from mlx_runtime.training.processes import ForkServer, exit_reason, memory_kills, unsafe_to_fork
-
-ORIGIN_S = 3.0
-"""Time to wait for the cause when a worker reports only that it lost another one."""
-
-UNWIND_S = 5.0
-"""Time for the other workers to end after user code failed on one; they may be saving a checkpoint."""
 
 EXIT_S = 10.0
 """Time for a worker to exit after it has finished or was killed."""
 
-RAY = ("mlx_runtime.companions.ray.private",)
-"""Module that workers import if the experiment has imported Ray."""
+RAY_TRAIN = ("mlx_runtime.companions.ray.private_train",)
+"""Module that workers import if the experiment has imported Ray Train."""
 
 _warm_server: ForkServer | None = None
 """Server started by `warm_up` and not yet used by a run."""
@@ -82,7 +76,7 @@ class Local:
 
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
         self.server = take_server()
-        self.server.preload(*strategy_class(cfg.strategy).preloads, *(RAY if "ray" in sys.modules else ()))
+        self.server.preload(*strategy_class(cfg.strategy).preloads, *(RAY_TRAIN if "ray.train" in sys.modules else ()))
 
     @property
     def notice(self) -> str | None:
@@ -96,15 +90,15 @@ class Local:
         self.server.close()
 
 
-class LocalGroup:
-    """The workers of a run. If one of them is lost, all are restarted from the last checkpoint."""
+class LocalGroup(RestartingGroup):
+    """The workers of a run, processes of this machine."""
 
     def __init__(self, engine: Local, job: Any, handle: Handle) -> None:
-        self._engine, self._job, self._handle = engine, job, handle
+        super().__init__(engine.cfg, handle)
+        self._engine, self._job = engine, job
         self._ranks = range(engine.cfg.start_workers)
         self._scratch = Scratch("mlx-local-")
         self._output = Output(job.folder, len(self._ranks))
-        self._failures = 0
         self._attempt: Attempt | None = None
         try:
             self._start()
@@ -124,7 +118,7 @@ class LocalGroup:
         ended = {**died, **attempt.lost, **load_results(attempt.results)}
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
-            self._handle_failure(attempt, errors)
+            self.handle_failure(errors, all_ended=len(attempt.codes) == len(self._ranks))
         elif len(ended) == len(self._ranks):  # user code may keep a process from exiting
             attempt.finished_at = attempt.finished_at or time.monotonic()
             return len(attempt.codes) < len(self._ranks) and time.monotonic() - attempt.finished_at <= EXIT_S
@@ -165,34 +159,12 @@ class LocalGroup:
         streams = {rank: self._output.writers[rank] for rank in ranks}
         start_workers(engine.server, shared, streams, attempt=self._failures, threads=engine.cfg.cpus_per_worker)
 
-    def _handle_failure(self, attempt: "Attempt", errors: dict[int, BaseException]) -> None:
-        """Raise the error of user code once the other workers have ended, or replace lost workers."""
-        attempt.failed_at = attempt.failed_at or time.monotonic()
-        failed_s = time.monotonic() - attempt.failed_at
-        origins = {rank: error for rank, error in errors.items() if not isinstance(error, WorkerLostError)}
-        of_users = [error for error in origins.values() if isinstance(error, MlxError)]
-        if of_users:
-            if len(attempt.codes) == len(self._ranks) or failed_s > UNWIND_S:
-                raise of_users[0]
-        elif origins or failed_s >= ORIGIN_S:
-            self._replace(origins or errors)
-
-    def _replace(self, errors: dict[int, BaseException]) -> None:
-        from mlx_runtime.training.loop import ways_to_save
-
-        first, cfg = next(iter(errors.values())), self._engine.cfg
-        why = short_message(first)
-        if 0 <= cfg.elastic.max_failures <= self._failures:
-            starved = isinstance(first, ProcessDied) and first.starved
-            raise lost(why, cfg.elastic.max_failures, ways_to_save(cfg) if starved else "")
-        self._handle(WorkersLost(tuple(errors), why))
-        left = ", ".join(map(str, self._kill()))
+    def _kill(self) -> None:
+        left = ", ".join(map(str, self._killed()))
         if left:
             raise WorkerLostError(f"rank {left} is still running {EXIT_S:.0f} s after SIGKILL and cannot be replaced")
-        self._failures += 1
-        self._start()
 
-    def _kill(self) -> list[int]:
+    def _killed(self) -> list[int]:
         """Kill all workers. Return the ranks of those that are still running `EXIT_S` later."""
         attempt = self._attempt
         if attempt is None:
@@ -249,7 +221,6 @@ class Attempt:
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
     lost: dict[int, BaseException] = field(default_factory=dict)  # workers of lost machines, by rank
     memory_kills: int = field(default_factory=memory_kills)  # before the attempt
-    failed_at: float | None = None
     finished_at: float | None = None
 
     @property
@@ -258,9 +229,8 @@ class Attempt:
         return memory_kills() > self.memory_kills
 
 
-class ProcessDied(Exception):  # noqa: N818 - describes a worker, not an error of this process
+class ProcessDied(WorkerDied):
     """A worker ended without storing a result."""
 
     def __init__(self, rank: int, code: int, starved: bool) -> None:
-        super().__init__(f"rank {rank} {exit_reason(code, starved=starved)}")
-        self.starved = starved and code == -signal.SIGKILL
+        super().__init__(f"rank {rank} {exit_reason(code, starved=starved)}", starved and code == -signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The main function of a local worker: process group, Ray Train's functions, training, result for the driver."""
+"""The main functions of workers: process group, Ray Train's functions, training, result for the driver."""
 
 import datetime
 import pickle
@@ -26,7 +26,7 @@ class WorkerJob:
     world_size: int
     backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank, or sees its own
     timeout_s: float  # of collectives
-    results: Path  # folder for the results of workers; only this user can open it
+    results: Path  # folder for the results of local workers; only this user can open it
     store: "Path | Callable[[], Store]"  # for the rendezvous: a file in the same folder, or what connects to a store
     host: str | None = None  # address of this machine for its peers; None if all workers are on this machine
     first_rank: int = 0  # lowest rank on this machine
@@ -37,14 +37,26 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
 
     Pass it to `os._exit`: gloo's threads hold tensors and can abort an interpreter that is finalizing.
     """
+    keep_groups_private(shared.host)
+    error = train_in_group(shared, rank)
+    part = shared.results / f"{rank}.part"
+    part.write_bytes(pickle.dumps(error))
+    part.replace(shared.results / str(rank))
+    if error is None and torch.distributed.is_initialized():  # user code may have destroyed the group
+        torch.distributed.destroy_process_group()
+    return 0 if error is None else 1
+
+
+def train_in_group(shared: WorkerJob, rank: int) -> BaseException | None:
+    """Join the process group and train. Return the error that ended the loop, if any."""
     error: BaseException | None = None
     try:
         local_rank = rank - shared.first_rank
         if "nccl" in shared.backend:
-            torch.cuda.set_device(local_rank if shared.job.cluster.gpus_per_worker <= 1 else 0)
+            own = local_rank if shared.job.cluster.gpus_per_worker <= 1 else 0
+            torch.cuda.set_device(own % torch.cuda.device_count())  # several workers may share a GPU
         topology = Topology(rank, shared.world_size, device_here(), local_rank)
         enter_ray_train(shared.job, topology)
-        keep_groups_private(shared.host)
         # In a variable, because torch does not keep a store alive that is written in Python.
         store = FileStore(str(shared.store)) if isinstance(shared.store, Path) else shared.store()
         torch.distributed.init_process_group(
@@ -64,12 +76,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
     except BaseException as caught:
         traceback.print_exception(caught)  # into the log of this rank
         error = WorkerLostError(f"rank {rank} failed: {type(caught).__name__}: {short_message(caught)}")
-    part = shared.results / f"{rank}.part"
-    part.write_bytes(pickle.dumps(error))
-    part.replace(shared.results / str(rank))
-    if error is None and torch.distributed.is_initialized():  # user code may have destroyed the group
-        torch.distributed.destroy_process_group()
-    return 0 if error is None else 1
+    return error
 
 
 def load_results(folder: Path) -> dict[int, BaseException | None]:

@@ -100,13 +100,12 @@ def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
     """Make `ray.train` work in this process once user code imports it; `topology` is None in the driver."""
 
     def enter() -> None:
-        private = companions.part("ray.private")
-        private.enter_ray_train(job.run.experiment, topology)
-        if not job.verbose:
-            private.quiet_ray_train()
+        companions.part("ray.private").enter_ray_train(job.run.experiment, topology, quiet=not job.verbose)
 
     if "ray" in companions.COMPANIONS:
-        after_import("ray", enter)
+        after_import("ray.train", enter)
+        if not job.cluster.reads_streams:  # the workers have no Ray
+            after_import("ray", lambda: companions.part("ray.private").refuse_ray())
 
 
 _NOT_MIXED = (

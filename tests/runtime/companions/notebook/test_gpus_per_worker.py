@@ -13,16 +13,16 @@ from mlx_runtime import Trainer
 pytestmark = pytest.mark.cluster
 
 SCRIPT = """
-import json, os, time
+import json, os, pickle, time
 from pathlib import Path
 from types import SimpleNamespace
-import ray, ray.train
+import ray
 from mlx_runtime import Trainer
 from mlx_runtime.companions.notebook import actors
-from mlx_runtime.companions.ray import engine, worker
+from mlx_runtime.companions.ray import engine, group, worker
 from mlx_runtime.training import TrainConfig
 
-for module in (actors, engine):
+for module in (actors, group):
     module.backend_of = lambda use_gpu: "gloo"  # there is no NCCL without GPUs
 
 
@@ -31,8 +31,12 @@ def look():
     return [own, os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_assigned_resources()["GPU"]]
 
 
-def look_and_write(config):
-    Path(FOLDER, f"{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(look()))
+class LookingWorker(worker.RayWorker):
+    def train(self, rank, variables, **options):
+        # in place of a run, which would use its GPU
+        os.environ.update(variables)
+        Path(FOLDER, f"{rank}.json").write_text(json.dumps(look()))
+        return pickle.dumps(None)
 
 
 class Looker:
@@ -41,14 +45,14 @@ class Looker:
 
 
 if __name__ == "__main__":
-    worker.train = look_and_write  # in place of a run, which would use its GPU
-    cfg, job = TrainConfig(start_workers=2, gpus_per_worker=GPUS), SimpleNamespace(verbose=False, receiver=(None, b""))
+    group.RayWorker = LookingWorker
+    cfg = TrainConfig(start_workers=2, gpus_per_worker=GPUS)
+    job = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001"))
     with engine.OnRay.connect(cfg, "") as cluster:
-        group = engine.OnRay(cfg, cluster, timeout_s=60)
-        group.start(job, None, None)
-        while group.poll():
+        workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)
+        while workers.poll():
             time.sleep(0.1)
-        group.close()
+        workers.close()
     found = {"runs": [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]}
     trainer = Trainer(num_workers=2, engine="ray", gpus_per_worker=GPUS)
     trainer.start(Looker)
@@ -75,8 +79,10 @@ def test_ray_gives_each_worker_its_own(gpus: int, node: RayCluster, python: Mlx,
     for name, workers in found.items():
         assert [resources for _, _, resources in workers] == [gpus, gpus]
         assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
-        if gpus > 1 or name == "actors":
-            assert [visible.split(",") for _, visible, _ in workers] == [list(map(str, owns)) for owns, _, _ in workers]
+        own = [list(map(str, owns)) for owns, _, _ in workers]
+        shared = [[gpu for owns in own for gpu in owns]] * 2  # NCCL copies between visible GPUs
+        each = own if gpus > 1 or name == "actors" else shared
+        assert [visible.split(",") for _, visible, _ in workers] == each
 
 
 def look() -> None: ...

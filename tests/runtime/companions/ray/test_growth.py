@@ -12,7 +12,7 @@ from clusters import RayCluster
 from forkserver import Commands
 
 from mlx_runtime.companions.ray.autoscaler import NodeType, Room, activities
-from mlx_runtime.companions.ray.failures import error_of
+from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.preflight import capacity_check
 from mlx_runtime.companions.ray.worker import check_storage
 from mlx_runtime.errors import StorageError
@@ -102,7 +102,7 @@ def test_the_autoscaler_reports_problems_first() -> None:
 KILLED = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.7, ID: 37) was 14.66GB used / 15GB limit (0.97)
 Ray killed 1 worker(s) based on the killing policy
 Top 10 memory users: PID\tMEM(GB)\tCOMMAND
-28410\t9.60\tray::_RayTrainWorker
+28410\t9.60\tray::RayWorker.train
 22370\t4.42\t/opt/conda/bin/python prepare.py
 3078\t0.42\t/usr/bin/python monitor
 4425\t0.12\tsshd
@@ -111,10 +111,10 @@ Refer to the documentation on how to address the out of memory issue"""  # noqa:
 
 @pytest.mark.pure
 def test_a_lack_of_memory_names_the_node_and_its_largest_processes() -> None:
-    error = error_of(ray.exceptions.OutOfMemoryError(KILLED), TrainConfig())
-    assert str(error).startswith("Ray Train failed: 1 worker(s) were killed due to the node running low on memory.")
+    error = failure_of(0, ray.exceptions.OutOfMemoryError(KILLED))
+    assert str(error).startswith("1 worker(s) were killed due to the node running low on memory.")
     assert "(IP: 10.0.0.7, ID: 37) was 14.66GB used / 15GB limit" in str(error)
-    largest = "9.60 GB ray::_RayTrainWorker, 4.42 GB /opt/conda/bin/python prepare.py, 0.42 GB /usr/bin/python monitor"
+    largest = "9.60 GB ray::RayWorker.train, 4.42 GB /opt/conda/bin/python prepare.py, 0.42 GB /usr/bin/python monitor"
     assert str(error).endswith(f"; largest processes: {largest}")
 
 

@@ -2,12 +2,11 @@
 
 import inspect
 import logging
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -15,21 +14,17 @@ import ray.train
 import ray.train.torch
 import torch
 from ray._private import auto_init_hook
-from ray.runtime_context import RuntimeContext
+from ray._private.node import Node
+from ray._private.state import state
 from ray.train.v2._internal import util
-from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution import context, train_fn_utils
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy, ScalingPolicy
-from ray.train.v2._internal.execution.scaling_policy.factory import create_scaling_policy
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, TrainFnUtils
-from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.context import LocalTrainContext
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.train.v2.torch import train_loop_utils
 
 from mlx_runtime.companions.ray import private as ray_private
-from mlx_runtime.companions.ray.private import TrimmedTrainer, enter_ray_train, quiet_ray_train
+from mlx_runtime.companions.ray import private_train
+from mlx_runtime.companions.ray.private import enter_ray_train
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
 
@@ -55,119 +50,41 @@ class TestLoggers:
         for logger in (reports, tracebacks, train_fn_utils.logger):
             logger.setLevel(logging.INFO)
         train_fn_utils.logger.setLevel(logging.NOTSET)
-        quiet_ray_train()
+        private_train.quiet()
         assert not reports.isEnabledFor(logging.INFO)
         assert not tracebacks.isEnabledFor(logging.ERROR)
         assert not train_fn_utils.logger.isEnabledFor(logging.INFO)
         assert train_fn_utils.logger.isEnabledFor(logging.WARNING)
 
 
-class TestTrimmedTrainer:
-    @staticmethod
-    def callbacks(cls: type, **options: bool) -> set[type]:
-        trainer = cls(lambda: None, scaling_config=ray.train.ScalingConfig(num_workers=2), **options)
-        return {type(item) for item in trainer._create_default_callbacks()}
-
-    def test_helpers_are_left_out(self) -> None:
-        usual = self.callbacks(ray.train.torch.TorchTrainer)
-        assert {DatasetsCallback, PlacementGroupCleanerCallback} < usual
-        assert self.callbacks(TrimmedTrainer, embedded=False) == usual - {DatasetsCallback}
-        assert self.callbacks(TrimmedTrainer, embedded=True) == usual - {
-            DatasetsCallback,
-            PlacementGroupCleanerCallback,
-        }
-
-    def test_fit_asks_for_them_by_this_name(self) -> None:
-        assert "callbacks=self._create_default_callbacks()" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
+def test_ray_starts_what_an_embedded_head_does_without_by_these_names() -> None:
+    started = inspect.getsource(Node.start_head_processes)
+    assert "self.start_api_server(" in started
+    assert "self.start_monitor()" in started
+    methods = Node.start_api_server, Node.start_monitor
+    with ray_private.bare_head():
+        assert not {Node.start_api_server, Node.start_monitor} & {*methods}
+    assert (Node.start_api_server, Node.start_monitor) == methods
 
 
-class TestSizePolicy:
-    @staticmethod
-    def policy(
-        workers: Any, multiple_of: int, monkeypatch: pytest.MonkeyPatch, patience: tuple[int, float] = (0, 0.0)
-    ) -> ScalingPolicy:
-        """Return the policy that a trainer starts its controller with."""
-        options: dict[str, Any] = {}
-
-        class Controller:
-            def __init__(self, **started: Any) -> None:
-                options.update(started)
-
-            async def run(self) -> None: ...
-            def get_result(self) -> None: ...
-
-        monkeypatch.setattr(ray_private, "TrainController", Controller)
-        config = ray.train.ScalingConfig(num_workers=workers)
-        settings = {"embedded": True, "multiple_of": multiple_of, "patience": patience}
-        trainer = TrimmedTrainer(lambda: None, scaling_config=config, **settings)
-        trainer._initialize_and_run_controller(scaling_policy=create_scaling_policy(config))
-        return options["scaling_policy"]
-
-    @pytest.mark.parametrize(("cpus", "workers"), [(9, 8), (7, 4), (5, 4), (3, 0)])
-    def test_an_elastic_group_changes_by_whole_replicas(
-        self, cpus: int, workers: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Ray starts no group below the minimum, so 0 means that it waits."""
-        policy = self.policy((4, 8), 4, monkeypatch)
-        policy._latest_reserved_resources = {"a": {"CPU": cpus - 1.0}, "b": {"CPU": 1.0}}
-        policy._latest_reserved_resources_query_time = policy._latest_monitor_time = math.inf
-        monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
-        decision = policy.make_decision_for_non_running_worker_group()
-        assert getattr(decision, "num_workers", 0) == workers
-
-    def test_only_the_first_group_waits_for_more_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        policy = self.policy((1, 4), 1, monkeypatch, (3, 60.0))
-        policy._latest_reserved_resources_query_time = math.inf
-        monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
-
-        def size(cpus: float) -> int:
-            policy._latest_reserved_resources = {"a": {"CPU": cpus}}
-            return getattr(policy.make_decision_for_non_running_worker_group(), "num_workers", 0)
-
-        assert [size(0), size(2), size(3), size(2)] == [0, 0, 3, 2]
-        policy = self.policy((1, 4), 1, monkeypatch, (3, 0.0))
-        policy._latest_reserved_resources_query_time = math.inf
-        monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
-        assert size(2) == 2
-
-    def test_other_groups_are_left_to_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert type(self.policy(8, 4, monkeypatch)) is FixedScalingPolicy
-        assert type(self.policy((4, 8), 1, monkeypatch)) is ElasticScalingPolicy
-
-    def test_fit_creates_the_policy_by_this_name(self) -> None:
-        assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
+def test_a_node_that_is_not_in_the_list_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_private.state is state
+    assert list(inspect.signature(state.get_draining_nodes).parameters) == []
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    for nodes, drained in (({}, False), ({"b": 5}, False), ({"a": 0, "b": 5}, True)):
+        monkeypatch.setattr(state, "get_draining_nodes", lambda nodes=nodes: nodes)
+        assert ray_private.is_draining() is drained
 
 
-class TestControllerHere:
-    def test_fit_starts_it_by_this_name(self) -> None:
-        assert "self._initialize_and_run_controller(" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
-        started = inspect.getsource(DataParallelTrainer._initialize_and_run_controller)
-        assert "(TrainController)" in started
-        assert "controller.run.remote()" in started
-        assert "controller.get_result.remote()" in started
-
-    def test_workers_get_no_handle_and_no_other_ray_is_started(self) -> None:
-        """Both apply only while a controller runs."""
-        asked = "ray.get_runtime_context().current_actor"
-        assert asked in inspect.getsource(worker_group)
-        with ray_private.controller_here():
-            assert ray.get_runtime_context().current_actor is None
-            with pytest.raises(ray.exceptions.RaySystemError):
-                ray.put(1)
-        assert not ray.is_initialized()
-        assert auto_init_hook.enable_auto_connect
-        assert isinstance(RuntimeContext.current_actor, property)
-
-
-class TestForkedWorker:
+class TestWorkerFunctions:
     def test_ray_asks_it_nothing_new(self) -> None:
         """The methods that are not overridden must be correct for a group of workers, too."""
         ours = {"report", "barrier", "broadcast_from_rank_zero"}
         for_one = {"get_checkpoint", "get_all_reported_checkpoints", "get_dataset_shard", "get_context"}
         for_one |= {"get_preemption_info", "is_distributed"}
         assert TrainFnUtils.__abstractmethods__ == ours | for_one
-        assert ours <= vars(ray_private.ForkedWorker).keys()
-        assert not ray_private.ForkedWorker.__abstractmethods__
+        assert ours <= vars(private_train.WorkerFunctions).keys()
+        assert not private_train.WorkerFunctions.__abstractmethods__
 
     def test_what_is_reported_comes_first(self) -> None:
         names = list(inspect.signature(LocalTrainFnUtils.report).parameters)
@@ -180,20 +97,20 @@ class TestForkedWorker:
 
     def test_public_functions_ask_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
-        monkeypatch.setattr(ray, "init", ray.init)
-        enter_ray_train("digits", Topology(3, 8, torch.device("cpu")))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        monkeypatch.setenv("NODE_RANK", "1")
+        enter_ray_train("digits", Topology(5, 8, torch.device("cpu"), 1), quiet=False)
         found = ray.train.get_context()
-        assert (found.get_world_rank(), found.get_local_rank(), found.get_node_rank()) == (3, 3, 0)
-        assert (found.get_world_size(), found.get_local_world_size()) == (8, 8)
+        assert (found.get_world_rank(), found.get_local_rank(), found.get_node_rank()) == (5, 1, 1)
+        assert (found.get_world_size(), found.get_local_world_size()) == (8, 4)
         assert found.get_experiment_name() == "digits"
         assert ray.train.get_checkpoint() is None
         with pytest.raises(MlxError, match="use self.save_checkpoint"):
             ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory("."))
 
     def test_whoever_wants_ray_meets_the_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
         monkeypatch.setattr(ray, "init", ray.init)
-        enter_ray_train("digits", Topology(0, 1, torch.device("cpu")))
+        ray_private.refuse_ray()
         assert auto_init_hook.enable_auto_connect
         for use in (ray.init, auto_init_hook.auto_init_ray, ray.remote(int).remote, lambda: ray.put(1)):
             with pytest.raises(MlxError, match="train with cfg.engine=ray"):
@@ -209,11 +126,25 @@ class TestShardedModels:
 @pytest.mark.process
 def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
     script = (
-        "import ray.train.torch, sys\nsys.modules['ray.train.v2._internal.execution.controller'] = None\n"
-        "from mlx_runtime import clean_exit\nwith clean_exit():\n import mlx_runtime.companions.ray.private"
+        "import ray.train.torch, sys\nsys.modules['ray.train.v2._internal.execution.train_fn_utils'] = None\n"
+        "from mlx_runtime import clean_exit\nwith clean_exit():\n import mlx_runtime.companions.ray.private_train"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: Ray {ray.__version__} lacks a part of the private API of Ray 2.60: ")
     assert done.stderr.endswith('; type: pip install "ray==2.60.*"\n')
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("line", ["import ray.train", "import ray; import ray.train.torch", "from ray import train"])
+def test_it_is_prepared_within_the_import_of_ray_train(line: str, tmp_path: Path) -> None:
+    """Whichever way user code imports it, with or without Ray before."""
+    script = (
+        "from mlx_runtime.companions.ray.private import enter_ray_train\n"
+        "from mlx_runtime.importing import after_import\n"
+        "after_import('ray.train', lambda: enter_ray_train('digits', None, quiet=True))\n"
+        f"{line}\nimport ray.train\nprint(ray.train.get_context().get_experiment_name())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "digits\n"), done.stderr

@@ -470,7 +470,7 @@ def preparation(rank: int) -> list[Any]:
     from mlx_runtime.companions.ray.private import enter_ray_train
 
     topology = Topology(rank, WORLD, torch.device("cpu"))
-    enter_ray_train("it", topology)
+    enter_ray_train("it", topology, quiet=True)
     _, ours = sharded(node(Different, net=Net, small=Small))
     optimizer = torch.optim.SGD(trained(ours.net), lr=0.1)
     net, small = prepare_model(ours.net), prepare_model(ours.small)

@@ -1,6 +1,6 @@
 """The engine of sweeps in a cluster's job: Ray places the drivers of runs, and replaces lost ones.
 
-Each driver is an actor that trains one run as `mlx train run` does; Ray Train places its workers.
+Each driver is an actor that trains one run as `mlx train run` does, and starts its workers.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mlx_runtime.companions.ray import on_ray
+from mlx_runtime.companions.ray import on_ray, release
 from mlx_runtime.companions.sweeps import BEGUN, TrialJob, record_end, run_trial
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
@@ -89,6 +89,7 @@ class OnCluster:
             found: Event | End | None = ray.get(answer)
         except RayError as error:
             ray.kill(trial.driver)  # it may be out of reach only
+            release(trial.job.folder.title)  # for its workers
             trial.failures += 1
             if trial.failures <= self._max_failures or self._max_failures < 0:
                 trial.driver = self._driver.remote(trial.job)

@@ -1,0 +1,214 @@
+"""The workers of a run on Ray: actors that are started once Ray has reserved their resources."""
+
+import contextlib
+import math
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from mlx_runtime.companions.ray import autoscaler
+from mlx_runtime.companions.ray.failures import failure_of
+from mlx_runtime.companions.ray.jobs import run_titles
+from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
+from mlx_runtime.companions.ray.worker import RayWorker, Seat
+from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, backend_of
+from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
+from mlx_runtime.training.strategies import strategy_class
+
+RESIZE_S = 10.0
+"""Minimum time between two changes of the size of an elastic group."""
+
+SETTLE_S = 2.0
+"""Time to wait for room for more workers than the smallest group has, before it starts."""
+
+STARTS = 3
+"""Starts that may fail in a row before workers count as lost: Ray notices the loss of a node late."""
+
+OUTPUT_S = 0.5
+"""Time for Ray to forward the last lines of workers."""
+
+
+@dataclass
+class Attempt:
+    """The actors of a group from one start to the next: by rank, once they train."""
+
+    workers: list[Any]
+    calls: dict[Any, int]  # number of the worker by the reference to its result
+    values: dict[int, Any] = field(default_factory=dict)  # results by number
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    trains: bool = False
+    begun: float = field(default_factory=time.monotonic)
+
+
+class RayGroup(RestartingGroup):
+    """The workers of a run. An elastic group is restarted, too, when there is room for more of them."""
+
+    def __init__(self, cfg: Any, cluster: Cluster, timeout_s: float, job: Job, handle: Handle) -> None:
+        super().__init__(cfg, handle)
+        self._title, self._packed = f"{job.run.experiment}/{job.run.name}", pickle.dumps(job)
+        self._cluster, self._timeout_s = cluster, timeout_s
+        self._resources = {"CPU": float(cfg.cpus_per_worker)}  # of each worker
+        self._resources |= {"GPU": cluster.gpus_per_worker} if cluster.use_gpu else {}
+        least, most = cfg.elastic.min_workers or cfg.start_workers, cfg.elastic.max_workers or cfg.start_workers
+        step = strategy_class(cfg.strategy).multiple_of(cfg)
+        self._sizes = (least, most, step) if least == most else (math.ceil(least / step) * step, most, step)
+        self._grows = JOB_FLAG in os.environ and autoscaler.room().grows
+        self._wait_s = cfg.elastic.wait_s if self._grows else 0.0  # for all workers, at the first start
+        self._failed_starts = 0
+        self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
+        self._start()
+
+    def poll(self) -> bool:
+        attempt = self._attempt
+        if attempt is None:
+            if (room := self._reservation.strategies()) and self._is_enough(len(room)):
+                self._begin(room)
+            return True
+        self._collect(attempt)
+        if attempt.errors:
+            self._handle_errors(attempt)
+        elif attempt.calls:
+            resizable = attempt.trains and time.monotonic() > attempt.begun + RESIZE_S
+            if resizable and len(self._reservation.strategies()) > len(attempt.workers):
+                self._kill_workers()
+        elif attempt.trains:
+            return False
+        else:
+            self._train(attempt)
+        return True
+
+    def waits_for(self) -> str | None:
+        if self._attempt is not None:
+            return None
+        try:
+            if not (lacking := self._lacking(ray.available_resources())):
+                return None
+            doing = autoscaler.activity() or "was asked for them" if self._grows else None
+            job = ray.get_runtime_context().get_job_id()
+            others = [*self._others([group for group in needed_by_jobs() if group[0] != job])]
+        except Exception:  # of various types; `poll` reports a lost cluster
+            return None
+        return "; ".join([lacking, *others, *([f"the autoscaler {doing}"] if doing else [])])
+
+    def close(self) -> None:
+        if self._attempt is not None and (self._attempt.errors or not self._attempt.calls):
+            time.sleep(OUTPUT_S)
+        self._kill()
+
+    def _start(self) -> None:
+        """Reserve resources; `poll` starts the workers once there is room."""
+        self._attempt: Attempt | None = None
+        self._reservation = Reservation(self._title, self._resources, *self._sizes)
+
+    def _kill(self) -> None:
+        self._kill_workers()
+        self._reservation.release()
+
+    def _kill_workers(self) -> None:
+        for worker in self._attempt.workers if self._attempt is not None else ():
+            with contextlib.suppress(Exception):  # of various types, if the cluster is gone
+                ray.kill(worker)
+        self._attempt = None
+
+    def _is_enough(self, room: int) -> bool:
+        """Return True if workers should not wait for more room."""
+        if self._reservation.complete:
+            return True
+        wait_s = SETTLE_S if room >= self._cfg.start_workers else max(SETTLE_S, self._wait_s)
+        return self._reservation.since is not None and time.monotonic() > self._reservation.since + wait_s
+
+    def _begin(self, room: Sequence[Any]) -> None:
+        """Start the actors."""
+        self._wait_s = 0.0
+        kind = ray.remote(num_cpus=self._resources["CPU"], num_gpus=self._resources.get("GPU", 0))(RayWorker)
+        workers = [kind.options(scheduling_strategy=strategy).remote() for strategy in room]
+        calls = {worker.prepare.remote(self._packed, not number): number for number, worker in enumerate(workers)}
+        self._attempt = Attempt(workers, calls)
+
+    def _train(self, attempt: Attempt) -> None:
+        """Let the actors train, those on the same node with consecutive ranks."""
+        seats: dict[int, Seat] = attempt.values
+        nodes = [*dict.fromkeys(seats[number].node for number in sorted(seats))]
+        order = sorted(seats, key=lambda number: (nodes.index(seats[number].node), number))
+        workers, calls = [attempt.workers[number] for number in order], {}
+        for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
+            here = [rank for rank, other in enumerate(order) if seats[other].node == seats[number].node]
+            variables: dict[str, Any] = {  # as in torchrun
+                "RANK": rank,
+                "LOCAL_RANK": here.index(rank),
+                "NODE_RANK": nodes.index(seats[number].node),
+                "GROUP_RANK": nodes.index(seats[number].node),
+                "WORLD_SIZE": len(order),
+                "LOCAL_WORLD_SIZE": len(here),
+                "MASTER_ADDR": seats[0].host,
+                "MASTER_PORT": seats[0].port,
+            }
+            gpus = [gpu for rank in here for gpu in seats[order[rank]].gpus]
+            if len(seats[number].gpus) == 1 and len({*gpus}) == len(gpus):  # then NCCL can copy between them directly
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            call = worker.train.remote(
+                rank,
+                {name: str(value) for name, value in variables.items()},
+                world_size=len(order),
+                backend=backend_of(use_gpu=self._cluster.use_gpu),
+                timeout_s=self._timeout_s,
+                first_rank=here[0],
+            )
+            calls[call] = rank
+        self._failed_starts = 0
+        self._attempt = Attempt(workers, calls, trains=True)
+
+    def _collect(self, attempt: Attempt) -> None:
+        """Take the results of calls that have ended."""
+        done, _ = ray.wait([*attempt.calls], num_returns=len(attempt.calls), timeout=0) if attempt.calls else ([], [])
+        for reference in done:
+            number = attempt.calls.pop(reference)
+            try:
+                value = ray.get(reference)
+            except RayError as error:
+                attempt.errors[number] = failure_of(number, error)
+                continue
+            attempt.values[number] = value
+            if attempt.trains and (failed := pickle.loads(value)) is not None:
+                attempt.errors[number] = failed
+
+    def _handle_errors(self, attempt: Attempt) -> None:
+        replaceable = all(isinstance(error, WorkerDied) for error in attempt.errors.values())
+        if attempt.trains or not replaceable or self._failed_starts == STARTS:
+            self.handle_failure(attempt.errors, all_ended=not attempt.calls)
+        else:
+            self._failed_starts += 1
+            self._kill()
+            self._start()
+
+    def _lacking(self, free: Mapping[str, float]) -> str:
+        """Describe the resources that the smallest group lacks, or the workers until a smaller group begins."""
+        workers, wanted = self._sizes[0], self._cfg.start_workers
+        if self._reservation.since is not None:
+            fit = len(self._reservation.strategies())
+            waits = self._wait_s and fit < wanted
+            return f"{wanted} workers, room for {fit}; begins with fewer after {self._wait_s:g} s" if waits else ""
+        needed = {name: amount * workers for name, amount in self._resources.items()}
+        missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
+        if not missing:  # the cluster has enough CPUs in total, but no node has
+            return f"{self._cfg.cpus_per_worker} CPUs on one node"
+        return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing)
+
+    def _others(self, groups: Sequence[tuple[str, str, Mapping[str, float]]]) -> Iterator[str]:
+        """Yield the shares of other jobs in the needed resources, and the jobs that also wait."""
+        owners = {owner for owner, state, _ in groups if state in ("CREATED", "PENDING")}
+        if owners - self._titles.keys():
+            self._titles = dict.fromkeys(owners, "another job") | run_titles()
+        for owner in sorted(owners):
+            mine = [(state, held) for other, state, held in groups if other == owner]
+            for name in self._resources:
+                if amount := sum(held.get(name, 0) for state, held in mine if state == "CREATED"):
+                    yield f"{self._titles[owner]} holds {amount:g} {name}s"
+            if any(state == "PENDING" for state, _ in mine):
+                yield f"{self._titles[owner]} also waits"

@@ -1,0 +1,81 @@
+"""Ray Train 2.60 in workers that it did not start: its functions, and its private API. `test_private.py` checks it.
+
+Imported only if user code has imported `ray.train`.
+"""
+
+import functools
+import logging
+import os
+import pickle
+from typing import Any
+
+import ray
+import ray.tune  # early, because Ray Train would import it within a loop, and that draws from `random`
+import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mlx_runtime.distributed import Topology, broadcast, current, is_sharded
+from mlx_runtime.errors import MlxError
+
+try:
+    from ray.train.v2._internal.execution import context
+    from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+    from ray.train.v2.torch import train_loop_utils
+except ImportError as error:
+    raise MlxError(
+        f'Ray {ray.__version__} lacks a part of the private API of Ray 2.60: {error}; type: pip install "ray==2.60.*"'
+    ) from error
+
+
+def quiet() -> None:
+    """Silence Ray Train's message about each report, and its tracebacks of errors that the driver prints."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    reported_by_the_driver = ("ray.train.v2._internal.util", context.__file__)
+    for name in reported_by_the_driver:  # the second logger is named after its file
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
+    """Implementation of `ray.train.*` in the workers of all engines; collectives use the process group."""
+
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
+        if checkpoint is not None:
+            engine = "engine ray" if ray.is_initialized() else "local engine"
+            raise MlxError(f"the {engine} does not store checkpoints of ray.train.report; use self.save_checkpoint")
+        self.barrier()  # as Ray's own `report` does
+        self._last_metrics = metrics
+
+    def barrier(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        # Data of any type is safe, because the workers have proved that they belong to the run.
+        return pickle.loads(broadcast(pickle.dumps(data)))
+
+
+def enter(name: str, topology: Topology | None) -> None:
+    """See `private.enter_ray_train`."""
+    if topology is None:
+        set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
+        return
+    ranks = {"world_rank": topology.rank, "world_size": topology.world_size, "local_rank": topology.local_rank}
+    # As torchrun sets them; without them, all workers are on this machine.
+    ranks["local_world_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+    ranks["node_rank"] = int(os.environ.get("NODE_RANK", 0))
+    set_train_fn_utils(WorkerFunctions(experiment_name=name, **ranks))
+
+
+def keep_sharded_models() -> None:
+    """Make `ray.train.torch.prepare_model` return sharded models, and those cut into stages, unchanged.
+
+    It looks up the replaced name at each call, so user code may already have imported `prepare_model`.
+    """
+    train_loop_utils.DistributedDataParallel = _replicate
+
+
+@functools.wraps(DistributedDataParallel, updated=())  # Ray logs the name
+def _replicate(model: nn.Module, **options: Any) -> nn.Module:
+    kept = is_sharded(model) or current("prepare_model").model_parallel_size > 1
+    return model if kept else current("prepare_model").replicate(model, **options)
