@@ -96,7 +96,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, digits)
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        x = self.digits(codes) + self.positions.weight[: codes.shape[1]]
+        x = self.digits(codes) + self.positions(torch.arange(codes.shape[1], device=codes.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

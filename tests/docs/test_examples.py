@@ -68,6 +68,14 @@ def test_the_generator_reaches_all_modes(mlx: Mlx, example: Make, script: Script
     assert all(0.5 < math.hypot(*point) < 1.5 for point in found)
 
 
+def test_digits_are_sorted_by_a_model_in_two_stages(mlx: Mlx, example: Make) -> None:
+    folder = example("sorter")
+    done = mlx(folder, "train", "run", "cfg.num_epochs=4")
+    assert done.returncode == 0, done.stderr
+    assert "sharded   net: pipeline of 2 stages with 3 + 4 blocks" in done.stdout
+    assert open_run(folder / "runs" / "sorter" / "run_001").record["metrics"]["val/sorted"] > 0.95
+
+
 def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make, script: Script) -> None:
     folder = example("text")
     assert "longest: 64" in (folder / "src" / "conf.yaml").read_text()
