@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.planning import FILE, Machine, Plan, plan, roles
 from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
-from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
 RESERVE = 0.1
@@ -60,7 +60,10 @@ def clusterize(
 
     Raises:
         ConfigError: the model does not fit, or cannot be cut; or the nodes are wrong.
+        UsageError: `example_args` is a tensor.
     """
+    if isinstance(example_args, torch.Tensor):
+        raise UsageError("example_args is a tensor; write a tuple of arguments: example_args=(tensor,)")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers)
@@ -165,18 +168,21 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
-def next_step(found: Plan, file: Path) -> str:
-    """Return the command that trains with a plan, or the reason why none does."""
+def next_step(found: Plan, file: Path, listed: Sequence[Machine]) -> str:
+    """Return the command that trains with a plan, or the reason why none does. `listed` are all nodes in their order."""
     cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
     if len(cuts) > 1:
         return "its clusters are cut differently, and cfg.strategy=pipeline needs equal cuts: use --clusters 1"
     stages = len(found.clusters[0])
     if stages == 1:
         return "each cluster is one node, so cfg.strategy=ddp trains this"
-    workers = stages * len(found.clusters)
+    order = [stage.machine.name for cluster in found.clusters for stage in cluster]
+    sort = (
+        "" if order == [item.name for item in listed] else f"; first list the nodes in this order: {', '.join(order)}"
+    )
     return (
         f"next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={file} cfg.fragments.stages={stages} "
-        f"cfg.start_workers={workers}"
+        f"cfg.start_workers={len(order)}{sort}"
     )
 
 
