@@ -169,7 +169,7 @@ def _time(seconds: float) -> str:
 
 
 def next_step(found: Plan, file: Path, listed: Sequence[Machine]) -> str:
-    """Return the command that trains with a plan, or the reason why none does. `listed` are all nodes in their order."""
+    """Return the command that trains with a plan, or the reason why none does. `listed` are all nodes in order."""
     cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
     if len(cuts) > 1:
         return "its clusters are cut differently, and cfg.strategy=pipeline needs equal cuts: use --clusters 1"
