@@ -37,6 +37,7 @@ def clusterize(
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
+    same_cuts: bool = False,
     output: str | Path | None = FILE,
 ) -> Plan:
     """Cut a model for unequal machines, print which of them holds which blocks, and write the plan.
@@ -56,6 +57,7 @@ def clusterize(
         clusters: number of clusters, which hold the whole model each; None for the most batches per second.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
+        same_cuts: cut all clusters at the same blocks, as `cfg.strategy=pipeline` needs.
         output: file for the plan; None writes none.
 
     Raises:
@@ -172,11 +174,12 @@ def next_step(found: Plan, file: Path, listed: Sequence[Machine]) -> str:
     """Return the command that trains with a plan, or the reason why none does. `listed` are all nodes in order."""
     cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
     if len(cuts) > 1:
-        return "its clusters are cut differently, and cfg.strategy=pipeline needs equal cuts: use --clusters 1"
+        cure = "use --same-cuts, or --clusters 1"
+        return f"its clusters are cut differently, which cfg.strategy=pipeline cannot train: {cure}"
     stages = len(found.clusters[0])
     if stages == 1:
         return "each cluster is one node, so cfg.strategy=ddp trains this"
-    order = [stage.machine.name for cluster in found.clusters for stage in cluster]
+    order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
     sort = (
         "" if order == [item.name for item in listed] else f"; first list the nodes in this order: {', '.join(order)}"
     )
