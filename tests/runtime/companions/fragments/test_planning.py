@@ -130,6 +130,16 @@ def test_clusters_with_the_same_cuts(seed: int) -> None:
     assert slowest(found) >= slowest(plan(blocks, machines, clusters=2)) * (1 - 1e-9)
 
 
+def test_a_machine_that_belongs_to_no_group_is_idle() -> None:
+    machines = [
+        Machine("small", 1e9, bandwidth=1e9),
+        Machine("a", 4e9, bandwidth=1e6),
+        Machine("b", 4e9, bandwidth=1e6),
+    ]
+    found = plan(BLOCKS, machines, clusters=2, same_cuts=True)
+    assert [machine.name for machine in found.idle] == ["small"]
+
+
 def test_many_machines_with_the_same_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "SEARCH_STAGES", 3000)
     blocks, machines = case(2, machines=31, blocks=60, memory=12)
