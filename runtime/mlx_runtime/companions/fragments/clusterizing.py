@@ -1,6 +1,7 @@
 """From a model and nodes to a plan: its table, and its file."""
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -92,7 +93,10 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
 
 
 def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
-    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores."""
+    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores.
+
+    Blocks should be measured with as many threads as torch has now.
+    """
     gpus = 0 if use_gpu is False else torch.cuda.device_count()
     if 0 < workers <= gpus:
         sizes = [available_bytes(torch.device("cuda", index)) for index in range(workers)]
@@ -101,7 +105,8 @@ def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
         ]
     count = max(1, workers)
     memory, bandwidth = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count, _loopback_bytes_per_s()
-    return [Machine(f"node_{index}", memory, bandwidth, 1 / count) for index in range(count)]
+    speed = min(1.0, (os.cpu_count() or 1) / (count * torch.get_num_threads()))
+    return [Machine(f"node_{index}", memory, bandwidth, speed) for index in range(count)]
 
 
 def _local(count: int) -> list[Machine]:

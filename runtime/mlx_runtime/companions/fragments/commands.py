@@ -51,6 +51,8 @@ def train_clusterize(
     """
     words = [*overrides, *commands.variant_words(variants)]
     _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")
+    import torch
+
     from mlx_runtime.companions.fragments import clusterizing
     from mlx_runtime.companions.fragments.capturing import capture
     from mlx_runtime.companions.fragments.planning import FILE, plan
@@ -60,6 +62,7 @@ def train_clusterize(
 
     config = load_config(experiment, words)
     cfg = config.cfg
+    torch.set_num_threads(cfg.cpus_per_worker)
     machines = (
         clusterizing.machines_of(nodes)
         if nodes is not None
