@@ -112,6 +112,11 @@ def test_a_model_without_modules_inside_is_one_block() -> None:
     assert block.seconds > 0
 
 
+def test_a_compiled_model_has_the_blocks_of_the_model() -> None:
+    net = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend="eager")
+    assert blocks_of_model(net, (torch.rand(ROWS, 4),)) == ["0", "1"]
+
+
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
