@@ -170,11 +170,16 @@ def plan(
 
 
 def _planner(
-    blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, average_every: int, all_nodes: bool
+    blocks: Sequence[Block],
+    machines: Sequence[Machine],
+    microbatches: int,
+    average_every: int,
+    all_nodes: bool,
+    share: float = 1.0,
 ) -> "_Exact | _Search":
     if len(machines) <= EXACT_MACHINES:
         return _Exact(blocks, machines, microbatches, all_nodes)
-    return _Search(blocks, machines, microbatches, average_every, all_nodes)
+    return _Search(blocks, machines, microbatches, average_every, all_nodes, int(share * SEARCH_STAGES))
 
 
 def _alike(
@@ -186,7 +191,7 @@ def _alike(
             Machine(str(index), *(min(getattr(item, trait) for item in group) for trait in TRAITS))
             for index, group in enumerate(groups)
         ]
-        for found in _planner(blocks, weakest, microbatches, 1, all_nodes).plans([1]):
+        for found in _planner(blocks, weakest, microbatches, 1, all_nodes, 1 if count == 1 else 0.05).plans([1]):
             [stages] = found.clusters
             order = [groups[int(stage.machine.name)] for stage in stages]
             starts = [stage.first for stage in stages]
@@ -378,12 +383,13 @@ class _Search:
         microbatches: int,
         average_every: int,
         all_nodes: bool,
+        stages: int,
     ) -> None:
-        self._average_every, self._all_nodes = average_every, all_nodes
+        self._average_every, self._all_nodes, self._stages = average_every, all_nodes, stages
         self._whole = _Costs(blocks, machines, microbatches)
         self._costs = _Costs(_merged(blocks, SEARCHED_BLOCKS), machines, microbatches)
         self._step = functools.cache(self._step_of)
-        self._left = SEARCH_STAGES
+        self._left = stages
         self._needed = sum(block.memory for block in blocks)
 
     def plans(self, counts: Iterable[int]) -> Iterable[Plan]:
@@ -394,7 +400,7 @@ class _Search:
                 continue  # much like the number before
             found = sorted(dict.fromkeys(self._starts(count)), key=self._promise)
             starts += found[:STARTS_PER_COUNT]
-        ranked, left = sorted(starts, key=self._promise)[:TRIED_STARTS], SEARCH_STAGES
+        ranked, left = sorted(starts, key=self._promise)[:TRIED_STARTS], self._stages
         for index, start in enumerate(ranked):
             self._left = left // (len(ranked) - index)
             left -= self._left
