@@ -19,7 +19,15 @@ from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training import RunConfig
-from mlx_runtime.training.loop import BaseModule, LoopStopped, attach, loop_errors, needs_of_config, prepare_models
+from mlx_runtime.training.loop import (
+    BaseModule,
+    LoopStopped,
+    attach,
+    enter_ray_train,
+    loop_errors,
+    needs_of_config,
+    prepare_models,
+)
 from mlx_runtime.training.strategies import DDP, build_models
 
 SHARE_FOR_MODELS = 0.25
@@ -38,6 +46,9 @@ class Call(NamedTuple):
 
 class _NoSession:
     """Stands for the session of a run until a model is called: loaders are read, and nothing is recorded."""
+
+    progress = SimpleNamespace(global_step=0)
+    checkpoints = SimpleNamespace(restore=lambda: None)
 
     def watch(self, loader: Any) -> Any:
         return loader
@@ -79,6 +90,7 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
     on_meta = _is_large(tree, device)
     topology = Topology(0, 1, torch.device("meta") if on_meta else device)
     calls: list[Call] = []
+    enter_ray_train(SimpleNamespace(run=SimpleNamespace(experiment=cfg.name), verbose=False))  # type: ignore[arg-type]
     with topology.entered(), without_weights(), loop_errors(0, Path.cwd()):
         seed_everything(cfg.seed)
         groups: dict[str, Any] = {"cfg": cfg}
@@ -92,6 +104,8 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
         models = members(groups.get("models"), nn.Module)
         name = _chosen(models, name)
         models[name] = opened(models[name])
+        for model in models.values() if on_meta else ():
+            model.to = lambda *_, model=model, **__: model  # there are no values to move
         setattr(groups["models"], name, models[name])
         prepare_models([models[name]], SimpleNamespace(precision=cfg.precision, compile=False), device)
         if "optimizers" in tree:

@@ -1,6 +1,7 @@
 """From a model and nodes to a plan: its table, and its file."""
 
 import json
+import os
 import socket
 import sys
 import threading
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.planning import FILE, Machine, Plan, plan, roles
 from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
-from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
 RESERVE = 0.1
@@ -37,6 +38,7 @@ def clusterize(
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
+    same_cuts: bool = False,
     output: str | Path | None = FILE,
 ) -> Plan:
     """Cut a model for unequal machines, print which of them holds which blocks, and write the plan.
@@ -56,11 +58,15 @@ def clusterize(
         clusters: number of clusters, which hold the whole model each; None for the most batches per second.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
+        same_cuts: cut all clusters at the same blocks, as `cfg.strategy=pipeline` needs.
         output: file for the plan; None writes none.
 
     Raises:
         ConfigError: the model does not fit, or cannot be cut; or the nodes are wrong.
+        UsageError: `example_args` is a tensor.
     """
+    if isinstance(example_args, torch.Tensor):
+        raise UsageError("example_args is a tensor; write a tuple of arguments: example_args=(tensor,)")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers)
@@ -87,7 +93,10 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
 
 
 def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
-    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores."""
+    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores.
+
+    Blocks should be measured with as many threads as torch has now.
+    """
     gpus = 0 if use_gpu is False else torch.cuda.device_count()
     if 0 < workers <= gpus:
         sizes = [available_bytes(torch.device("cuda", index)) for index in range(workers)]
@@ -96,7 +105,8 @@ def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
         ]
     count = max(1, workers)
     memory, bandwidth = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count, _loopback_bytes_per_s()
-    return [Machine(f"node_{index}", memory, bandwidth, 1 / count) for index in range(count)]
+    speed = min(1.0, (os.cpu_count() or 1) / (count * torch.get_num_threads()))
+    return [Machine(f"node_{index}", memory, bandwidth, speed) for index in range(count)]
 
 
 def _local(count: int) -> list[Machine]:
@@ -165,18 +175,22 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
-def next_step(found: Plan, file: Path) -> str:
-    """Return the command that trains with a plan, or the reason why none does."""
+def next_step(found: Plan, file: Path, listed: Sequence[Machine]) -> str:
+    """Return the command that trains with a plan, or the reason why none does. `listed` are all nodes in order."""
     cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
     if len(cuts) > 1:
-        return "its clusters are cut differently, and cfg.strategy=pipeline needs equal cuts: use --clusters 1"
+        cure = "use --same-cuts, or --clusters 1"
+        return f"its clusters are cut differently, which cfg.strategy=pipeline cannot train: {cure}"
     stages = len(found.clusters[0])
     if stages == 1:
         return "each cluster is one node, so cfg.strategy=ddp trains this"
-    workers = stages * len(found.clusters)
+    order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
+    sort = (
+        "" if order == [item.name for item in listed] else f"; first list the nodes in this order: {', '.join(order)}"
+    )
     return (
         f"next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={file} cfg.fragments.stages={stages} "
-        f"cfg.start_workers={workers}"
+        f"cfg.start_workers={len(order)}{sort}"
     )
 
 

@@ -27,6 +27,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
     help="Steps between two averages of the clusters. Default: cfg.replicas.every, or 1.",
 )
 @click.option("--all-nodes", is_flag=True, help="Leave no node idle.")
+@click.option("--same-cuts", is_flag=True, help="Cut all clusters at the same blocks, as cfg.strategy=pipeline needs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
 @click.option("-o", "--output", metavar="FILE", type=options.PAGE, help="Default: fragments.json beside conf.yaml.")
 @commands.variant_option
@@ -38,6 +39,7 @@ def train_clusterize(
     microbatches: int | None,
     average_every: int | None,
     all_nodes: bool,
+    same_cuts: bool,
     dry_run: bool,
     output: Path | None,
     variants: tuple[str, ...],
@@ -49,6 +51,8 @@ def train_clusterize(
     """
     words = [*overrides, *commands.variant_words(variants)]
     _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")
+    import torch
+
     from mlx_runtime.companions.fragments import clusterizing
     from mlx_runtime.companions.fragments.capturing import capture
     from mlx_runtime.companions.fragments.planning import FILE, plan
@@ -58,6 +62,7 @@ def train_clusterize(
 
     config = load_config(experiment, words)
     cfg = config.cfg
+    torch.set_num_threads(cfg.cpus_per_worker)
     machines = (
         clusterizing.machines_of(nodes)
         if nodes is not None
@@ -72,9 +77,10 @@ def train_clusterize(
         clusters=clusters,
         average_every=average_every or cfg.replicas.every or 1,
         all_nodes=all_nodes,
+        same_cuts=same_cuts,
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
     if not dry_run:
         file = output or CONF.with_name(FILE)
         clusterizing.write(file, call.name, found)
-        click.echo(f"wrote {file}; {clusterizing.next_step(found, file)}")
+        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines)}")

@@ -8,7 +8,7 @@ slowest stage, where M is the number of microbatches (GPipe, arXiv 1811.06965).
 import functools
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ MOVES_WITHOUT_GAIN = 50
 
 REORDERED_MACHINES = 6
 """Maximum number of machines in a cluster for which all orders are compared after that search."""
+
+TRAITS = ("memory", "bandwidth", "speed")
 
 Clusters = tuple[tuple[int, ...], ...]
 """Machines by cluster, in the order of their stages. The first cluster has the idle machines."""
@@ -133,6 +135,7 @@ def plan(
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
+    same_cuts: bool = False,
 ) -> Plan:
     """Return the plan with the most batches per second, among the plans with the shortest step by number of clusters.
 
@@ -146,6 +149,8 @@ def plan(
         clusters: number of clusters; None for the best.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle.
+        same_cuts: cut all clusters at the same blocks. Machines are then grouped by stage, and a group counts as its
+            slowest and smallest machine, so that a step may be faster than planned, but not the fastest of all.
 
     Raises:
         ConfigError: the model does not fit; the message has the numbers.
@@ -154,16 +159,66 @@ def plan(
     if all_nodes and len(machines) > (most := len(blocks) * (clusters or len(machines))):
         each = f"{plural(len(blocks), 'block')} in {plural(clusters or 1, 'cluster')}"
         raise ConfigError(f"{len(machines)} nodes are too many for {each}; leave {len(machines) - most} of them idle")
-    found: _Exact | _Search = (
-        _Exact(blocks, machines, microbatches, all_nodes)
-        if len(machines) <= EXACT_MACHINES
-        else _Search(blocks, machines, microbatches, average_every, all_nodes)
-    )
     counts = range(1, len(machines) + 1) if clusters is None else [clusters]
-    plans = [replace(item, average_every=average_every) for item in found.plans(counts)]
+    if same_cuts:
+        plans = [item for count in counts for item in _alike(blocks, machines, microbatches, count, all_nodes)]
+    else:
+        plans = [*_planner(blocks, machines, microbatches, average_every, all_nodes).plans(counts)]
     if not plans:
         raise ConfigError(_misfit(blocks, machines, clusters))
-    return max(plans, key=lambda item: item.batches_per_s)
+    return max((replace(item, average_every=average_every) for item in plans), key=lambda item: item.batches_per_s)
+
+
+def _planner(
+    blocks: Sequence[Block],
+    machines: Sequence[Machine],
+    microbatches: int,
+    average_every: int,
+    all_nodes: bool,
+    share: float = 1.0,
+) -> "_Exact | _Search":
+    if len(machines) <= EXACT_MACHINES:
+        return _Exact(blocks, machines, microbatches, all_nodes)
+    return _Search(blocks, machines, microbatches, average_every, all_nodes, int(share * SEARCH_STAGES))
+
+
+def _alike(
+    blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, count: int, all_nodes: bool
+) -> Iterator[Plan]:
+    """Yield plans of a number of clusters with the same cuts."""
+    for groups in _groupings(machines, count) if not (all_nodes and len(machines) % count) else ():
+        weakest = [
+            Machine(str(index), *(min(getattr(item, trait) for item in group) for trait in TRAITS))
+            for index, group in enumerate(groups)
+        ]
+        for found in _planner(blocks, weakest, microbatches, 1, all_nodes, 1 if count == 1 else 0.05).plans([1]):
+            [stages] = found.clusters
+            order = [groups[int(stage.machine.name)] for stage in stages]
+            starts = [stage.first for stage in stages]
+            clusters = tuple(stages_of(blocks, own, starts) for own in zip(*order, strict=True))
+            used = {machine.name for group in order for machine in group}
+            idle = tuple(machine for machine in machines if machine.name not in used)
+            yield Plan(tuple(blocks), clusters, idle, microbatches, 1)
+
+
+def _groupings(machines: Sequence[Machine], size: int) -> Iterator[list[list[Machine]]]:
+    """Yield ways to group machines: all if they are few, otherwise groups of similar ones.
+
+    Machines of a group are in the order of their bandwidth, so that the first cluster has the fastest links.
+    """
+    if len(machines) > EXACT_MACHINES and size > 1:
+        for trait in TRAITS:
+            ordered = sorted(machines, key=lambda item: getattr(item, trait), reverse=True)
+            yield [ordered[first : first + size] for first in range(0, len(ordered) - size + 1, size)]
+    elif len(machines) < size:
+        yield []
+    else:
+        first, *others = sorted(machines, key=lambda item: item.bandwidth, reverse=True)
+        for chosen in itertools.combinations(others, size - 1):
+            for found in _groupings([item for item in others if item not in chosen], size):
+                yield [[first, *chosen], *found]
+        if len(machines) % size:
+            yield from _groupings(others, size)
 
 
 def stages_of(blocks: Sequence[Block], machines: Sequence[Machine], starts: Sequence[int]) -> tuple[Stage, ...]:
@@ -328,12 +383,13 @@ class _Search:
         microbatches: int,
         average_every: int,
         all_nodes: bool,
+        stages: int,
     ) -> None:
-        self._average_every, self._all_nodes = average_every, all_nodes
+        self._average_every, self._all_nodes, self._stages = average_every, all_nodes, stages
         self._whole = _Costs(blocks, machines, microbatches)
         self._costs = _Costs(_merged(blocks, SEARCHED_BLOCKS), machines, microbatches)
         self._step = functools.cache(self._step_of)
-        self._left = SEARCH_STAGES
+        self._left = stages
         self._needed = sum(block.memory for block in blocks)
 
     def plans(self, counts: Iterable[int]) -> Iterable[Plan]:
@@ -344,7 +400,7 @@ class _Search:
                 continue  # much like the number before
             found = sorted(dict.fromkeys(self._starts(count)), key=self._promise)
             starts += found[:STARTS_PER_COUNT]
-        ranked, left = sorted(starts, key=self._promise)[:TRIED_STARTS], SEARCH_STAGES
+        ranked, left = sorted(starts, key=self._promise)[:TRIED_STARTS], self._stages
         for index, start in enumerate(ranked):
             self._left = left // (len(ranked) - index)
             left -= self._left
@@ -377,8 +433,7 @@ class _Search:
     def _starts(self, count: int) -> Iterable[Clusters]:
         """Yield clusters to start from; the first one has the idle machines."""
         machines = self._whole.machines
-        traits = ("memory", "speed", "bandwidth")
-        for trait in traits:
+        for trait in TRAITS:
             ordered = sorted(range(len(machines)), key=lambda item: (-getattr(machines[item], trait), item))
             clusters: list[list[int]] = [[] for _ in range(count)]
             for item in ordered:  # to the cluster that lacks most memory, or else is slowest
@@ -398,7 +453,7 @@ class _Search:
         machines = self._whole.machines
         found = []
         for own in clusters:
-            keys = itertools.product(("memory", "speed", "bandwidth"), (1, -1))
+            keys = itertools.product(TRAITS, (1, -1))
             orders = [
                 tuple(sorted(map(int, own), key=lambda item: (sign * getattr(machines[item], trait), item)))
                 for trait, sign in keys
@@ -542,15 +597,15 @@ def _title(block: Block) -> str:
 
 def _misfit(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None) -> str:
     needed, has = sum(block.memory for block in blocks), sum(item.memory for item in machines)
-    title = "the model does not fit"
-    if (clusters or 1) > 1:
+    title, several = "the model does not fit", clusters is not None and clusters > 1
+    if several:
         title = f"{clusters} clusters, which hold the model each, do not fit"
         needed *= clusters or 1
     rounded = "" if needed > has else ", but no cut at a block fits them"
     count = f"{len(machines)} nodes have" if len(machines) > 1 else "the node has"
     return (
-        f"{title}: it needs {_gb(needed)}, and {count} {_gb(has)}{rounded}; "
-        f"add nodes or memory, use smaller batches{', or fewer clusters' if clusters and clusters > 1 else ''}"
+        f"{title}: {'they need' if several else 'it needs'} {_gb(needed)}, and {count} {_gb(has)}{rounded}; "
+        f"add nodes or memory, use smaller batches{', or fewer clusters' if several else ''}"
     )
 
 

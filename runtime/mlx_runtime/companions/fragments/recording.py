@@ -131,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         count = max(1, len(self._order))
         for tensor in _tensors(outputs):
             self._use(tensor)
+            self._keep(tensor)  # for the loss
         for tensor in _tensors(inputs):
             for use in self._memories[self._memory(tensor)].views.values():
                 use.first = 0

@@ -19,7 +19,11 @@ _VALUES: dict[str, Step] = {
 
 
 def opened(model: nn.Module) -> nn.Module:
-    """Return a model in which each ScriptModule is an `OpenedModule` with the same tensors, by the same names."""
+    """Return a model in which each ScriptModule is an `OpenedModule` with the same tensors, by the same names.
+
+    A model compiled by `torch.compile(model)` is returned without its wrapper.
+    """
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, ScriptModule):
         return OpenedModule(model)
     for name, child in model.named_children():

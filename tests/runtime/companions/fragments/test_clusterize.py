@@ -2,17 +2,18 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx
+from conftest import Mlx, Script
 from torch import nn
 
 from mlx_runtime import clusterize
 from mlx_runtime.companions.fragments.clusterizing import machines_of
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, UsageError
 
 
 def nodes(*sizes: tuple[float, float], **fields: Any) -> dict[str, Any]:
@@ -58,6 +59,12 @@ def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.pure
+def test_arguments_without_a_tuple_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"write a tuple of arguments: example_args=\(tensor,\)"):
+        clusterize(nn.Linear(8, 8), torch.rand(4, 8), nodes=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -98,7 +105,7 @@ def test_the_command_plans_an_experiment(bound: Path, mlx: Mlx, tmp_path: Path) 
     done = mlx(bound, "train", "clusterize", *words, "datasets.train.batch_size=24", MLX_STORAGE=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
     assert "per step of 24 rows" in done.stdout
-    assert f"wrote {plan}" in done.stdout
+    assert f"wrote {plan}; next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={plan}" in done.stdout
     written = json.loads(plan.read_text())
     assert written["model"] == "net"
     assert [stage["role"] for stage in written["clusters"][0]["stages"]] == ["Root", "Stem", "Leaf"]
@@ -114,3 +121,48 @@ def test_a_model_that_fits_nowhere_is_refused_by_the_command(bound: Path, mlx: M
     assert "the model does not fit" in done.stderr
     assert "MB" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+CAPTURE = """
+import json
+import shutil
+from pathlib import Path
+from mlx_runtime.companions.fragments import capturing
+from mlx_runtime.companions.fragments.tracing import trace
+from mlx_runtime.training import load_config
+from src.experiment import Experiment
+
+capturing.SHARE_FOR_MODELS = {share}
+call = capturing.capture(Experiment, load_config(Experiment, ["cfg.precision=bf16"]))
+found = trace(call.model, call.args, call.kwargs, call.optimizers)
+print(json.dumps({{
+    "meta": [item.is_meta for item in call.model.parameters()],
+    "rows": [len(item) for item in call.args],
+    "sizes": [[item.name, item.weights, item.states, item.activations, item.sends] for item in found.blocks],
+    "notes": found.notes,
+    "hooks": len(call.model._forward_pre_hooks),
+}}))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("prepare", ["mlx_runtime", "ray.train.torch"])
+def test_a_model_too_large_for_this_machine_has_the_same_sizes(
+    baked: Path, mlx: Mlx, script: Script, tmp_path: Path, prepare: str
+) -> None:
+    """It is built without memory, and its loop runs until it is called; `prepare_model` cannot move it."""
+    folder = Path(shutil.copytree(baked, tmp_path / "digits"))
+    file = folder / "src" / "experiment.py"
+    imports = f"from mlx_runtime import DUMMY_PARAMS, BaseModule\nfrom {prepare} import prepare_model\n"
+    file.write_text(
+        file.read_text().replace("from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model\n", imports)
+    )
+    assert mlx(folder, "train", "bind").returncode == 0
+    small, large = (script(folder, CAPTURE.format(share=share)) for share in (1, 0))
+    assert not any(small["meta"])
+    assert all(large["meta"])
+    assert small["sizes"] == large["sizes"] != []
+    assert small["rows"] == large["rows"] == [32]
+    assert small["notes"] == []
+    assert "estimated from FLOPs" in large["notes"][0]
+    assert small["hooks"] == large["hooks"] == 0

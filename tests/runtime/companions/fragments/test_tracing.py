@@ -44,7 +44,7 @@ def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
     assert first.states == FLOAT * (2 * first.parameters + 5)  # two moments, and the step of each of five tensors
     assert first.activations == FLOAT * ROWS * (8 + 16)  # x, and the output of relu
     assert first.sends == first.returns == FLOAT * ROWS * 16
-    assert second.activations == FLOAT * ROWS * 16
+    assert second.activations == FLOAT * ROWS * (16 + 3)  # with the outputs, which the loss needs
     assert second.sends == second.returns == 0
 
 
@@ -66,7 +66,7 @@ def test_what_skips_a_block_crosses_both_cuts() -> None:
 
 def test_a_tensor_that_two_blocks_keep_counts_once() -> None:
     first, second = trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.rand(ROWS, 4),)).blocks
-    assert (first.activations, second.activations) == (FLOAT * ROWS * (4 + 8), 0)
+    assert (first.activations, second.activations) == (FLOAT * ROWS * (4 + 8), FLOAT * ROWS * 2)
     assert first.sends == FLOAT * ROWS * 8  # counted by the stage that receives it
 
 
@@ -110,6 +110,11 @@ def test_a_model_without_modules_inside_is_one_block() -> None:
     [block] = trace(nn.Linear(4, 2), (torch.rand(ROWS, 4),)).blocks
     assert (block.name, block.parameters) == ("", 10)
     assert block.seconds > 0
+
+
+def test_a_compiled_model_has_the_blocks_of_the_model() -> None:
+    net = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend="eager")
+    assert blocks_of_model(net, (torch.rand(ROWS, 4),)) == ["0", "1"]
 
 
 class Slow(torch.autograd.Function):
