@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from mlx_runtime.training.engines import Job
 
 
+ANSWER_S = 10.0
+"""Interval at which rank 0 tells the other workers that it still waits for other replicas."""
+
+
 def problems(cfg: Any) -> list[str]:
     """Return one line per setting that contradicts `cfg.replicas`."""
     found, wanted, strategy = [], cfg.replicas, cfg.strategy
@@ -327,8 +331,11 @@ class Averages:
 
     def _meet(self, period: Period, tensors: Tensors) -> None:
         """Wait for the average of the round. If the run is asked to stop, wait again after it is resumed."""
-        done = self._meeting is None or self._meeting.wait()
-        if not broadcast(done if self._meeting is not None else None):
+        done = None
+        while done is None:  # the other workers of this replica must not wait too long in one collective
+            done = broadcast(self._meeting.wait(ANSWER_S) if self._meeting is not None else None)
+            self._session.beat()
+        if not done:
             return
         self._take(period, tensors)
         if self._meeting is not None:
