@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mlx_runtime.companions.fragments.averaging import Tensors, outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor, Payload
 from mlx_runtime.distributed import decode, encode
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
@@ -36,7 +37,6 @@ from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, TIME, from_json, 
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S, heartbeat, is_alive, lease, this_process
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.fragments.replicas import Tensors
     from mlx_runtime.training.engines import Job
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class Meeting:
 
     # -- called by a replica
 
-    def join(self, tensors: "Tensors", common: torch.Tensor, momentum: torch.Tensor | None, rounds: int) -> None:
+    def join(self, tensors: Tensors, common: torch.Tensor, momentum: torch.Tensor | None, rounds: int) -> None:
         """Join with the weights of a checkpoint, or of a new run, whose weights those of the others replace."""
         odd = [path for path, item in tensors.all.items() if item.dtype != torch.float32]
         if odd:
@@ -283,8 +283,6 @@ class Meeting:
             self._read.clear()
 
     def _step(self, mean: torch.Tensor) -> None:
-        from mlx_runtime.companions.fragments.replicas import outer_step
-
         assert self.common is not None
         facts = self._facts
         self.common, self.momentum = outer_step(

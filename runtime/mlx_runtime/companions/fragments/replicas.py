@@ -19,8 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mlx_runtime.companions.fragments.averaging import Tensors, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
-from mlx_runtime.distributed import Topology, broadcast, data_parallel_group, unwrap
+from mlx_runtime.distributed import Topology, broadcast, data_parallel_group
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
@@ -136,77 +137,6 @@ class Period:
     compressor: Compressor | None = None
     traffic: Mapping[str, Any] | None = None  # restored state of the compressor
     waits: bool = False  # this replica has published its part of an average, but left before the average was taken
-
-
-class Tensors:
-    """The averaged tensors of one optimizer's models, by name: parameters, then buffers like running means.
-
-    All of them together are a vector of float32, or of float64 if one of them is.
-    """
-
-    def __init__(self, models: Mapping[str, Any], optimizer: Optimizer) -> None:
-        trained = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        self.params: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        for name, model in _modules(models).items():
-            found = {f"{name}.{path}": item for path, item in model.named_parameters() if id(item) in trained}
-            found = {path: item for path, item in found.items() if not item.is_meta}  # held by another worker
-            if found:
-                self.params |= found
-                self.buffers |= {
-                    path: item
-                    for path, item in _saved_tensors({name: model}, buffers=True).items()
-                    if item.is_floating_point() and not item.is_meta
-                }
-
-    def __len__(self) -> int:
-        return len(self.params)
-
-    @property
-    def all(self) -> dict[str, torch.Tensor]:
-        return self.params | self.buffers
-
-    def vector(self) -> torch.Tensor:
-        return torch.cat([item.detach().reshape(-1).to(_wide(item)) for item in self.all.values()])
-
-    @property
-    def exact(self) -> int:
-        """Number of values of buffers, at the end of vectors."""
-        return sum(item.numel() for item in self.buffers.values())
-
-    def difference(self, common: torch.Tensor) -> torch.Tensor:
-        """Return the difference of the parameters from the common ones, and of the buffers from zero."""
-        now = self.vector()
-        size = len(now) - self.exact
-        return torch.cat([common.to(now.device)[:size] - now[:size], -now[size:]])
-
-    def fill(self, vector: torch.Tensor) -> None:
-        parts = torch.split(vector, [item.numel() for item in self.all.values()])
-        with torch.no_grad():
-            for item, part in zip(self.all.values(), parts, strict=True):
-                item.copy_(part.view_as(item))
-
-    def compressor(self, kind: str | None) -> Compressor:
-        dtype = torch.float32
-        for item in self.all.values():
-            dtype = torch.promote_types(dtype, _wide(item))
-        return Compressor(kind, [item.shape for item in self.params.values()], self.exact, dtype)
-
-
-def outer_step(
-    common: torch.Tensor, momentum: torch.Tensor | None, mean: torch.Tensor, exact: int, lr: float, factor: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the next common weights, and the next momentum: those of torch.optim.SGD with Nesterov momentum.
-
-    `mean` is the mean of the replicas' `Tensors.difference`. The last `exact` values are buffers, which adopt the mean
-    of the replicas. Each operation is rounded on its own, so all machines get the same bits.
-    """
-    size = len(common) - exact
-    gradient, step = mean[:size], mean[:size]
-    if factor:
-        momentum = gradient.clone() if momentum is None else momentum.mul(factor).add_(gradient)
-        step = momentum.mul(factor).add_(gradient)
-    return torch.cat([common[:size] - step.mul(lr), -mean[size:]]), momentum
 
 
 class Averages:
@@ -407,10 +337,10 @@ class Averages:
 
     def live(self) -> dict[str, torch.Tensor]:
         """Return the parameters and saved buffers of all models, by name."""
-        return _saved_tensors(self._groups.members("models"))
+        return saved_tensors(self._groups.members("models"))
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        return _saved_tensors(self._groups.members("models"), buffers=True)
+        return saved_tensors(self._groups.members("models"), buffers=True)
 
 
 class Common:
@@ -473,28 +403,3 @@ class Own:
 
 def _traffic_of(period: Period) -> Mapping[str, Any] | None:
     return period.traffic if period.compressor is None else period.compressor.state_dict()
-
-
-def _modules(models: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return modules by name, each of them once, without wrappers."""
-    found: dict[str, nn.Module] = {}
-    for name, item in models.items():
-        model = unwrap(item)
-        if isinstance(model, nn.Module) and not any(model is other for other in found.values()):
-            found[name] = model
-    return found
-
-
-def _saved_tensors(models: Mapping[str, Any], *, buffers: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers in the states of models, or only the buffers."""
-    found = {}
-    for name, model in _modules(models).items():
-        params = {path for path, _ in model.named_parameters(remove_duplicate=False)} if buffers else set()
-        for path, item in model.state_dict(keep_vars=True).items():
-            if isinstance(item, torch.Tensor) and path not in params:
-                found[f"{name}.{path}"] = item
-    return found
-
-
-def _wide(item: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(item.dtype, torch.float32)

@@ -12,6 +12,7 @@ from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.companions.fragments import replicas
+from mlx_runtime.companions.fragments.averaging import outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor
 from mlx_runtime.sections import Replicas
 
@@ -31,7 +32,7 @@ def test_the_outer_optimizer_is_sgd_of_torch(momentum: float) -> None:
         mean = torch.randn(8, generator=generator)
         parameter.grad = mean[:6].clone()
         expected.step()
-        common, kept = replicas.outer_step(common, kept, mean, 2, 0.7, momentum)
+        common, kept = outer_step(common, kept, mean, 2, 0.7, momentum)
         assert torch.allclose(common[:6], parameter.detach(), rtol=0, atol=1e-6)
         assert torch.equal(common[6:], -mean[6:])
 
