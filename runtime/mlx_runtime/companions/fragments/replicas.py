@@ -23,7 +23,7 @@ from mlx_runtime.companions.fragments.averaging import Tensors, outer_step, save
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
 from mlx_runtime.distributed import Topology, broadcast, data_parallel_group
 from mlx_runtime.distributed.torch_private import broadcast_tensors
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import storage_root
@@ -83,8 +83,10 @@ class EqualAtFirst:
 
     def __init__(self) -> None:
         self.restored = False
+        self.prepared: list[nn.Module] = []
 
     def __call__(self, model: nn.Module, **options: Any) -> nn.Module:
+        self.prepared.append(model)
         if not self.restored:
             broadcast_tensors([item.data for item in (*model.parameters(), *model.buffers())])
         return model
@@ -311,11 +313,26 @@ class Averages:
         if known is None:
             names = [name for name, item in self.optimizers().items() if item is optimizer]
             name = names[0] if names and len(self._tensors(optimizer)) else None
+            if name is None and self._would_diverge(optimizer):
+                raise MlxError(
+                    "cfg.replicas.every averages models and optimizers of the experiment, but this optimizer or its "
+                    "model is not on self; assign them: self.models.net = prepare_model(net), self.optimizer = ..."
+                )
             known = self._names[id(optimizer)] = name, optimizer
         return known[0]
 
+    def _would_diverge(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer trains a prepared model, or one of the experiment, that is not averaged."""
+        make = self._topology.replicate
+        prepared = make.prepared if isinstance(make, EqualAtFirst) else []
+        found = {f"prepared_{number}": model for number, model in enumerate(prepared)}
+        return bool(len(self._tensors(optimizer)) or len(Tensors(found, optimizer)))
+
+    def _models(self) -> dict[str, Any]:
+        return {**self._groups.members("own"), **self._groups.members("models")}
+
     def _tensors(self, optimizer: Optimizer) -> Tensors:
-        return Tensors(self._groups.members("models"), optimizer)
+        return Tensors(self._models(), optimizer)
 
     def _compressor(self, period: Period, tensors: Tensors) -> Compressor:
         if period.compressor is None:
@@ -337,10 +354,10 @@ class Averages:
 
     def live(self) -> dict[str, torch.Tensor]:
         """Return the parameters and saved buffers of all models, by name."""
-        return saved_tensors(self._groups.members("models"))
+        return saved_tensors(self._models())
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        return saved_tensors(self._groups.members("models"), buffers=True)
+        return saved_tensors(self._models(), buffers=True)
 
 
 class Common:

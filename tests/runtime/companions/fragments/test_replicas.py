@@ -119,3 +119,16 @@ def test_a_run_is_resumed_in_the_middle_of_a_period(traffic: str, mlx: Mlx, expe
     own = [rank["per_worker"]["replicas_own"] for rank in resumed["ranks"]]
     assert not own[0]["tensors"]
     assert not torch.equal(own[1]["tensors"]["net.layers.3.weight"], resumed["models"]["net"]["layers.3.weight"])
+
+
+@pytest.mark.local
+def test_an_optimizer_that_is_not_on_self_is_refused(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    """Its replicas would never be averaged."""
+    folder = experiment("faults")
+    edit(folder / "src" / "experiment.py", "        if self.cfg.late:", "        global own\n        if self.cfg.late:")
+    new = "        own = torch.optim.SGD(self.models.net.parameters(), lr=0.1)\n        self.schedule ="
+    edit(folder / "src" / "experiment.py", "        self.schedule =", new)
+    edit(folder / "src" / "experiment.py", "self.optimizers.adam.step()", "own.step()")
+    done = mlx(folder, "train", "run", "cfg.replicas.every=3", "cfg.trackers={}")
+    assert done.returncode == 1
+    assert "this optimizer or its model is not on self; assign them" in done.stdout + done.stderr
