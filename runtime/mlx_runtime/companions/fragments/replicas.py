@@ -186,7 +186,7 @@ class Averages:
             self._join(name, period, tensors)
         if period.waits:
             self._meet(period, tensors)
-        if not torch.equal(now, tensors.vector()):  # the gradients are those of other weights
+        if self._meets and not torch.equal(now, tensors.vector()):  # the gradients are those of other weights
             for item in tensors.params.values():
                 item.grad = None
 
