@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mlx_runtime.companions.fragments.averaging import Tensors, outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor, Payload
 from mlx_runtime.distributed import decode, encode
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
@@ -36,7 +37,6 @@ from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, TIME, from_json, 
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S, heartbeat, is_alive, lease, this_process
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.fragments.replicas import Tensors
     from mlx_runtime.training.engines import Job
 
 T = TypeVar("T")
@@ -133,11 +133,12 @@ class Meeting:
         self._poll_s = 0.1 if storage.local else 2.0
         self._heard: dict[str, tuple[str, float]] = {}  # last heartbeat of each replica, and when it was read here
         self._read: dict[str, torch.Tensor] = {}  # differences of the current round, by SHA-256
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._received_bytes = 0  # of the current round
+        self._published_at = time.monotonic()
 
     # -- called by a replica
 
-    def join(self, tensors: "Tensors", common: torch.Tensor, momentum: torch.Tensor | None, rounds: int) -> None:
+    def join(self, tensors: Tensors, common: torch.Tensor, momentum: torch.Tensor | None, rounds: int) -> None:
         """Join with the weights of a checkpoint, or of a new run, whose weights those of the others replace."""
         odd = [path for path, item in tensors.all.items() if item.dtype != torch.float32]
         if odd:
@@ -183,15 +184,21 @@ class Meeting:
             self._write(content, *self._round(), f"{self.name}-{sha256[:16]}.bin")
             self._create(part, *self._round(), f"{self.name}.json")  # unless the run did before it was resumed
 
-        self._sent_bytes = len(content)
+        self._sent_bytes, self._received_bytes, self._published_at = len(content), 0, time.monotonic()
+        self._read[sha256] = self._compressor(traffic).expand(payload)
         self._patiently(publish)
 
-    def wait(self) -> bool:
-        """Wait until the round is closed, and take the new common weights. Return False if the run should stop."""
-        number, started, self._received_bytes = self.rounds + 1, time.monotonic(), 0
+    def wait(self, limit_s: float = math.inf) -> bool | None:
+        """Wait until the round is closed, and take the new common weights.
+
+        Return False if the run should stop, and None after `limit_s`, with the round still open.
+        """
+        number, called = self.rounds + 1, time.monotonic()
         while not self._patiently(lambda: self._newest() >= number or self._close(number)):
             if self._stop_asked():
                 return False
+            if time.monotonic() - called > limit_s:
+                return None
             self._beat()
             time.sleep(self._poll_s)
         closed = self._patiently(lambda: self._closed(number))
@@ -209,7 +216,7 @@ class Meeting:
             "received_bytes": self._received_bytes,
             "updates": parts.get(self.name, 0),
             "updates_of_all": sum(parts.values()),
-            "wait_s": time.monotonic() - started,
+            "wait_s": time.monotonic() - self._published_at,
         }
         if closed is not None and closed["closer"] == self.name:
             self._patiently(self._tidy)
@@ -276,8 +283,6 @@ class Meeting:
             self._read.clear()
 
     def _step(self, mean: torch.Tensor) -> None:
-        from mlx_runtime.companions.fragments.replicas import outer_step
-
         assert self.common is not None
         facts = self._facts
         self.common, self.momentum = outer_step(

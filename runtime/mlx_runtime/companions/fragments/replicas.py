@@ -19,10 +19,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mlx_runtime.companions.fragments.averaging import Tensors, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
-from mlx_runtime.distributed import Topology, broadcast, data_parallel_group, unwrap
+from mlx_runtime.distributed import Topology, broadcast, data_parallel_group
 from mlx_runtime.distributed.torch_private import broadcast_tensors
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import storage_root
@@ -30,6 +31,10 @@ from mlx_runtime.storage import storage_root
 if TYPE_CHECKING:
     from mlx_runtime.companions.fragments.meeting import Meeting
     from mlx_runtime.training.engines import Job
+
+
+ANSWER_S = 10.0
+"""Interval at which rank 0 tells the other workers that it still waits for other replicas."""
 
 
 def problems(cfg: Any) -> list[str]:
@@ -78,8 +83,10 @@ class EqualAtFirst:
 
     def __init__(self) -> None:
         self.restored = False
+        self.prepared: list[nn.Module] = []
 
     def __call__(self, model: nn.Module, **options: Any) -> nn.Module:
+        self.prepared.append(model)
         if not self.restored:
             broadcast_tensors([item.data for item in (*model.parameters(), *model.buffers())])
         return model
@@ -134,77 +141,6 @@ class Period:
     waits: bool = False  # this replica has published its part of an average, but left before the average was taken
 
 
-class Tensors:
-    """The averaged tensors of one optimizer's models, by name: parameters, then buffers like running means.
-
-    All of them together are a vector of float32, or of float64 if one of them is.
-    """
-
-    def __init__(self, models: Mapping[str, Any], optimizer: Optimizer) -> None:
-        trained = {id(item) for group in optimizer.param_groups for item in group["params"]}
-        self.params: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        for name, model in _modules(models).items():
-            found = {f"{name}.{path}": item for path, item in model.named_parameters() if id(item) in trained}
-            found = {path: item for path, item in found.items() if not item.is_meta}  # held by another worker
-            if found:
-                self.params |= found
-                self.buffers |= {
-                    path: item
-                    for path, item in _saved_tensors({name: model}, buffers=True).items()
-                    if item.is_floating_point() and not item.is_meta
-                }
-
-    def __len__(self) -> int:
-        return len(self.params)
-
-    @property
-    def all(self) -> dict[str, torch.Tensor]:
-        return self.params | self.buffers
-
-    def vector(self) -> torch.Tensor:
-        return torch.cat([item.detach().reshape(-1).to(_wide(item)) for item in self.all.values()])
-
-    @property
-    def exact(self) -> int:
-        """Number of values of buffers, at the end of vectors."""
-        return sum(item.numel() for item in self.buffers.values())
-
-    def difference(self, common: torch.Tensor) -> torch.Tensor:
-        """Return the difference of the parameters from the common ones, and of the buffers from zero."""
-        now = self.vector()
-        size = len(now) - self.exact
-        return torch.cat([common.to(now.device)[:size] - now[:size], -now[size:]])
-
-    def fill(self, vector: torch.Tensor) -> None:
-        parts = torch.split(vector, [item.numel() for item in self.all.values()])
-        with torch.no_grad():
-            for item, part in zip(self.all.values(), parts, strict=True):
-                item.copy_(part.view_as(item))
-
-    def compressor(self, kind: str | None) -> Compressor:
-        dtype = torch.float32
-        for item in self.all.values():
-            dtype = torch.promote_types(dtype, _wide(item))
-        return Compressor(kind, [item.shape for item in self.params.values()], self.exact, dtype)
-
-
-def outer_step(
-    common: torch.Tensor, momentum: torch.Tensor | None, mean: torch.Tensor, exact: int, lr: float, factor: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the next common weights, and the next momentum: those of torch.optim.SGD with Nesterov momentum.
-
-    `mean` is the mean of the replicas' `Tensors.difference`. The last `exact` values are buffers, which adopt the mean
-    of the replicas. Each operation is rounded on its own, so all machines get the same bits.
-    """
-    size = len(common) - exact
-    gradient, step = mean[:size], mean[:size]
-    if factor:
-        momentum = gradient.clone() if momentum is None else momentum.mul(factor).add_(gradient)
-        step = momentum.mul(factor).add_(gradient)
-    return torch.cat([common[:size] - step.mul(lr), -mean[size:]]), momentum
-
-
 class Averages:
     """Averages the models of each optimizer after every `cfg.replicas.every` of its updates.
 
@@ -250,7 +186,7 @@ class Averages:
             self._join(name, period, tensors)
         if period.waits:
             self._meet(period, tensors)
-        if not torch.equal(now, tensors.vector()):  # the gradients are those of other weights
+        if self._meets and not torch.equal(now, tensors.vector()):  # the gradients are those of other weights
             for item in tensors.params.values():
                 item.grad = None
 
@@ -327,8 +263,11 @@ class Averages:
 
     def _meet(self, period: Period, tensors: Tensors) -> None:
         """Wait for the average of the round. If the run is asked to stop, wait again after it is resumed."""
-        done = self._meeting is None or self._meeting.wait()
-        if not broadcast(done if self._meeting is not None else None):
+        done = None
+        while done is None:  # the other workers of this replica must not wait too long in one collective
+            done = broadcast(self._meeting.wait(ANSWER_S) if self._meeting is not None else None)
+            self._session.beat()
+        if not done:
             return
         self._take(period, tensors)
         if self._meeting is not None:
@@ -374,11 +313,26 @@ class Averages:
         if known is None:
             names = [name for name, item in self.optimizers().items() if item is optimizer]
             name = names[0] if names and len(self._tensors(optimizer)) else None
+            if name is None and self._would_diverge(optimizer):
+                raise MlxError(
+                    "cfg.replicas.every averages models and optimizers of the experiment, but this optimizer or its "
+                    "model is not on self; assign them: self.models.net = prepare_model(net), self.optimizer = ..."
+                )
             known = self._names[id(optimizer)] = name, optimizer
         return known[0]
 
+    def _would_diverge(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer trains a prepared model, or one of the experiment, that is not averaged."""
+        make = self._topology.replicate
+        prepared = make.prepared if isinstance(make, EqualAtFirst) else []
+        found = {f"prepared_{number}": model for number, model in enumerate(prepared)}
+        return bool(len(self._tensors(optimizer)) or len(Tensors(found, optimizer)))
+
+    def _models(self) -> dict[str, Any]:
+        return {**self._groups.members("own"), **self._groups.members("models")}
+
     def _tensors(self, optimizer: Optimizer) -> Tensors:
-        return Tensors(self._groups.members("models"), optimizer)
+        return Tensors(self._models(), optimizer)
 
     def _compressor(self, period: Period, tensors: Tensors) -> Compressor:
         if period.compressor is None:
@@ -400,10 +354,10 @@ class Averages:
 
     def live(self) -> dict[str, torch.Tensor]:
         """Return the parameters and saved buffers of all models, by name."""
-        return _saved_tensors(self._groups.members("models"))
+        return saved_tensors(self._models())
 
     def live_buffers(self) -> dict[str, torch.Tensor]:
-        return _saved_tensors(self._groups.members("models"), buffers=True)
+        return saved_tensors(self._models(), buffers=True)
 
 
 class Common:
@@ -466,28 +420,3 @@ class Own:
 
 def _traffic_of(period: Period) -> Mapping[str, Any] | None:
     return period.traffic if period.compressor is None else period.compressor.state_dict()
-
-
-def _modules(models: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return modules by name, each of them once, without wrappers."""
-    found: dict[str, nn.Module] = {}
-    for name, item in models.items():
-        model = unwrap(item)
-        if isinstance(model, nn.Module) and not any(model is other for other in found.values()):
-            found[name] = model
-    return found
-
-
-def _saved_tensors(models: Mapping[str, Any], *, buffers: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers in the states of models, or only the buffers."""
-    found = {}
-    for name, model in _modules(models).items():
-        params = {path for path, _ in model.named_parameters(remove_duplicate=False)} if buffers else set()
-        for path, item in model.state_dict(keep_vars=True).items():
-            if isinstance(item, torch.Tensor) and path not in params:
-                found[f"{name}.{path}"] = item
-    return found
-
-
-def _wide(item: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(item.dtype, torch.float32)

@@ -18,14 +18,14 @@ from faults import final_state
 from torch import nn
 
 from mlx_runtime.companions.fragments import meeting
+from mlx_runtime.companions.fragments.averaging import Tensors
 from mlx_runtime.companions.fragments.meeting import Meeting
-from mlx_runtime.companions.fragments.replicas import Tensors
 from mlx_runtime.distributed import encode
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.storage import storage_at
 from mlx_runtime.storage.leases import lease
 
-FACTS = {"format": 1, "code": "0123456789abcdef", "lr": 0.7, "momentum": 0.9}
+FACTS = {"format": 1, "lr": 0.7, "momentum": 0.9}
 
 A, B = "laptop-run_001-aaaaaaaa", "desktop-run_001-bbbbbbbb"
 
@@ -33,13 +33,13 @@ A, B = "laptop-run_001-aaaaaaaa", "desktop-run_001-bbbbbbbb"
 class Replica:
     """A model with a buffer, at a meeting. Its updates add a number to each weight."""
 
-    def __init__(self, root: str, name: str, seed: int = 0, **options: Any) -> None:
+    def __init__(self, root: str, name: str, seed: int = 0, code: str = "", **options: Any) -> None:
         torch.manual_seed(seed)
         self.model, self.notices = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False)), []
         optimizer = torch.optim.SGD(self.model.parameters())
         self.tensors = Tensors({"net": self.model}, optimizer)
         options = {"timeout_s": 0.6, "notice": self.notices.append} | options
-        self.meeting = Meeting(storage_at(root), name, FACTS, seed=seed, **options)
+        self.meeting = Meeting(storage_at(root), name, FACTS | {"code": code}, seed=seed, **options)
         self.momentum: torch.Tensor | None = None
 
     def join(self, rounds: int = 0) -> "Replica":
@@ -166,10 +166,8 @@ def test_files_are_not_trusted(content: bytes, tmp_path: Path, joined: Callable[
 @pytest.mark.process
 def test_another_experiment_is_refused(tmp_path: Path, joined: Callable[..., Replica]) -> None:
     joined(str(tmp_path), A)
-    other = Replica(str(tmp_path), B)
-    other.meeting._facts["code"] = "fedcba9876543210"
     with pytest.raises(ConfigError, match="have another code in src .*; use the same on all machines"):
-        other.join()
+        Replica(str(tmp_path), B, code="another").join()
     other = Replica(str(tmp_path), B)
     other.model[0] = nn.Linear(4, 2)
     other.tensors = Tensors({"net": other.model}, torch.optim.SGD(other.model.parameters()))

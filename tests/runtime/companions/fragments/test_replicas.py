@@ -12,6 +12,7 @@ from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.companions.fragments import replicas
+from mlx_runtime.companions.fragments.averaging import outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor
 from mlx_runtime.sections import Replicas
 
@@ -31,7 +32,7 @@ def test_the_outer_optimizer_is_sgd_of_torch(momentum: float) -> None:
         mean = torch.randn(8, generator=generator)
         parameter.grad = mean[:6].clone()
         expected.step()
-        common, kept = replicas.outer_step(common, kept, mean, 2, 0.7, momentum)
+        common, kept = outer_step(common, kept, mean, 2, 0.7, momentum)
         assert torch.allclose(common[:6], parameter.detach(), rtol=0, atol=1e-6)
         assert torch.equal(common[6:], -mean[6:])
 
@@ -118,3 +119,16 @@ def test_a_run_is_resumed_in_the_middle_of_a_period(traffic: str, mlx: Mlx, expe
     own = [rank["per_worker"]["replicas_own"] for rank in resumed["ranks"]]
     assert not own[0]["tensors"]
     assert not torch.equal(own[1]["tensors"]["net.layers.3.weight"], resumed["models"]["net"]["layers.3.weight"])
+
+
+@pytest.mark.local
+def test_an_optimizer_that_is_not_on_self_is_refused(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    """Its replicas would never be averaged."""
+    folder = experiment("faults")
+    edit(folder / "src" / "experiment.py", "        if self.cfg.late:", "        global own\n        if self.cfg.late:")
+    new = "        own = torch.optim.SGD(self.models.net.parameters(), lr=0.1)\n        self.schedule ="
+    edit(folder / "src" / "experiment.py", "        self.schedule =", new)
+    edit(folder / "src" / "experiment.py", "self.optimizers.adam.step()", "own.step()")
+    done = mlx(folder, "train", "run", "cfg.replicas.every=3", "cfg.trackers={}")
+    assert done.returncode == 1
+    assert "this optimizer or its model is not on self; assign them" in done.stdout + done.stderr
