@@ -1,11 +1,16 @@
 """Process groups that other processes on the same machine can neither join nor end."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import pytest
+
+from mlx_runtime.distributed.handshake import listening_sockets
 
 pytestmark = pytest.mark.process
 
@@ -46,6 +51,14 @@ def test_a_stranger_who_says_nothing_ends_the_wait(found: dict[str, Any]) -> Non
     error, _, why = found["silent"]["error"].partition(" the run: ")
     assert error == "WorkerLostError: rank 1 did not prove to rank 0 that it belongs to"
     assert why == "Timed out waiting 500ms for recv operation to complete"
+
+
+def test_looking_for_listening_sockets_opens_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other, tempfile.TemporaryFile():
+        before = os.listdir("/proc/self/fd")
+        found = listening_sockets()
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert (listener.fileno() in found, other.fileno() in found) == (True, False)
 
 
 STRANGERS = r"""
