@@ -22,9 +22,14 @@ class Links:
     """Connections of this worker. Every worker must construct it.
 
     Workers with consecutive ranks form a pipeline; those at the same stage of each pipeline hold replicas.
+
+    Args:
+        topology: Position of this worker.
+        traffic: Type in which float32 values travel between stages; None leaves them as they are.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, traffic: torch.dtype | None = None) -> None:
+        self._traffic = traffic
         self.stages = topology.model_parallel_size
         self.stage = topology.rank % self.stages
         self.device = topology.device
@@ -50,13 +55,16 @@ class Links:
 
     def send(self, value: torch.Tensor, stage: int) -> None:
         """Send a tensor in the background."""
-        value = value.detach().contiguous()
+        value = value.detach().to(self._type_of(value.dtype)).contiguous()
         self._sending.append((dist.isend(value, self.rank_of(stage)), value))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
-        received = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        received = torch.empty(tuple(shape), dtype=self._type_of(dtype), device=self.device)
         dist.recv(received, self.rank_of(stage))
-        return received
+        return received.to(dtype)
+
+    def _type_of(self, dtype: torch.dtype) -> torch.dtype:
+        return self._traffic if self._traffic is not None and dtype == torch.float32 else dtype
 
     def wait(self) -> None:
         """Wait until everything is sent."""
