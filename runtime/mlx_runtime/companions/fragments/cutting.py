@@ -100,9 +100,9 @@ def cut(name: str, model: nn.Module, blocks: Sequence[str], stages: int, ends: S
     for title, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(title)
     for titles in names.values():
-        found = {made.stage_of(title) or 0 for title in titles}
-        if len(found) > 1 or made.stage_of(titles[0]) is None:
-            loose |= dict.fromkeys(titles, min(found))
+        holders = {made.stage_of(title) or 0 for title in titles}
+        if len(holders) > 1 or made.stage_of(titles[0]) is None:
+            loose |= dict.fromkeys(titles, min(holders))
     return Cut(units, loose)
 
 
