@@ -91,17 +91,13 @@ class Fragments(Section):
         plan: file of `mlx train clusterize` with the blocks of each stage; None means stages with about as many
             parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
-        schedule: order of the parts in `self.forward_backward`: `gpipe`, `1f1b`, `interleaved` or `zero_bubble`.
-        outputs: workers that receive the outputs of the models: `all`, or only those of the last stage (`leaf`).
         traffic: type in which activations and gradients travel between stages; None means as they are.
     """
 
     stages: int | None = at_least(1, None)
     plan: str | None = None
     microbatches: int = at_least(1, 4)
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe"
-    outputs: Literal["all", "leaf"] = "all"
-    traffic: Literal["bf16", "fp16", "int8"] | None = None
+    traffic: Literal["bf16", "fp16"] | None = None
 
 
 @dataclass(frozen=True)

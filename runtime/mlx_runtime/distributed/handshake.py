@@ -69,12 +69,11 @@ def listening_sockets() -> set[int]:
     """Return the file descriptors of this process's listening sockets, if the system lists them."""
     found = set()
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with contextlib.suppress(OSError):  # of descriptors that are closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add(int(name))
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as candidate:
+                    if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(int(name))
     return found
 
 

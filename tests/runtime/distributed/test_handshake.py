@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.distributed.handshake import listening_sockets
+from mlx_runtime.distributed import listening_sockets
 
 pytestmark = pytest.mark.process
 
@@ -37,6 +37,14 @@ def test_nobody_connects_once_a_group_has_started(found: dict[str, Any]) -> None
 
 def test_groups_listen_on_the_loopback_interface(found: dict[str, Any]) -> None:
     assert {host for host, _ in found["strangers"]["addresses"]} == {"127.0.0.1"}
+
+
+def test_looking_for_listening_sockets_leaves_no_files_open() -> None:
+    """Otherwise, each new group would multiply their number."""
+    with tempfile.TemporaryFile():
+        before = len(os.listdir("/proc/self/fd"))
+        listening_sockets()
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_stranger_in_the_place_of_a_peer_is_found_out(found: dict[str, Any]) -> None:

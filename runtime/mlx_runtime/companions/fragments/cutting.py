@@ -81,6 +81,13 @@ def cut(name: str, model: nn.Module, blocks: Sequence[str], stages: int, ends: S
         sizes = [sum(item.numel() for item in model.get_submodule(path).parameters()) for path in paths]
         numbers = balanced(sizes, stages)
     else:
+        modules = dict(model.named_modules())
+        unknown = [path for path in blocks if path not in modules]
+        if unknown or ends[-1] != len(blocks) - 1:
+            found = f"it names {unknown[0]}" if unknown else f"it ends at block {ends[-1]} of {len(blocks)}"
+            raise ConfigError(
+                f"cfg.fragments.plan is not for this models.{name}: {found}; plan again with `mlx train clusterize`"
+            )
         places = {path: next(stage for stage, end in enumerate(ends) if at <= end) for at, path in enumerate(blocks)}
         numbers, last = [], 0
         for path in paths:  # a unit beside blocks belongs to the stage of the one before it
@@ -93,9 +100,9 @@ def cut(name: str, model: nn.Module, blocks: Sequence[str], stages: int, ends: S
     for title, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(title)
     for titles in names.values():
-        found = {made.stage_of(title) or 0 for title in titles}
-        if len(found) > 1 or made.stage_of(titles[0]) is None:
-            loose |= dict.fromkeys(titles, min(found))
+        holders = {made.stage_of(title) or 0 for title in titles}
+        if len(holders) > 1 or made.stage_of(titles[0]) is None:
+            loose |= dict.fromkeys(titles, min(holders))
     return Cut(units, loose)
 
 

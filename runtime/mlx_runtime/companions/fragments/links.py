@@ -5,6 +5,7 @@ graph in the reverse order of their creation, and all nodes of a pass are connec
 two workers always meet, whatever the loss depends on.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
 from mlx_runtime.distributed import Topology
+from mlx_runtime.errors import MlxError
+
+Message = tuple[tuple[int, ...], torch.dtype, int]
+"""Shape and type of a tensor, and the stage that sends it."""
 
 BUCKET_BYTES = 25 * 2**20
 """Size of the all-reduces of gradients, as in DDP."""
@@ -22,9 +27,14 @@ class Links:
     """Connections of this worker. Every worker must construct it.
 
     Workers with consecutive ranks form a pipeline; those at the same stage of each pipeline hold replicas.
+
+    Args:
+        topology: Position of this worker.
+        traffic: Type in which float32 values travel between stages; None leaves them as they are.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, traffic: torch.dtype | None = None) -> None:
+        self._traffic = traffic
         self.stages = topology.model_parallel_size
         self.stage = topology.rank % self.stages
         self.device = topology.device
@@ -40,6 +50,7 @@ class Links:
             peers = [list(range(stage, size * count, size)) for stage in range(size)]
             self._peers, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
         self._sending: list[Any] = []
+        self._early: defaultdict[int, deque[Any]] = defaultdict(deque)  # begun to be received, by stage
 
     def __deepcopy__(self, memo: Any) -> "Links":
         return self
@@ -50,13 +61,29 @@ class Links:
 
     def send(self, value: torch.Tensor, stage: int) -> None:
         """Send a tensor in the background."""
-        value = value.detach().contiguous()
+        value = value.detach().to(self._type_of(value.dtype)).contiguous()
         self._sending.append((dist.isend(value, self.rank_of(stage)), value))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
-        received = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        dist.recv(received, self.rank_of(stage))
-        return received
+        early = self._early[stage]
+        if not early:
+            self.expect((tuple(shape), dtype, stage))
+        work, received, expected = early.popleft()
+        if expected != (tuple(shape), dtype, stage):
+            raise MlxError("microbatches of equal shapes exchange different tensors; set cfg.fragments.microbatches=1")
+        work.wait()
+        value: torch.Tensor = received.to(dtype)
+        return value
+
+    def expect(self, *messages: Message) -> None:
+        """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
+        for shape, dtype, stage in messages:
+            received = torch.empty(shape, dtype=self._type_of(dtype), device=self.device)
+            work = dist.irecv(received, self.rank_of(stage))
+            self._early[stage].append((work, received, (shape, dtype, stage)))
+
+    def _type_of(self, dtype: torch.dtype) -> torch.dtype:
+        return self._traffic if self._traffic is not None and dtype == torch.float32 else dtype
 
     def wait(self) -> None:
         """Wait until everything is sent."""
@@ -110,6 +137,8 @@ class Journey:
 
     def __init__(self, links: Links, inputs: Sequence[torch.Tensor], done: Callable[[], None]) -> None:
         self.links, self.grad = links, torch.is_grad_enabled()
+        self.received: list[Message] = []  # by this worker in the forward pass, to be emptied by the caller
+        self._returning: list[Message] = []  # gradients of what this worker has sent
         self._tokens: list[torch.Tensor] = []
         self.inputs: Sequence[torch.Tensor] = inputs
         if self.grad:
@@ -122,6 +151,8 @@ class Journey:
         links = self.links
         if links.stage not in (source, target):
             return None
+        if links.stage == target:
+            self.received.append((spec.shape, spec.dtype, source))
         if not (self.grad and spec.requires_grad):
             if links.stage == target:
                 return links.receive(spec.shape, spec.dtype, source)
@@ -134,6 +165,7 @@ class Journey:
                 received, token = _receive(links, spec, source, self._begin)
                 self._tokens.append(token)
                 return received
+            self._returning.append((spec.shape, spec.dtype, target))
             self._tokens.append(_send(links, value, target))
         return None
 
@@ -150,7 +182,10 @@ class Journey:
         if not self.grad or not outputs:
             return list(outputs)
         joined: Any = _Join
-        return list(joined.apply(tuple(kept), tuple(grads), *outputs, *self._tokens))
+        return list(joined.apply(self._expect_gradients, tuple(kept), tuple(grads), *outputs, *self._tokens))
+
+    def _expect_gradients(self) -> None:
+        self.links.expect(*reversed(self._returning))
 
 
 class _Begin(torch.autograd.Function):
@@ -197,8 +232,10 @@ class _Join(torch.autograd.Function):
     """The last node of a pass, which connects its outputs to everything that must run in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, kept: tuple[bool, ...], grads: tuple[bool, ...], *tensors: torch.Tensor) -> Any:
-        ctx.kept, ctx.tokens = kept, len(tensors) - len(kept)
+    def forward(
+        ctx: Any, begin: Callable[[], None], kept: tuple[bool, ...], grads: tuple[bool, ...], *tensors: torch.Tensor
+    ) -> Any:
+        ctx.begin, ctx.kept, ctx.tokens = begin, kept, len(tensors) - len(kept)
         outputs = tuple(item.detach() for item in tensors[: len(kept)])
         ctx.mark_non_differentiable(*(item for item, has in zip(outputs, grads, strict=True) if not has))
         ctx.device = tensors[-1].device
@@ -206,8 +243,9 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.begin()
         used = (item if keep else None for item, keep in zip(gradients, ctx.kept, strict=True))
-        return None, None, *used, *(torch.zeros((), device=ctx.device) for _ in range(ctx.tokens))
+        return None, None, None, *used, *(torch.zeros((), device=ctx.device) for _ in range(ctx.tokens))
 
 
 _begin: Any = _Begin.apply

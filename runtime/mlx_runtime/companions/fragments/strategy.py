@@ -16,6 +16,7 @@ from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import size_text
+from mlx_runtime.training.loop import HALF
 from mlx_runtime.training.strategies import (
     blocks_of,
     build_models,
@@ -44,6 +45,8 @@ class Pipeline:
             return "cfg.sharding is for cfg.strategy=fsdp or hsdp; remove it"
         if cfg.compile:
             return "cfg.compile compiles whole models; set it to false"
+        if cfg.replicas.every is not None or cfg.replicas.meet is not None:
+            return "cfg.replicas averages whole models; pipelines average the gradients of every step"
         if fragments.stages is None and fragments.plan is not None:
             return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
         return None
@@ -69,7 +72,7 @@ class Pipeline:
     def _links(self) -> Any:
         from mlx_runtime.companions.fragments.links import Links
 
-        return Links(self.topology)
+        return Links(self.topology, HALF.get(self._cfg.fragments.traffic))
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self.topology, deferred_models(node)
@@ -234,6 +237,9 @@ class AbsentTensor(torch.Tensor):
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             return args[0]
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> "AbsentTensor":
+        return self
 
 
 def _allow_absent(model: nn.Module) -> None:

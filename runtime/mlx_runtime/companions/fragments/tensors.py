@@ -5,11 +5,13 @@ that need it, and the others know only its shape. Operations follow the data, so
 residual connections, several tensors, masks. Shapes are computed once per kind of input, on fake tensors.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mlx_runtime.errors import MlxError
@@ -79,6 +81,13 @@ def check_traceable(tensors: Iterable[StageTensor]) -> None:
         raise MlxError(f"{name} is an autograd.Function, which must be called within a block of a model that is cut")
 
 
+class _SameTensors(TorchFunctionMode):
+    """Deep copies within the block contain the same tensors as the originals."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
 class Shapes:
     """Computes the shapes of results on fake tensors, and remembers them."""
 
@@ -104,6 +113,9 @@ class Shapes:
         case = (key, state, structure, tuple(map(_signature, leaves))) if known else None
         if case is not None and case in self._known:
             return self._known[case]
+        if not known:  # objects that the operation may change, like a cache of keys and values
+            with _SameTensors():
+                leaves = [item if isinstance(item, torch.Tensor) else copy.deepcopy(item) for item in leaves]
         with self._mode:
             fakes = [self._fake(item) for item in leaves]
             fake_args, fake_kwargs = tree_unflatten(fakes, structure)

@@ -1,0 +1,328 @@
+"""Models cut into stages train like whole ones, and their checkpoints are whole."""
+
+import copy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import groups
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Mlx, edit
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import mlx_runtime
+from mlx_runtime import open_run
+from mlx_runtime.companions.fragments.cutting import balanced
+from mlx_runtime.distributed import Topology
+from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.sections import Fragments
+from mlx_runtime.training.strategies import Strategy, strategy_of
+
+pytestmark = pytest.mark.local
+
+WORKS: dict[str, groups.Work] = {}
+
+ROWS = 7  # not a multiple of the microbatches
+
+
+def work(function: groups.Work) -> groups.Work:
+    WORKS[function.__name__] = function
+    return function
+
+
+@pytest.fixture(scope="module")
+def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of each of `WORKS` on each of two processes, by name."""
+    folder = tmp_path_factory.mktemp("workers")
+    preload = ["ray.train.torch", "mlx_runtime.companions.fragments.pipelined"]
+    return groups.on_workers(WORKS, folder, 4, preload, {name: 2 for name in WORKS if name != "in_replicas"})
+
+
+class Block(nn.Module):
+    """Returns a tuple with None, and takes a mask."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        mixed: torch.Tensor = self.mix(self.norm(x))
+        return x + self.dropout(mixed if mask is None else torch.einsum("ij,bjk->bik", mask, mixed)), None
+
+
+class Transformer(nn.Module):
+    """A parameter and a buffer outside of blocks, tied weights, and a value that is used long after its block."""
+
+    mask: torch.Tensor
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, width)
+        self.positions = nn.Parameter(torch.randn(5, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)))
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
+        length = tokens.shape[1]
+        x = first = self.embed(tokens) + self.positions[:length]
+        for block in self.blocks:
+            x, _ = block(x, mask=self.mask[:length, :length])
+        return {"logits": self.head(x + first), "length": length}
+
+
+class Choosy(Transformer):
+    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
+        x = self.embed(tokens)
+        if x.sum() > 0:
+            x = -x
+        return {"logits": self.head(self.blocks[0](x)[0])}
+
+
+def convolutions() -> nn.Sequential:
+    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    return nn.Sequential(*layers)
+
+
+class Models:
+    def __init__(self, net: nn.Module, small: nn.Module | None = None) -> None:
+        self.net = net
+        if small is not None:
+            self.small = small
+
+
+class OnLast(Models):
+    strategies = {"small": "ddp"}
+
+
+def strategy(rank: int, **fragments: Any) -> Strategy:
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", fragments=Fragments(**fragments))
+    return strategy_of(cfg, Topology(rank, dist.get_world_size(), torch.device("cpu"), rank), None)
+
+
+def node(net: Any, group: type = Models, **small: Any) -> dict[str, Any]:
+    models = {name: {"_target_": f"{__name__}.{kind.__name__}"} for name, kind in {"net": net, **small}.items()}
+    return {"_target_": f"{__name__}.{group.__name__}", **models}
+
+
+def trained(model: Any, made: Strategy | None, rows: torch.Tensor, *, clip: float = 1e9) -> torch.optim.Optimizer:
+    """Train with momentum for three steps, each of which accumulates two batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if made is not None:
+        made.prepare_optimizers({"sgd": optimizer})
+    for step in range(3):
+        optimizer.zero_grad()
+        for last in (False, True):
+            if made is not None:
+                made.sync_gradients([model], last)
+            logits = model(rows.roll(step, 0))["logits"]
+            cross_entropy(logits.flatten(0, 1), rows.roll(int(last), 0).flatten()).backward()
+        parameters = list(model.parameters())
+        made.clip_grad_norm_(parameters, clip) if made else nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+    return optimizer
+
+
+def tokens(count: int = ROWS) -> torch.Tensor:
+    return torch.randint(12, (count, 5), generator=torch.Generator().manual_seed(1))
+
+
+def whole_states(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    states = {"models": {"net": model.state_dict()}, "optimizers": {"sgd": optimizer.state_dict()}}
+    return made.consolidate(copy.deepcopy(states))
+
+
+def one_process(clip: float = 1e9) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = trained(model, None, tokens(), clip=clip)
+    return model, {"models": {"net": model.state_dict()}, "optimizers": {"sgd": optimizer.state_dict()}}
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {path: value}
+    return {name: leaf for key, item in items for name, leaf in leaves(item, f"{path}.{key}").items()}
+
+
+@work
+def stages(rank: int) -> Any:
+    """Weights and optimizer state by number of microbatches; weights of this stage; a state loaded again."""
+    found: dict[Any, Any] = {}
+    for microbatches in (1, 3):
+        torch.manual_seed(0)
+        made = strategy(rank, microbatches=microbatches)
+        model = made.build(node(Transformer)).net
+        found["held"] = [name for name, item in model.named_parameters() if not item.is_meta]
+        optimizer = trained(model, made, tokens(), clip=0.5)
+        found[microbatches] = whole_states(made, model, optimizer)
+    found["lines"] = made.described()
+    found["alone"] = one_process(clip=0.5)
+    states = [found[1] if rank == 0 else None]
+    dist.broadcast_object_list(states)
+    model.load_state_dict(states[0]["models"]["net"])
+    optimizer.load_state_dict(states[0]["optimizers"]["sgd"])
+    found["again"] = whole_states(made, model, optimizer)
+    with torch.no_grad():
+        found["evaluated"] = model.eval()(tokens())["logits"]
+    return found if rank == 0 else {"held": found["held"], "evaluated": found["evaluated"]}
+
+
+@work
+def in_replicas(rank: int) -> Any:
+    """Two pipelines of two stages, with half of the rows each."""
+    torch.manual_seed(0)
+    made = strategy(rank, stages=2, microbatches=2)
+    model = made.build(node(Transformer)).net
+    rows = tokens(8)
+    optimizer = trained(model, made, rows.chunk(2)[made.topology.data_parallel_rank])
+    return whole_states(made, model, optimizer)["models"]["net"]
+
+
+@work
+def others(rank: int) -> Any:
+    """A convolutional model, with a small one on the last stage; gradients of inputs; errors."""
+    torch.manual_seed(0)
+    made = strategy(rank, microbatches=2)
+    models = made.build(node(convolutions, OnLast, small=convolutions))
+    images = torch.randn(ROWS, 1, 6, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    seeds = []
+    for model in (models.net, models.small):
+        model(images).square().sum().backward()
+        seeds.append(int(torch.randint(1 << 30, ())))
+    errors = []
+    for kind, call in ((Choosy, lambda model: model(tokens())), (Transformer, lambda model: model.embed(tokens()))):
+        try:
+            call(strategy(rank).build(node(kind)).net)
+        except MlxError as error:
+            errors.append(str(error))
+    try:
+        strategy(rank).build({"_target_": f"{__name__}.Models", "net": {"_target_": "torch.nn.Linear", **LINEAR}})
+    except ConfigError as error:
+        errors.append(str(error))
+    return {"input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
+
+
+LINEAR = {"in_features": 2, "out_features": 2}
+
+
+def test_stages_train_like_one_process(on_workers: dict[str, list[Any]]) -> None:
+    """Bit for bit with one microbatch, in parts of 3, 3 and 1 rows within a tolerance; clipped by the same norm."""
+    found, _ = on_workers["stages"]
+    model, expected = found["alone"]
+    wanted = leaves(expected)
+    for microbatches, tolerance in ((1, 0.0), (3, 1e-6)):
+        made = leaves(found[microbatches])
+        assert made.keys() == wanted.keys()
+        for name, item in wanted.items():
+            if isinstance(item, torch.Tensor):
+                assert torch.allclose(made[name], item, rtol=tolerance, atol=tolerance), (microbatches, name)
+    expected_logits = model.eval()(tokens())["logits"]
+    assert torch.allclose(on_workers["stages"][1]["evaluated"], expected_logits, atol=1e-5)
+    assert found["lines"] == ("net: pipeline of 2 stages with 2 + 3 blocks; 624 bytes + 432 bytes",)
+
+
+def test_each_stage_holds_its_part_and_states_are_whole(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["stages"]
+    names = [name for name, _ in Transformer().named_parameters()]
+    assert sorted(first["held"] + second["held"]) == sorted(names)
+    assert not {*first["held"]} & {*second["held"]}
+    before, after = leaves(first[1]), leaves(first["again"])
+    assert before.keys() == after.keys()
+    assert all(torch.equal(item, after[name]) for name, item in before.items() if isinstance(item, torch.Tensor))
+
+
+def test_gradients_are_averaged_over_pipelines(on_workers: dict[str, list[Any]]) -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in tokens(8).chunk(2):
+            for last in (False, True):
+                logits = model(part.roll(step, 0))["logits"]
+                (cross_entropy(logits.flatten(0, 1), part.roll(int(last), 0).flatten()) / 2).backward()
+        optimizer.step()
+    found = on_workers["in_replicas"][0]
+    assert all(torch.allclose(found[name], item, atol=1e-6) for name, item in model.state_dict().items())
+
+
+def test_inputs_get_gradients_and_the_loop_draws_the_same_numbers(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["others"]
+    torch.manual_seed(0)
+    images = torch.randn(ROWS, 1, 6, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    for model in (convolutions(), convolutions()):
+        model(images).square().sum().backward()
+    assert torch.allclose(first["input"], images.grad, atol=1e-5)
+    assert torch.equal(first["input"], second["input"])
+    assert first["drawn"] == second["drawn"]
+    assert first["lines"][1].startswith("small: whole on the last stage; ")
+
+
+def test_what_cannot_be_cut_is_refused(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["others"]:
+        choice, part, few = found["errors"]
+        assert choice.startswith("the model cannot be cut at __bool__, which depends on values that only one stage has")
+        assert part.startswith("models.net.embed was called outside of the forward pass of models.net")
+        assert few.startswith("models.net cannot be cut into 2 stages: it has 0 blocks. Name smaller modules")
+
+
+@pytest.mark.pure
+def test_stages_have_about_as_many_parameters() -> None:
+    assert balanced([5, 1, 1, 1, 5], 3) == [0, 1, 1, 1, 2]
+    assert balanced([9, 1, 1], 3) == [0, 1, 2]
+
+
+@pytest.mark.kills
+def test_a_killed_stage_and_other_strategies_change_nothing(
+    mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    """Rank 1 is killed once between two checkpoints; then one process continues, and then three stages."""
+    folder = make_in("shards", tmp_path)
+    code = folder / "src" / "experiment.py"
+    step = "                self.backward(loss)\n"
+    edit(code, step, f"                die_once(len(losses))\n{step}")
+    edit(code, "import json\n", "import json\nimport os\n")
+    edit(code, "\nclass Experiment(BaseModule):\n", KILL)
+    edit(
+        code,
+        "        self.cfg.out.mkdir(exist_ok=True)\n",
+        "        return\n        self.cfg.out.mkdir(exist_ok=True)\n",
+    )
+    pipeline = ("cfg.strategy=pipeline", "cfg.fragments.microbatches=1", "cfg.checkpoint_every_steps=3")
+    runs = [
+        ("cfg.start_workers=1", "cfg.name=straight", "cfg.checkpoint_every_steps=3"),
+        ("cfg.start_workers=2", "cfg.name=chain", "cfg.max_steps=7", *pipeline),
+        ("cfg.start_workers=1", "cfg.name=chain", "cfg.resume=run_001", "cfg.max_steps=10"),
+        ("cfg.start_workers=3", "cfg.name=chain", "cfg.resume=run_001", "cfg.max_steps=null", *pipeline),
+    ]
+    text = ""
+    for overrides in runs:
+        done = mlx(folder, "train", "run", *overrides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        text += done.stdout + done.stderr
+    assert f"rank 1 was killed by {signal.SIGKILL.name}" in text
+    states = [open_run(folder / "runs" / name / "run_001").state() for name in ("straight", "chain")]
+    wanted, found = (leaves({group: state[group] for group in ("models", "optimizers")}) for state in states)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], item) for name, item in wanted.items() if isinstance(item, torch.Tensor))
+
+
+KILL = """
+
+def die_once(step):
+    marker = Path("killed")
+    if step == 5 and dist.is_initialized() and dist.get_rank() == 1 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), 9)
+
+
+class Experiment(BaseModule):
+"""
