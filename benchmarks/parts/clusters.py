@@ -43,7 +43,7 @@ def command(contender: str, url: str, folder: Path, out: Path) -> Command:
         return [BIN / "mlx", "train", "launch", "--ray-address", url, "-f", f"cfg.out={out}"]
     words = ["functions.py", "ray-job", out] if contender == "ray" else ["main.py", f"cfg.out={out}"]
     job = f"cd {folder} && MLX_IN_JOB=1 exec {shlex.join(map(str, [sys.executable, *words]))}"
-    return [BIN / "ray", "job", "submit", "--address", url, "--", "bash", "-c", shlex.quote(job)]
+    return [BIN / "ray", "job", "submit", "--address", url, "--", "bash", "-c", job]
 
 
 def section(rounds: int, only: Collection[str]) -> str:

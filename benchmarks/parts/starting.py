@@ -144,8 +144,8 @@ import of the experiment. Medians of {rounds} alternating rounds, with the least
 
 Goals: to the first step with the local engine <= 1.1x torchrun, with embedded Ray <= 2.5x, in process <= 1.1x the plain
 script; CPU seconds with the local engine <= 1.3x torchrun; `bind` <= 1.2x the import, `--help` <= 1.5x importing click.
-Embedded Ray misses its goal on two cores because its daemons start first, and its workers are new interpreters that
-import torch, Ray and the experiment again, all at once (see *Imports*); local workers are forks of a driver that has.
+On embedded Ray, its daemons start first, and workers are new interpreters that import torch, Ray and the experiment
+again, all at once (see *Imports*); local workers are forks of a driver that has.
 In process, mlx also imports Hydra, TensorBoard and its own modules (0.7 s), checks the config, and stores the code and
 the record of the run before it trains.
 """

@@ -258,10 +258,13 @@ class TestTheSameNumbers:
 class TestGroupsOnGPUs:
     """What torch is called with where there are GPUs."""
 
-    @pytest.mark.parametrize(("gpus", "device"), [(0.5, 2), (1, 2), (2, 0)])
-    def test_local_workers(self, gpus: float, device: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """A worker with several GPUs sees only these."""
+    @pytest.mark.parametrize(("gpus", "visible", "device"), [(0.5, 8, 2), (0.5, 1, 0), (1, 8, 2), (2, 2, 0)])
+    def test_workers(
+        self, gpus: float, visible: int, device: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A worker with several GPUs sees only these. Several may share one."""
         options: dict[str, Any] = {}
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: options.update(current=device))
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)

@@ -132,18 +132,18 @@ class RayGroup(RestartingGroup):
         self._attempt = Attempt(workers, calls)
 
     def _train(self, attempt: Attempt) -> None:
-        """Let the actors train, those on the same node with consecutive ranks."""
+        """Let the actors train, those on the same machine with consecutive ranks."""
         seats: dict[int, Seat] = attempt.values
-        nodes = [*dict.fromkeys(seats[number].node for number in sorted(seats))]
-        order = sorted(seats, key=lambda number: (nodes.index(seats[number].node), number))
+        hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
+        order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
-            here = [rank for rank, other in enumerate(order) if seats[other].node == seats[number].node]
+            here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
             variables: dict[str, Any] = {  # as in torchrun
                 "RANK": rank,
                 "LOCAL_RANK": here.index(rank),
-                "NODE_RANK": nodes.index(seats[number].node),
-                "GROUP_RANK": nodes.index(seats[number].node),
+                "NODE_RANK": hosts.index(seats[number].host),
+                "GROUP_RANK": hosts.index(seats[number].host),
                 "WORLD_SIZE": len(order),
                 "LOCAL_WORLD_SIZE": len(here),
                 "MASTER_ADDR": seats[0].host,

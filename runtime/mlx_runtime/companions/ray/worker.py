@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 class Seat(NamedTuple):
-    """The node of a worker, its address, the GPUs of the worker, and the port of its store, or 0 if it has none."""
+    """The address of a worker's machine, its GPUs, and the port of its store, or 0 if it has none."""
 
-    node: str
     host: str
     gpus: list[str]
     port: int
@@ -40,9 +39,9 @@ class RayWorker:
             from mlx_runtime.training.engines.worker import train_in_group  # noqa: F401 - and all that it needs
 
             self._job: Job = pickle.loads(job)
-        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if serves else None
-        return Seat(node, host, [*map(str, ray.get_gpu_ids())], self._store.port if self._store is not None else 0)
+        return Seat(host, [*map(str, ray.get_gpu_ids())], self._store.port if self._store is not None else 0)
 
     def train(self, rank: int, variables: Mapping[str, str], **options: Any) -> bytes:
         """Train as one of the workers; see `WorkerJob` for options. Return the pickled error of its loop, or None."""
