@@ -45,8 +45,8 @@ class Pipeline:
             return "cfg.sharding is for cfg.strategy=fsdp or hsdp; remove it"
         if cfg.compile:
             return "cfg.compile compiles whole models; set it to false"
-        if cfg.replicas.every is not None or cfg.replicas.meet is not None:
-            return "cfg.replicas averages whole models; pipelines average the gradients of every step"
+        if cfg.replicas.meet is not None:
+            return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
         if fragments.stages is None and fragments.plan is not None:
             return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
         return None
@@ -72,7 +72,9 @@ class Pipeline:
     def _links(self) -> Any:
         from mlx_runtime.companions.fragments.links import Links
 
-        return Links(self.topology, HALF.get(self._cfg.fragments.traffic))
+        links = Links(self.topology, HALF.get(self._cfg.fragments.traffic))
+        links.syncs = self._cfg.replicas.every is None
+        return links
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self.topology, deferred_models(node)
@@ -147,7 +149,7 @@ class Pipeline:
                 tensor.detach().copy_(received)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
-        self._links.syncs = enabled
+        self._links.syncs = enabled and self._cfg.replicas.every is None  # otherwise, weights are averaged
 
     def drop_gradients(self, models: Iterable[object]) -> None:
         pass  # there are none besides those of the parameters
