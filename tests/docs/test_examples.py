@@ -74,6 +74,16 @@ def test_digits_are_sorted_by_a_model_in_two_stages(mlx: Mlx, example: Make) -> 
     assert done.returncode == 0, done.stderr
     assert "sharded   net: pipeline of 2 stages with 3 + 4 blocks" in done.stdout
     assert open_run(folder / "runs" / "sorter" / "run_001").record["metrics"]["val/sorted"] > 0.95
+    averaged = ("cfg.replicas.every=4", "cfg.num_epochs=1", "cfg.max_steps=11")
+    for words in (
+        ("cfg.start_workers=4", "cfg.fragments.stages=2", "cfg.fragments.microbatches=1"),
+        ("cfg.strategy=ddp",),
+    ):
+        done = mlx(folder, "train", "run", *words, *averaged)
+        assert done.returncode == 0, done.stderr
+    pipelines, whole = (open_run(folder / "runs" / "sorter" / f"run_00{number}").state() for number in (2, 3))
+    for name, weight in whole["models"]["net"].items():
+        assert torch.equal(pipelines["models"]["net"][name], weight), name
 
 
 def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make, script: Script) -> None:
