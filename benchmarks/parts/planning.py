@@ -39,8 +39,8 @@ def section(rounds: int, only: Collection[str]) -> str:
     gains.sort()
     return f"""Seconds per step of one cluster, whose nodes differ in memory, bandwidth and speed (drawn from fixed
 seeds), by the cost model of the planner: {MICROBATCHES} microbatches, times from FLOPs at {FLOP_PER_S / 1e9:.0f}
-GFLOP/s for speed 1. Equal cuts give each node as many parameters, in the order in which nodes are listed, as Ravnest
-does; cuts by RAM give it parameters in proportion to its memory. Neither knows speeds.
+GFLOP/s for speed 1. Equal cuts give all nodes the same number of parameters, in the order in which nodes are listed, as
+Ravnest does; cuts by RAM give it parameters in proportion to its memory. Neither knows speeds.
 
 {table(["", "GB", "Mbps", "speed", "equal cuts", "by RAM", "`mlx train clusterize`"], rows)}
 

@@ -57,8 +57,8 @@ def section(rounds: int, only: Collection[str]) -> str:
         accuracy = f"{100 * median(item['accuracy'] for item in items):.1f} %"
         rows.append([name, f"{median(item['bytes'] for item in items) / 1e6:,.2f} MB", loss, accuracy])
     return f"""The digits of the template, {EPOCHS * 20} updates on two workers of 32 rows each, with Adam. Bytes are
-those that one worker hands over for averages; those of DDP are computed from the shapes of the parameters. Losses and
-accuracies are those of the validation set at the end. Medians of {rounds} seeds, with the least and the greatest loss.
+those that one worker contributes to averages; those of DDP are computed from the shapes of the parameters. Losses and
+accuracies are those of the validation set at the end. Medians of {rounds} seeds, with the minimum and maximum loss.
 
 {table(["", "sent", "loss", "accuracy"], rows)}
 """

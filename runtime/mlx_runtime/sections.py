@@ -88,8 +88,8 @@ class Fragments(Section):
 
     Attributes:
         stages: number of workers that hold one replica of the models together; None means all of them.
-        plan: file of `mlx train clusterize` with the blocks of each stage; None means stages with about as many
-            parameters.
+        plan: file of `mlx train clusterize` with the blocks of each stage, which needs `stages`; None means stages of
+            about equal numbers of parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
         traffic: type in which activations and gradients travel between stages; None means as they are.
     """
@@ -137,10 +137,11 @@ class Replicas(Section):
 
     Attributes:
         every: updates of each replica between two averages; None averages the gradients of every step instead.
-        lr: learning rate of the outer optimizer, which follows the average; 1 without momentum adopts it.
+        lr: learning rate of the outer optimizer; 1 without momentum sets the weights to the mean of the replicas.
         momentum: Nesterov momentum of the outer optimizer.
-        traffic: compression of what replicas exchange; None means as it is.
-        meet: folder or URI at which replicas without connections to each other exchange averages, like `s3://bucket/m`.
+        traffic: compression of what replicas exchange; None means uncompressed.
+        meet: folder or URI, like `s3://bucket/m`, through which runs without connections to each other average their
+            weights; needs `every`.
     """
 
     every: int | None = at_least(1, None)

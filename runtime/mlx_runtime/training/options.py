@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from mlx_runtime.errors import suggest
 from mlx_runtime.sections import (
@@ -26,8 +26,6 @@ from mlx_runtime.training.strategies import STRATEGIES
 
 class CheckedSettings:
     """Settings whose values have ranges."""
-
-    is_data_job: ClassVar[bool] = False
 
     @staticmethod
     def out_of_range(cfg: Any) -> list[str]:
@@ -109,8 +107,8 @@ class TrainConfig(CheckedSettings):
             thread of the worker reads the latter, unless the first batch of a pass draws from the global random
             generators, because that would change the random numbers of the loop.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
-            `sharding.shard_size` of them, with replicas; `Models.strategies = {"net": "ddp"}` overrides it. May also be
-            the import path of your own strategy.
+            `sharding.shard_size` of them, with replicas; `pipeline` cuts them into stages, one per worker.
+            `Models.strategies = {"net": "ddp"}` overrides it. May also be the import path of your own strategy.
         activation_checkpointing: recompute activations in the backward pass instead of storing them: true for repeated
             blocks, or a pattern of module paths like `layers.*`.
         precision: `bf16` or `fp16` runs each model's `forward` under autocast, and all of a sharded model in that type;

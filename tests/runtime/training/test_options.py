@@ -54,7 +54,7 @@ pytestmark = pytest.mark.pure
         ),
         (
             {"strategy": "fdsp"},
-            "cfg.strategy is 'fdsp'; write ddp, fsdp, hsdp, or an import path. Did you mean 'fsdp'?",
+            "cfg.strategy is 'fdsp'; write ddp, fsdp, hsdp, pipeline, or an import path. Did you mean 'fsdp'?",
         ),
     ],
 )

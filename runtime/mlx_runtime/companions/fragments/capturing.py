@@ -90,7 +90,9 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
     on_meta = _is_large(tree, device)
     topology = Topology(0, 1, torch.device("meta") if on_meta else device)
     calls: list[Call] = []
-    enter_ray_train(SimpleNamespace(run=SimpleNamespace(experiment=cfg.name), verbose=False))  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(run=SimpleNamespace(experiment=cfg.name), verbose=False)
+    job.cluster = SimpleNamespace(reads_streams=True)  # Ray is not refused
+    enter_ray_train(job)
     with topology.entered(), without_weights(), loop_errors(0, Path.cwd()):
         seed_everything(cfg.seed)
         groups: dict[str, Any] = {"cfg": cfg}

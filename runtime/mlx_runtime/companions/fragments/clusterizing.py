@@ -39,6 +39,7 @@ def clusterize(
     average_every: int = 1,
     all_nodes: bool = False,
     same_cuts: bool = False,
+    name: str = "net",
     output: str | Path | None = FILE,
 ) -> Plan:
     """Cut a model for unequal machines, print which of them holds which blocks, and write the plan.
@@ -59,6 +60,7 @@ def clusterize(
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
         same_cuts: cut all clusters at the same blocks, as `cfg.strategy=pipeline` needs.
+        name: name of the model in `Models`, for the file.
         output: file for the plan; None writes none.
 
     Raises:
@@ -70,10 +72,18 @@ def clusterize(
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers)
-    found = plan(traced.blocks, machines, microbatches=microbatches, clusters=clusters, average_every=average_every)
+    found = plan(
+        traced.blocks,
+        machines,
+        microbatches=microbatches,
+        clusters=clusters,
+        average_every=average_every,
+        all_nodes=all_nodes,
+        same_cuts=same_cuts,
+    )
     show(found, traced, rows_of(example_args, example_kwargs))
     if output is not None:
-        write(Path(output), "model", found)
+        write(Path(output), name, found)
     return found
 
 
@@ -158,11 +168,11 @@ def show(found: Plan, traced: Trace, rows: int) -> None:
             )
     print_table(lines, sys.stdout)
     count = len(found.clusters)
-    average = f", of which averaging {count} clusters takes {_time(found.average_s)}" if count > 1 else ""
+    average = f"; {_time(found.average_s)} of it to average {count} clusters" if count > 1 else ""
     parts = f"{found.microbatches} microbatch{'es' * (found.microbatches > 1)}"
     print(f"{_time(found.total_s)} per step of {plural(count * rows, 'row')}, in {parts}{average}")
     if found.idle:
-        print(f"idle: {', '.join(machine.name for machine in found.idle)}, because they would slow down the others")
+        print(f"idle: {', '.join(machine.name for machine in found.idle)}; the fastest plan found does not use them")
     for note in traced.notes:
         print(f"note: {note}")
 
@@ -175,22 +185,25 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
-def next_step(found: Plan, file: Path, listed: Sequence[Machine]) -> str:
-    """Return the command that trains with a plan, or the reason why none does. `listed` are all nodes in order."""
+def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | None) -> str:
+    """Return the command that trains with a plan, or the reason why none does.
+
+    `listed` are all machines in order, those in the file `nodes` or, without one, parts of this machine.
+    """
     cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
     if len(cuts) > 1:
         cure = "use --same-cuts, or --clusters 1"
         return f"its clusters are cut differently, which cfg.strategy=pipeline cannot train: {cure}"
     stages = len(found.clusters[0])
     if stages == 1:
-        return "each cluster is one node, so cfg.strategy=ddp trains this"
+        return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
+    engine = f"cfg.engine=nodes cfg.nodes={nodes} " if nodes is not None else ""
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
-    sort = (
-        "" if order == [item.name for item in listed] else f"; first list the nodes in this order: {', '.join(order)}"
-    )
+    ordered = order == [item.name for item in listed]
+    sort = "" if ordered else f"; first list only these nodes in order: {', '.join(order)}"
     return (
-        f"next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={file} cfg.fragments.stages={stages} "
-        f"cfg.start_workers={len(order)}{sort}"
+        f"next: mlx train run {engine}cfg.start_workers={len(order)} cfg.strategy=pipeline "
+        f"cfg.fragments.plan={file} cfg.fragments.stages={stages} cfg.fragments.microbatches={found.microbatches}{sort}"
     )
 
 

@@ -83,4 +83,4 @@ def train_clusterize(
     if not dry_run:
         file = output or CONF.with_name(FILE)
         clusterizing.write(file, call.name, found)
-        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines)}")
+        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines, nodes)}")

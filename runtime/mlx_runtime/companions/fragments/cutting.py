@@ -84,9 +84,9 @@ def cut(name: str, model: nn.Module, blocks: Sequence[str], stages: int, ends: S
         modules = dict(model.named_modules())
         unknown = [path for path in blocks if path not in modules]
         if unknown or ends[-1] != len(blocks) - 1:
-            found = f"it names {unknown[0]}" if unknown else f"it ends at block {ends[-1]} of {len(blocks)}"
+            found = f"the model has no {unknown[0]}" if unknown else f"it ends at block {ends[-1]} of {len(blocks)}"
             raise ConfigError(
-                f"cfg.fragments.plan is not for this models.{name}: {found}; plan again with `mlx train clusterize`"
+                f"cfg.fragments.plan does not match models.{name}: {found}; plan again with `mlx train clusterize`"
             )
         places = {path: next(stage for stage, end in enumerate(ends) if at <= end) for at, path in enumerate(blocks)}
         numbers, last = [], 0
@@ -151,7 +151,8 @@ def read_plan(path: Path, name: str, stages: int) -> tuple[list[str], list[int]]
         return None
     if any(ends != clusters[0] for ends in clusters):
         raise ConfigError(
-            f"{path} cuts models.{name} differently in its clusters; cfg.strategy=pipeline needs equal cuts"
+            f"{path} cuts models.{name} differently in its clusters, which cfg.strategy=pipeline cannot train; "
+            "plan again with `mlx train clusterize --same-cuts`, or `--clusters 1`"
         )
     if not clusters or len(clusters[0]) != stages:
         found = len(clusters[0]) if clusters else 0

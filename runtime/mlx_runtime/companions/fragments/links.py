@@ -70,7 +70,10 @@ class Links:
             self.expect((tuple(shape), dtype, stage))
         work, received, expected = early.popleft()
         if expected != (tuple(shape), dtype, stage):
-            raise MlxError("microbatches of equal shapes exchange different tensors; set cfg.fragments.microbatches=1")
+            raise MlxError(
+                "code between the blocks of a model took different paths for microbatches of the same shapes; move the "
+                "branch into a block, or set cfg.fragments.microbatches=1"
+            )
         work.wait()
         value: torch.Tensor = received.to(dtype)
         return value

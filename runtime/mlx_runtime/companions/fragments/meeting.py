@@ -386,8 +386,8 @@ class Meeting:
             if theirs[key] != mine:
                 what = titles.get(key, f"cfg.replicas.{key}")
                 raise ConfigError(
-                    f"the replicas at {self._storage.root} have another {what} ({theirs[key]}, here {mine}); use the "
-                    "same on all machines, or meet at another folder"
+                    f"the replicas at {self._storage.root} differ in {what} ({theirs[key]}, here {mine}); use the "
+                    "same on all machines, or another cfg.replicas.meet"
                 )
 
     def _announce(self) -> None:

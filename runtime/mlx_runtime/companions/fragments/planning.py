@@ -158,7 +158,9 @@ def plan(
     _refuse_too_large(blocks, machines, clusters)
     if all_nodes and len(machines) > (most := len(blocks) * (clusters or len(machines))):
         each = f"{plural(len(blocks), 'block')} in {plural(clusters or 1, 'cluster')}"
-        raise ConfigError(f"{len(machines)} nodes are too many for {each}; leave {len(machines) - most} of them idle")
+        raise ConfigError(
+            f"{len(machines)} nodes are too many for {each}; omit --all-nodes, or {len(machines) - most} of the nodes"
+        )
     counts = range(1, len(machines) + 1) if clusters is None else [clusters]
     if same_cuts:
         plans = [item for count in counts for item in _alike(blocks, machines, microbatches, count, all_nodes)]
@@ -599,9 +601,9 @@ def _misfit(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int 
     needed, has = sum(block.memory for block in blocks), sum(item.memory for item in machines)
     title, several = "the model does not fit", clusters is not None and clusters > 1
     if several:
-        title = f"{clusters} clusters, which hold the model each, do not fit"
+        title = f"{clusters} clusters, each with the whole model, do not fit"
         needed *= clusters or 1
-    rounded = "" if needed > has else ", but no cut at a block fits them"
+    rounded = "" if needed > has else ", but no cut between blocks makes every stage fit"
     count = f"{len(machines)} nodes have" if len(machines) > 1 else "the node has"
     return (
         f"{title}: {'they need' if several else 'it needs'} {_gb(needed)}, and {count} {_gb(has)}{rounded}; "

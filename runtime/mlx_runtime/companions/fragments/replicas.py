@@ -56,7 +56,7 @@ def problems(cfg: Any) -> list[str]:
     if not 0 <= wanted.momentum < 1:
         found.append(f"cfg.replicas.momentum is {wanted.momentum}, not from 0 to below 1")
     if cfg.precision == "fp16" and wanted.meet is None:
-        found.append("cfg.precision=fp16 skips updates of single replicas, which then wait in vain; use bf16")
+        found.append("cfg.precision=fp16 may skip an update on one replica, and others would wait forever; use bf16")
     if wanted.meet is not None:
         if wanted.traffic == "powersgd":
             found.append(

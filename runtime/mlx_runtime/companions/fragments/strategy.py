@@ -66,6 +66,7 @@ class Pipeline:
         self._cfg, self.topology = cfg, topology
         self.notice: str | None = None
         self._lines: list[str] = []
+        self._planned = False  # a model is cut by the plan
         after_import("ray.train", _keep_cut_models)
 
     @cached_property
@@ -96,6 +97,8 @@ class Pipeline:
                 raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
         for name, model in models.items():
             self._cut(name, model, blocks[name], whole=own.get(name, self._cfg.strategy) == "ddp")
+        if self._cfg.fragments.plan is not None and not self._planned:
+            raise ConfigError(f"cfg.fragments.plan={self._cfg.fragments.plan} is for another model; see its `model`")
         return group
 
     def _cut(self, name: str, model: nn.Module, blocks: list[str], *, whole: bool) -> None:
@@ -108,6 +111,7 @@ class Pipeline:
             planned = read_plan(Path(fragments.plan), name, links.stages)
         if planned is not None:
             blocks, ends = planned
+            self._planned = True
         made = Cut({"": links.stages - 1}, {}) if whole else cut(name, model, blocks, links.stages, ends)
         self._lines.append(_line(name, model, made, links.stages))
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
@@ -279,7 +283,10 @@ def _check_unshared(models: Mapping[str, nn.Module]) -> None:
         for param in model.parameters():
             other = owners.setdefault(id(param), name)
             if other != name:
-                raise ConfigError(f"models.{name} shares parameters with models.{other}, so neither can be cut")
+                raise ConfigError(
+                    f"models.{name} shares parameters with models.{other}, so neither can be cut; make one model of "
+                    "both, or use cfg.strategy=ddp"
+                )
 
 
 def _line(name: str, model: nn.Module, made: Any, stages: int) -> str:

@@ -78,7 +78,10 @@ def check_traceable(tensors: Iterable[StageTensor]) -> None:
         found = next((item.grad_fn for item in tensors if item.grad_fn is not None), None)
     if found is not None:
         name = type(found).__name__.removesuffix("Backward")
-        raise MlxError(f"{name} is an autograd.Function, which must be called within a block of a model that is cut")
+        raise MlxError(
+            f"{name} is an autograd.Function called between blocks of a model that is cut into stages; call it in the "
+            "forward of a block"
+        )
 
 
 class _SameTensors(TorchFunctionMode):
@@ -231,8 +234,8 @@ class Execution:
             alike = (isinstance(item, Spec), isinstance(other, Spec)) in ((True, True), (False, False))
             if not alike or (isinstance(item, Spec) and item._replace(stride=()) != other._replace(stride=())):
                 raise MlxError(
-                    f"the model cannot be cut at {title}: it returns {_text(other)}, and without values {_text(item)}, "
-                    "as other stages expect"
+                    f"the model cannot be cut at {title}: it returned {_text(other)}, but other stages expect "
+                    f"{_text(item)}, as inferred from the shapes of its inputs"
                 )
 
     def bring(self, item: StageTensor, stage: int) -> None:

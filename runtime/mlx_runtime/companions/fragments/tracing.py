@@ -186,7 +186,7 @@ def _groups(model: nn.Module, found: Recorded) -> tuple[list[list[str]], list[st
             first, last = min(users), max(users)
             ends[first] = max(ends[first], last)
             notes[first, last] = (
-                f"{found.names[first]} and {found.names[last]} share {name}, so they are one block with those between"
+                f"{found.names[first]} and {found.names[last]} share {name}, so all from one to the other are one block"
             )
     groups: list[list[str]] = []
     end = -1
@@ -243,7 +243,7 @@ def _seconds(
     device = next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
     needed = sum(found.activations) + sum(item.numel() * item.element_size() for item in model.parameters())
     if _on_meta(model) or any(item.is_meta for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)):
-        why = "the model has no memory here"
+        why = "the model or its inputs are on the meta device"
     elif needed > available_bytes(device):
         why = f"it needs {needed / 1e9:,.1f} GB here, and {available_bytes(device) / 1e9:,.1f} GB are free"
     else:

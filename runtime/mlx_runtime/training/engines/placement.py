@@ -45,7 +45,7 @@ def engine_for(cfg: "TrainConfig | DataConfig") -> tuple[str, str]:
     Raises:
         ConfigError: there is no such engine, or it cannot train with these settings.
     """
-    in_job, data_job = JOB_FLAG in os.environ, cfg.is_data_job
+    in_job, data_job = JOB_FLAG in os.environ, getattr(cfg, "is_data_job", False)
     if cfg.start_workers == 0:
         if cfg.engine != "auto" and not data_job:
             raise ConfigError(
@@ -94,7 +94,7 @@ def shortage(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, clust
         return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
     if cfg.cpus_per_worker > cpus:
         return Shortage(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {holder} has {cpus:g} cores", "Lower it")
-    if not (cluster or cfg.is_data_job) and workers > WORKERS_PER_CORE * cpus:
+    if not (cluster or getattr(cfg, "is_data_job", False)) and workers > WORKERS_PER_CORE * cpus:
         text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
         return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
     if cfg.use_gpu and workers * cfg.gpus_per_worker > gpus:
@@ -124,7 +124,7 @@ def check_room(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, clu
 def this_machine(cfg: "TrainConfig | DataConfig", why: str = "") -> Cluster:
     """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1
-    if cfg.is_data_job:  # user code chooses its device
+    if getattr(cfg, "is_data_job", False):  # user code chooses its device
         check_room(cfg, cores, math.inf, cluster=False)
         return Cluster("on this machine", cores, 0, why=why)
     import torch

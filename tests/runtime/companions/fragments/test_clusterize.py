@@ -53,9 +53,9 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.pure
 def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
-    found = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, all_nodes=True, output=file)
+    found = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, all_nodes=True, name="small", output=file)
     assert [stage.machine.name for stage in found.clusters[0]] == ["node_0", "node_1"]
-    assert file.is_file()
+    assert json.loads(file.read_text())["model"] == "small"
 
 
 @pytest.mark.pure
@@ -105,7 +105,7 @@ def test_the_command_plans_an_experiment(bound: Path, mlx: Mlx, tmp_path: Path) 
     done = mlx(bound, "train", "clusterize", *words, "datasets.train.batch_size=24", MLX_STORAGE=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
     assert "per step of 24 rows" in done.stdout
-    assert f"wrote {plan}; next: mlx train run cfg.strategy=pipeline cfg.fragments.plan={plan}" in done.stdout
+    assert f"wrote {plan}; next: mlx train run cfg.engine=nodes cfg.nodes={file} cfg.start_workers=3" in done.stdout
     written = json.loads(plan.read_text())
     assert written["model"] == "net"
     assert [stage["role"] for stage in written["clusters"][0]["stages"]] == ["Root", "Stem", "Leaf"]

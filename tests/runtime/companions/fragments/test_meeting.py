@@ -166,12 +166,12 @@ def test_files_are_not_trusted(content: bytes, tmp_path: Path, joined: Callable[
 @pytest.mark.process
 def test_another_experiment_is_refused(tmp_path: Path, joined: Callable[..., Replica]) -> None:
     joined(str(tmp_path), A)
-    with pytest.raises(ConfigError, match="have another code in src .*; use the same on all machines"):
+    with pytest.raises(ConfigError, match="differ in code in src .*; use the same on all machines"):
         Replica(str(tmp_path), B, code="another").join()
     other = Replica(str(tmp_path), B)
     other.model[0] = nn.Linear(4, 2)
     other.tensors = Tensors({"net": other.model}, torch.optim.SGD(other.model.parameters()))
-    with pytest.raises(ConfigError, match="have another shapes of models"):
+    with pytest.raises(ConfigError, match="differ in shapes of models"):
         other.join()
     with pytest.raises(ConfigError, match="has seen 0 rounds, but this run took part in 3"):
         Replica(str(tmp_path), B).join(rounds=3)

@@ -215,11 +215,23 @@ BLOCKS = [Block(name, 10**6, 10**9, seconds=1) for name in ("embed", "layers.0",
     [
         ([0.9e9] * 8, {}, "embed, which is not cut, needs 1.00 GB, and node_0, the largest node, has 0.90 GB"),
         ([1.2e9] * 2, {}, "it needs 3.00 GB, and 2 nodes have 2.40 GB"),
-        ([1.9e9] * 2, {}, "it needs 3.00 GB, and 2 nodes have 3.80 GB, but no cut at a block fits them"),
-        ([4e9] * 2, {"clusters": 3}, "3 clusters, which hold the model each, do not fit"),
-        ([4e9] * 4, {"clusters": 1, "all_nodes": True}, "4 nodes are too many for 3 blocks in 1 cluster; leave 1 of"),
-        ([4e9] * 3, {"clusters": 2, "all_nodes": True, "same_cuts": True}, "2 clusters, which hold the model each, do"),
-        ([4e9] * 9, {"clusters": 2, "all_nodes": True}, "9 nodes are too many for 3 blocks in 2 clusters; leave 3 of"),
+        (
+            [1.9e9] * 2,
+            {},
+            "it needs 3.00 GB, and 2 nodes have 3.80 GB, but no cut between blocks makes every stage fit",
+        ),
+        ([4e9] * 2, {"clusters": 3}, "3 clusters, each with the whole model, do not fit"),
+        (
+            [4e9] * 4,
+            {"clusters": 1, "all_nodes": True},
+            "4 nodes are too many for 3 blocks in 1 cluster; omit --all-nodes, or 1",
+        ),
+        ([4e9] * 3, {"clusters": 2, "all_nodes": True, "same_cuts": True}, "2 clusters, each with the whole model, do"),
+        (
+            [4e9] * 9,
+            {"clusters": 2, "all_nodes": True},
+            "9 nodes are too many for 3 blocks in 2 clusters; omit --all-nodes, or 3",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(

@@ -100,7 +100,7 @@ def test_blocks_that_share_weights_are_one_with_those_between() -> None:
     net, rows = Tied(), torch.randint(0, 20, (ROWS, 6))
     found = trace(net, (rows,))
     assert [block.name for block in found.blocks] == ["embed", "last"] == blocks_of_model(net, (rows,))
-    assert found.notes == ["embed and head share embed.weight, so they are one block with those between"]
+    assert found.notes == ["embed and head share embed.weight, so all from one to the other are one block"]
     assert sum(block.parameters for block in found.blocks) == sum(item.numel() for item in net.parameters())
     net.head.weight = nn.Parameter(torch.ones(20, 4))
     assert blocks_of_model(net, (rows,)) == ["embed", "layers.0", "layers.1", "norm", "head", "last"]

@@ -473,8 +473,8 @@ def preparation(rank: int) -> list[Any]:
     enter_ray_train("it", topology, quiet=True)
     _, ours = sharded(node(Different, net=Net, small=Small))
     optimizer = torch.optim.SGD(trained(ours.net), lr=0.1)
-    net, small = prepare_model(ours.net), prepare_model(ours.small)
     with topology.entered():
+        net, small = prepare_model(ours.net), prepare_model(ours.small)
         kept, wrapped = mlx_runtime.prepare_model(net), mlx_runtime.prepare_model(ours.small, {"bucket_cap_mb": 3})
     assert kept is net
     assert (type(wrapped), wrapped.module, wrapped.bucket_bytes_cap) == (type(small), ours.small, 3 << 20)
