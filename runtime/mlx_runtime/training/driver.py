@@ -209,14 +209,14 @@ class Driver:
                         if deadlocks is not None:
                             deadlocks.handle(event)
                         stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it is new
-                    if not recorder.world_size and time.monotonic() > look_at:
+                    if not recorder.trains and time.monotonic() > look_at:
                         waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
                         if missing and missing != waited:
                             self._emit(events.WorkersWaiting(missing))
                         elif not missing and not announced:
                             self._emit(events.Notice("starting  workers"))
                             announced = True
-                    if missing and not recorder.world_size and self._stop_requested():
+                    if missing and not recorder.trains and self._stop_requested():
                         raise Terminated  # no worker can save a checkpoint
                     self.control.check()
                     self._announce_outage()

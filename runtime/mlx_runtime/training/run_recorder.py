@@ -26,6 +26,7 @@ class RunRecorder:
         self.best: dict[str, Any] | None = self.record["best"]  # best checkpoint by `cfg.monitor`
         self.stopped = False  # the run was stopped before the end of the loop
         self.world_size = 0  # set when the workers have started
+        self.trains = False  # the workers have started, and none has been lost since
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
 
@@ -44,6 +45,7 @@ class RunRecorder:
                 facts = {} if restarted else {"device": device, "parameters": parameters}
                 facts |= {"workers": world_size} if self._plan.config.cfg.start_workers else {}
                 self.record.update(**facts, status="RUNNING", waits_for=None)
+                self.trains = True
             case events.WorkersWaiting(why):
                 self.record.update(status="WAITING", waits_for=why)
             case events.DatasetsPrepared(names):
@@ -58,6 +60,7 @@ class RunRecorder:
             case events.StopRequested(reason):
                 self.record.note(stop_reason=reason)
             case events.WorkersLost():
+                self.trains = False
                 self.record.update(failures=(self.record["failures"] or 0) + 1)
             case events.LoopEnded(metrics, stopped):
                 self.metrics, self.stopped = metrics, stopped

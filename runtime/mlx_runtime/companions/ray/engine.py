@@ -32,7 +32,7 @@ class OnRay:
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "RayGroup":
         from mlx_runtime.companions.ray.group import RayGroup
 
-        return RayGroup(*self._arguments, job, handle)
+        return RayGroup(*self._arguments, job, handle, stop_asked)
 
     def close(self) -> None:
         """Do nothing: Ray ends with the connection of the driver."""

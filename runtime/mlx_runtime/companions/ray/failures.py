@@ -14,7 +14,9 @@ def failure_of(rank: int, error: ray.exceptions.RayError) -> MlxError | WorkerDi
     """Return the error for a worker whose call has failed: a `WorkerDied` if it may be replaced."""
     if isinstance(error, ray.exceptions.RayTaskError | ray.exceptions.RuntimeEnvSetupError):  # it would fail again
         cause = getattr(error, "cause", None) or error
-        return MlxError(f"Ray could not start rank {rank}: {type(cause).__name__}: {short_message(cause)}")
+        lines = [line for line in full_message(cause).splitlines() if line.strip()]
+        why = short_message(cause) if len(lines) < 2 else f"{short_message(cause)} {lines[-1].strip()}"
+        return MlxError(f"rank {rank} failed on Ray: {type(cause).__name__}: {why}")
     return WorkerDied(_problem(error), isinstance(error, ray.exceptions.OutOfMemoryError))
 
 

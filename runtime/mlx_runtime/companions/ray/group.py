@@ -17,12 +17,17 @@ from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.jobs import run_titles
 from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
-from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, backend_of
+from mlx_runtime.errors import short_message
+from mlx_runtime.events import Notice
+from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, StopAsked, backend_of
 from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
 from mlx_runtime.training.strategies import strategy_class
 
 RESIZE_S = 10.0
 """Minimum time between two changes of the size of an elastic group."""
+
+START_S = 20.0
+"""Time for workers to start, after which Ray is asked whether their resources are still reserved."""
 
 SETTLE_S = 2.0
 """Time to wait for room for more workers than the smallest group has, before it starts."""
@@ -49,8 +54,11 @@ class Attempt:
 class RayGroup(RestartingGroup):
     """The workers of a run. An elastic group is restarted, too, when there is room for more of them."""
 
-    def __init__(self, cfg: Any, cluster: Cluster, timeout_s: float, job: Job, handle: Handle) -> None:
+    def __init__(
+        self, cfg: Any, cluster: Cluster, timeout_s: float, job: Job, handle: Handle, stop_asked: StopAsked
+    ) -> None:
         super().__init__(cfg, handle)
+        self._stop_asked = stop_asked
         self._title, self._packed = f"{job.run.experiment}/{job.run.name}", pickle.dumps(job)
         self._cluster, self._timeout_s = cluster, timeout_s
         self._resources = {"CPU": float(cfg.cpus_per_worker)}  # of each worker
@@ -67,16 +75,20 @@ class RayGroup(RestartingGroup):
     def poll(self) -> bool:
         attempt = self._attempt
         if attempt is None:
-            if (room := self._reservation.strategies()) and self._is_enough(len(room)):
+            room = self._reservation.strategies()
+            if room and self._is_enough(len(room)) and self._reservation.is_held():
                 self._begin(room)
             return True
         self._collect(attempt)
         if attempt.errors:
             self._handle_errors(attempt)
         elif attempt.calls:
-            resizable = attempt.trains and time.monotonic() > attempt.begun + RESIZE_S
-            if resizable and len(self._reservation.strategies()) > len(attempt.workers):
-                self._kill_workers()
+            if attempt.trains:
+                if self._may_grow(attempt):
+                    self._kill_workers()
+            elif time.monotonic() > attempt.begun + START_S and not self._reservation.is_held():
+                self._kill()
+                self._start()
         elif attempt.trains:
             return False
         else:
@@ -123,6 +135,13 @@ class RayGroup(RestartingGroup):
         wait_s = SETTLE_S if room >= self._cfg.start_workers else max(SETTLE_S, self._wait_s)
         return self._reservation.since is not None and time.monotonic() > self._reservation.since + wait_s
 
+    def _may_grow(self, attempt: Attempt) -> bool:
+        """Return True if there is room for more workers, and none of those that train is about to end."""
+        if time.monotonic() < attempt.begun + RESIZE_S or len(attempt.calls) < len(attempt.workers):
+            return False
+        grows = len(self._reservation.strategies()) > len(attempt.workers)
+        return grows and not self._stop_asked() and self._reservation.is_held()
+
     def _begin(self, room: Sequence[Any]) -> None:
         """Start the actors."""
         self._wait_s = 0.0
@@ -149,6 +168,8 @@ class RayGroup(RestartingGroup):
                 "MASTER_ADDR": seats[0].host,
                 "MASTER_PORT": seats[0].port,
             }
+            if not self._cluster.use_gpu:
+                variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides only those of workers that it assigns others
             gpus = [gpu for rank in here for gpu in seats[order[rank]].gpus]
             if len(seats[number].gpus) == 1 and len({*gpus}) == len(gpus):  # then NCCL can copy between them directly
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -184,6 +205,7 @@ class RayGroup(RestartingGroup):
             self.handle_failure(attempt.errors, all_ended=not attempt.calls)
         else:
             self._failed_starts += 1
+            self._handle(Notice(f"starting  workers again: {short_message(next(iter(attempt.errors.values())))}"))
             self._kill()
             self._start()
 

@@ -52,6 +52,10 @@ class Reservation:
             for index in range(group.bundle_count)
         ]
 
+    def is_held(self) -> bool:
+        """Return False if a node has been lost on which workers would start."""
+        return all(ray.util.placement_group_table(group).get("state") == "CREATED" for group in self._groups)
+
     def release(self) -> None:
         """Give the resources back, and kill the workers that use them."""
         for group in [*self._groups, *self._pending.values()]:

@@ -198,7 +198,9 @@ class Supervisor:
         stored, attempt = _patiently(self._stored), _patiently(self._folder.attempts)
         unrecorded = stored["status"] in records.LIVING
         if unrecorded and (self._stopping or end.next == "retry" or self._record is not None):
-            record = records.Record(self._folder, stored, attempt=attempt, waits_for=None)
+            record = records.Record(
+                self._folder, stored, attempt=attempt, waits_for=None, stop_reason=stored.get("stop_reason")
+            )
             if self._stopping and records.REPLACED in stored:
                 record.withdraw()
             elif self._stopping:

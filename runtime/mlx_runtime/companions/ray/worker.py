@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,6 +48,7 @@ class RayWorker:
         """Train as one of the workers; see `WorkerJob` for options. Return the pickled error of its loop, or None."""
         from mlx_runtime.training.engines.worker import WorkerJob, train_in_group
 
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray raises SystemExit, as if user code had done so
         os.environ.update(variables)
         shared = WorkerJob(self._job, results=Path(), store=self._meet, **options)
         return pickle.dumps(train_in_group(shared, rank))

@@ -143,5 +143,5 @@ def record_end(job: TrialJob, status: str, error: str = "") -> None:
     if before.get("status") not in (None, *records.LIVING) or (not before and status == "STOPPED"):
         return
     with contextlib.suppress(StorageError):
-        record = records.Record(folder, before, sweep=job.facts)
+        record = records.Record(folder, before, sweep=job.facts, stop_reason=before.get("stop_reason"))
         record.finish(status, **({"error": redact(error)} if error else {}))

@@ -52,9 +52,9 @@ def train_in_group(shared: WorkerJob, rank: int) -> BaseException | None:
     error: BaseException | None = None
     try:
         local_rank = rank - shared.first_rank
-        if "nccl" in shared.backend:
+        if "nccl" in shared.backend and (count := torch.cuda.device_count()):
             own = local_rank if shared.job.cluster.gpus_per_worker <= 1 else 0
-            torch.cuda.set_device(own % torch.cuda.device_count())  # several workers may share a GPU
+            torch.cuda.set_device(own % count)  # several workers may share a GPU
         topology = Topology(rank, shared.world_size, device_here(), local_rank)
         enter_ray_train(shared.job, topology)
         # In a variable, because torch does not keep a store alive that is written in Python.
