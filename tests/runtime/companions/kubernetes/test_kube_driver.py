@@ -17,7 +17,10 @@ from mlx_runtime.runs import RunFolder, claim_run, records
 
 pytestmark = pytest.mark.process
 
-LONG = ("cfg.start_workers=0", "cfg.num_epochs=100000", "cfg.debug.limit_batches=2", "cfg.keep_checkpoints=1")
+LONG = (
+    *("cfg.start_workers=0", "cfg.num_epochs=100000", "cfg.debug.limit_batches=2", "cfg.keep_checkpoints=1"),
+    "tools.early_stopping.patience=1000000",
+)
 
 Attempt = Callable[[], "subprocess.Popen[str]"]
 
