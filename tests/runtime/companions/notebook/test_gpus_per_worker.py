@@ -28,7 +28,7 @@ for module in (actors, group):
 
 def look():
     own = ray.get_gpu_ids()
-    return [own, os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_assigned_resources()["GPU"]]
+    return [own, os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_assigned_resources().get("GPU", 0)]
 
 
 class LookingWorker(worker.RayWorker):
@@ -46,14 +46,15 @@ class Looker:
 
 if __name__ == "__main__":
     group.RayWorker = LookingWorker
-    cfg = TrainConfig(start_workers=2, gpus_per_worker=GPUS)
-    job = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001"))
-    with engine.OnRay.connect(cfg, "") as cluster:
-        workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)
-        while workers.poll():
-            time.sleep(0.1)
-        workers.close()
-    found = {"runs": [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]}
+    job, found = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001")), {}
+    for name, use_gpu in (("without", False), ("runs", None)):
+        cfg = TrainConfig(start_workers=2, gpus_per_worker=GPUS, use_gpu=use_gpu)
+        with engine.OnRay.connect(cfg, "") as cluster:
+            workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)
+            while workers.poll():
+                time.sleep(0.1)
+            workers.close()
+        found[name] = [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]
     trainer = Trainer(num_workers=2, engine="ray", gpus_per_worker=GPUS)
     trainer.start(Looker)
     found["actors"] = trainer.execute(Looker.look)
@@ -76,6 +77,7 @@ def test_ray_gives_each_worker_its_own(gpus: int, node: RayCluster, python: Mlx,
     done = python(tmp_path, "script.py", MLX_IN_JOB="1", RAY_ADDRESS=f"127.0.0.1:{node.port}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("without") == [[[], "", 0], [[], "", 0]]
     for name, workers in found.items():
         assert [resources for _, _, resources in workers] == [gpus, gpus]
         assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
