@@ -209,7 +209,9 @@ class Driver:
                         if deadlocks is not None:
                             deadlocks.handle(event)
                         stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it is new
-                    if not recorder.trains and time.monotonic() > look_at:
+                    if recorder.trains:
+                        look_at = time.monotonic() + SLOW_START_S
+                    elif time.monotonic() > look_at:
                         waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
                         if missing and missing != waited:
                             self._emit(events.WorkersWaiting(missing))
