@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mlx_runtime.config import DUMMY_PARAMS
     from mlx_runtime.config.constructors.declarations import defer_loading
     from mlx_runtime.distributed import get_device, prepare_model
+    from mlx_runtime.distributed.randomness import set_seed
     from mlx_runtime.errors import MlxError
     from mlx_runtime.exits import clean_exit
     from mlx_runtime.runs.queries import open_run
@@ -67,6 +68,7 @@ __all__ = [
     "run",
     "run_job",
     "save_checkpoint",
+    "set_seed",
     "sweep",
     "world_rank",
     "world_size",
@@ -101,6 +103,7 @@ _HOMES = {
     "run": "companions.notebook",
     "run_job": "companions.ray",
     "save_checkpoint": "companions.notebook",
+    "set_seed": "distributed.randomness",
     "sweep": "companions.sweeps",
     "world_rank": "companions.notebook",
     "world_size": "companions.notebook",

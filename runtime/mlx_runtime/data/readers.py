@@ -16,8 +16,8 @@ from mlx_runtime.data.sampling import WorkerPass, mix_seeds
 from mlx_runtime.distributed.randomness import (
     random_state,
     same_random_state,
-    seed_everything,
     set_random_state,
+    set_seed,
     temporary_seed,
 )
 from mlx_runtime.errors import DatasetError, short_message
@@ -148,7 +148,7 @@ class _MapBatches(Dataset[Any]):
 
     def __getitem__(self, item: tuple[int, list[int]]) -> "Batch | _Failure":
         seed, rows = item
-        seed_everything(mix_seeds(seed, rows[0]))  # so that random samples do not depend on the process
+        set_seed(mix_seeds(seed, rows[0]))  # so that random samples do not depend on the process
         try:
             return self._batches.read(rows)
         except Exception as error:
@@ -196,7 +196,7 @@ class _IterableBatches(IterableDataset[Any]):
         return self._randomness is not None and self._randomness.drawn
 
     def __iter__(self) -> "Iterator[Batch | _Failure]":
-        seed_everything(self.part.epoch_seed)
+        set_seed(self.part.epoch_seed)
         try:
             yield from self.read()
         except Exception as error:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch (all devices)."""
+def set_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch, on all devices. Runs do so with `cfg.seed`."""
     _seed_on_cpu(seed)
     torch.manual_seed(seed)
 

@@ -159,7 +159,7 @@ def test_a_copy_for_a_checkpoint_is_of_before_the_next_update(device: str) -> No
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_numbers_continue(device: str) -> None:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    randomness.seed_everything(3)
+    randomness.set_seed(3)
     state = randomness.random_state_dict(place)
     with randomness.temporary_seed(5):
         torch.rand(2, device=place)

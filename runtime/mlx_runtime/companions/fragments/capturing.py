@@ -15,7 +15,7 @@ from mlx_runtime.config import build, build_group, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
 from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions, construction, stream_names
 from mlx_runtime.distributed import Topology, device_here
-from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training import RunConfig
@@ -94,7 +94,7 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
     job.cluster = SimpleNamespace(reads_streams=True)  # Ray is not refused
     enter_ray_train(job)
     with topology.entered(), without_weights(), loop_errors(0, Path.cwd()):
-        seed_everything(cfg.seed)
+        set_seed(cfg.seed)
         groups: dict[str, Any] = {"cfg": cfg}
         for group, node in tree.items():
             if group == "datasets":

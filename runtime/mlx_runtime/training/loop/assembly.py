@@ -24,7 +24,7 @@ from mlx_runtime.data import (
     stream_names,
 )
 from mlx_runtime.distributed import Topology, broadcast
-from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import CheckpointStore, members
 from mlx_runtime.training import TrainConfig
@@ -56,7 +56,7 @@ def build_experiment(
     if not topology.writes:
         silence_load_reports()
     groups: dict[str, Any] = {"cfg": cfg}
-    seed_everything(cfg.seed)
+    set_seed(cfg.seed)
     for name, node in job.tree.items():
         if name == "datasets":
             groups[name] = build_group(node, name, lambda item: construction(job.tree["datasets"][item], cfg.seed))

@@ -378,7 +378,7 @@ class Checkpointer:
         if self._has_sizes_of(state):
             randomness.load_random_state_dict(ranks[topology.rank]["random"], topology.device)
         else:
-            randomness.seed_everything(mix_seeds(state["seed"], topology.data_parallel_rank, state["global_step"]))
+            randomness.set_seed(mix_seeds(state["seed"], topology.data_parallel_rank, state["global_step"]))
         of_replicas = ranks[topology.rank % topology.model_parallel_size % size :: size]
         mine = of_replicas[topology.data_parallel_rank :: replicas]
         for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time

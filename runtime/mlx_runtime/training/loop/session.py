@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from mlx_runtime.data import Batch, Loader, WorkerPass, trains
 from mlx_runtime.distributed import agree, gather, is_sharded, sync_buffers, whole
-from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport, WarningNotice
 from mlx_runtime.runs.tables import plural
@@ -84,7 +84,7 @@ class Session:
                 if isinstance(member, nn.Module) and not is_sharded(member):  # metrics are modules, too
                     member.to(topology.device)
         prepare_models(groups.members("models").values(), cfg, topology.device)
-        seed_everything(cfg.seed + topology.data_parallel_rank)  # models are equal, but dropout differs by replica
+        set_seed(cfg.seed + topology.data_parallel_rank)  # models are equal, but dropout differs by replica
         if self.checkpoints.restore() is not None:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:

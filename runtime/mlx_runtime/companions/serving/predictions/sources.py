@@ -12,7 +12,7 @@ from mlx_runtime.companions.serving import Schema, by_preference
 from mlx_runtime.config import build, parse_overrides
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.data import Batch, BatchReader, adopt_dataset, construction, dataset_error, mix_seeds, rows_of
-from mlx_runtime.distributed.randomness import seed_everything, temporary_seed
+from mlx_runtime.distributed.randomness import set_seed, temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, UsageError, full_message, suggest
 from mlx_runtime.runs import RunFolder, snapshots
 from mlx_runtime.runs.queries import matching_code
@@ -182,7 +182,7 @@ class DatasetSource:
         self._reader, self._seed, self._position = BatchReader(dataset, name), seed, 0
         self._samples: Iterator[Any] | None = None
         if isinstance(dataset, IterableDataset):
-            seed_everything(seed)  # random samples are the same on each worker
+            set_seed(seed)  # random samples are the same on each worker
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(0)
             self._samples = dataset.in_order(None) if hasattr(dataset, "in_order") else iter(dataset)
