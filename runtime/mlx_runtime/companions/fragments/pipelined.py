@@ -68,13 +68,16 @@ class Pipelined:
             finally:
                 self.infers = False
 
-        shape, stage = self.shapes.infer((path, unit.training), infer, args, kwargs, title), self.cut.units[path]
-        shared: list[tuple[Any, str, Any]] = [
+        params: list[tuple[Any, str, Any]] = [
             (module, name, param)
             for module in unit.modules()
             for name, param in module._parameters.items()
-            if isinstance(param, StageTensor)
+            if param is not None
         ]
+        shared = [item for item in params if isinstance(item[2], StageTensor)]
+        trained = tuple((param.spec if isinstance(param, StageTensor) else param).requires_grad for *_, param in params)
+        case, stage = (path, unit.training, trained), self.cut.units[path]
+        shape = self.shapes.infer(case, infer, args, kwargs, title)
         for _, _, param in shared:
             self.execution.bring(param, stage)
         try:
@@ -198,8 +201,8 @@ class Pipelined:
     def _done(self, model: nn.Module) -> None:
         """At the end of the backward pass, average gradients over replicas."""
         if self.links.syncs:
-            self.links.average_over_replicas(
-                param.grad for param in model.parameters() if param.grad is not None and not param.is_meta
+            self.links.average_gradients(
+                [param for param in model.parameters() if param.requires_grad and not param.is_meta]
             )
 
 

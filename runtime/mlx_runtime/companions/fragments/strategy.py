@@ -47,6 +47,8 @@ class Pipeline:
             return "cfg.compile compiles whole models; set it to false"
         if cfg.replicas.meet is not None:
             return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
+        if fragments.stages == 1:
+            return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         if fragments.stages is None and fragments.plan is not None:
             return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
         return None
@@ -66,6 +68,7 @@ class Pipeline:
         self._cfg, self.topology = cfg, topology
         self.notice: str | None = None
         self._lines: list[str] = []
+        self._models: list[nn.Module] = []
         self._planned = False  # a model is cut by the plan
         after_import("ray.train", _keep_cut_models)
 
@@ -96,6 +99,7 @@ class Pipeline:
             if strategy not in ("ddp", "pipeline"):
                 raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
         for name, model in models.items():
+            self._models.append(model)
             self._cut(name, model, blocks[name], whole=own.get(name, self._cfg.strategy) == "ddp")
         if self._cfg.fragments.plan is not None and not self._planned:
             raise ConfigError(f"cfg.fragments.plan={self._cfg.fragments.plan} is for another model; see its `model`")
@@ -122,8 +126,9 @@ class Pipeline:
     def _distribute(self, model: nn.Module, made: Any) -> None:
         """Move the parts of this stage to the device, with the values of rank 0, and the others to the meta device."""
         topology, links = self.topology, self._links
-        values = {name: item.detach() for name, item in _tensors(model)} if topology.writes else {}
-        loose = [*made.loose, *(name for name, _ in model.named_buffers() if made.stage_of(name) is None)]
+        values = {name: item.detach() for name, item in _tensors(model, aliases=True)} if topology.writes else {}
+        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        loose = [*made.loose, *(name for name in buffers if made.stage_of(name) is None)]
         before = {
             name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in loose
         }
@@ -187,6 +192,7 @@ class Pipeline:
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
         """On rank 0, complete the states with those of the other stages of the first pipeline."""
         topology = self.topology
+        self._sync_buffers()
         own = {path: leaf for path, leaf in _leaves(states) if not _is_absent(leaf)}
         held = set(broadcast(list(own)))
         mine = {path: leaf for path, leaf in own.items() if path not in held and topology.data_parallel_rank == 0}
@@ -210,6 +216,13 @@ class Pipeline:
                 optimizer["state"] = dict(sorted(optimizer["state"].items()))
         return states
 
+    def _sync_buffers(self) -> None:
+        """Give all pipelines the buffers of the first, which are those that a checkpoint contains."""
+        if self._links.replicas > 1 and self._cfg.replicas.every is None:
+            held = [item for model in self._models for item in model.buffers() if not item.is_meta]
+            for item in held:
+                self._links.broadcast_to_replicas(item)
+
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
 
@@ -220,9 +233,10 @@ def _keep_cut_models() -> None:
     keep_sharded_models()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors(model: nn.Module, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, shared ones once, or by each of their names."""
+    yield from model.named_parameters(remove_duplicate=not aliases)
+    yield from model.named_buffers(remove_duplicate=not aliases)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
