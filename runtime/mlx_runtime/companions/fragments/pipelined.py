@@ -14,6 +14,7 @@ from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Journey, Links
 from mlx_runtime.companions.fragments.tensors import Execution, Shapes, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
+from mlx_runtime.distributed.randomness import random_state, seed_everything, set_random_state
 from mlx_runtime.errors import MlxError
 
 
@@ -245,13 +246,13 @@ class _Draws:
         self._device = links.device
         seed = int(torch.randint(2**31, ()))
         self._seed: int | None = mix_seeds(seed, links.stage)
-        self._state: dict[str, torch.Tensor] = {}
+        self._state: tuple[Any, ...] = ()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         outer = self._get()
         if self._seed is not None:
-            torch.manual_seed(self._seed)
+            seed_everything(self._seed)
             self._seed = None
         else:
             self._set(self._state)
@@ -261,16 +262,15 @@ class _Draws:
             self._state = self._get()
             self._set(outer)
 
-    def _get(self) -> dict[str, torch.Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
-        return state
+    def _get(self) -> tuple[Any, ...]:
+        on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return random_state(), on_gpu
 
-    def _set(self, state: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self._device)
+    def _set(self, state: tuple[Any, ...]) -> None:
+        on_cpu, on_gpu = state
+        set_random_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, self._device)
 
 
 def _replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """Pipelines: each worker holds consecutive parts of the models, which work on different microbatches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from mlx_runtime.training.strategies import (
     initialize,
     own_strategies,
     place,
+    problems,
     recompute_blocks,
+    select_modules,
 )
 
 _CPU = torch.device("cpu")
@@ -84,6 +87,7 @@ class Pipeline:
         topology, deferred = self.topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
         models = members(group, nn.Module)
+        _check_scripts(models)
         for name, model in models.items():
             if topology.writes and name in deferred:
                 place(model, _CPU)
@@ -95,6 +99,8 @@ class Pipeline:
         _check_unshared(models)
         blocks = blocks_of(group, models)
         own = own_strategies(node, self._cfg)
+        if found := problems(replace(self._cfg, strategy="pipeline")):  # it may be that of some models only
+            raise ConfigError(found[0])
         for name, strategy in own.items():
             if strategy not in ("ddp", "pipeline"):
                 raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
@@ -118,6 +124,14 @@ class Pipeline:
             self._planned = True
         made = Cut({"": links.stages - 1}, {}) if whole else cut(name, model, blocks, links.stages, ends)
         self._lines.append(_line(name, model, made, links.stages))
+        recomputed = self._cfg.activation_checkpointing
+        paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
+        shared = next((title for title in made.loose for path in paths if title.startswith(f"{path}.")), None)
+        if shared is not None:
+            raise ConfigError(
+                f"cfg.activation_checkpointing cannot recompute models.{name}.{shared}, which several stages share; "
+                "name other modules with a pattern, like 'encoder.*'"
+            )
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
         self._distribute(model, made)
         Pipelined(name, made, links, 1 if whole else fragments.microbatches).install(model)
@@ -289,6 +303,17 @@ def _check_same(models: Mapping[str, nn.Module], topology: Topology) -> None:
     different = sorted({name for name, _ in broadcast(own).items() ^ own.items()})
     if different:
         raise ConfigError(f"rank {topology.rank} and rank 0 have built different models: {', '.join(different):.300}")
+
+
+def _check_scripts(models: Mapping[str, nn.Module]) -> None:
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                title = f"models.{name}.{path}" if path else f"models.{name}"
+                raise ConfigError(
+                    f"{title} is a ScriptModule, whose parts run outside of Python, so it cannot be moved to a stage; "
+                    "build the model from its Python code, or use cfg.strategy=ddp"
+                )
 
 
 def _check_unshared(models: Mapping[str, nn.Module]) -> None:

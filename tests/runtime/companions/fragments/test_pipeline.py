@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import re
 import signal
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import groups
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -82,6 +84,12 @@ class Transformer(nn.Module):
         return {"logits": self.head(x + first), "length": length}
 
 
+class Drawing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        random.random(), np.random.rand(), torch.rand(())
+        return super().forward(x)
+
+
 class Choosy(Transformer):
     def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
         x = self.embed(tokens)
@@ -123,8 +131,12 @@ class Branching(nn.Module):
 
 
 def convolutions() -> nn.Sequential:
-    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), Drawing(16, 3))
     return nn.Sequential(*layers)
+
+
+def scripted() -> Any:
+    return torch.jit.script(Transformer().blocks[0].mix)  # type: ignore[no-untyped-call]
 
 
 class Models:
@@ -136,6 +148,10 @@ class Models:
 
 class OnLast(Models):
     strategies = {"small": "ddp"}
+
+
+class CutNet(Models):
+    strategies = {"net": "pipeline"}
 
 
 def strategy(rank: int, **fragments: Any) -> Strategy:
@@ -253,26 +269,35 @@ def others(rank: int) -> Any:
     seeds = []
     for model in (models.net, models.small):
         model(images).square().sum().backward()
-        seeds.append(int(torch.randint(1 << 30, ())))
+        seeds.append((float(torch.rand(())), random.random(), float(np.random.rand())))
     errors = []
     for kind, call in (
         (Choosy, lambda model: model(tokens())),
         (Transformer, lambda model: model.embed(tokens())),
         (Filling, lambda model: model(tokens(), lambda x, shape: torch.zeros(shape))),
+        (scripted, None),
     ):
         try:
-            call(strategy(rank).build(node(kind)).net)
+            call(strategy(rank).build(node(kind)).net)  # type: ignore[no-untyped-call]
         except MlxError as error:
             errors.append(str(error))
-    try:
-        strategy(rank).build({"_target_": f"{__name__}.Models", "net": {"_target_": "torch.nn.Linear", **LINEAR}})
-    except ConfigError as error:
-        errors.append(str(error))
+    linear = {"_target_": f"{__name__}.Models", "net": {"_target_": "torch.nn.Linear", **LINEAR}}
+    cut = node(Transformer, CutNet)
+    for given, cfg in (
+        (linear, mlx_runtime.TrainConfig(strategy="pipeline")),
+        (cut, mlx_runtime.TrainConfig(strategy="ddp", compile=True)),
+        (cut, mlx_runtime.TrainConfig(strategy="ddp", activation_checkpointing="head*")),
+        (cut, mlx_runtime.TrainConfig(strategy="pipeline", activation_checkpointing="embed")),
+    ):
+        try:
+            strategy_of(cfg, made.topology, given).build(given)
+        except ConfigError as error:
+            errors.append(str(error))
     torch.manual_seed(0)
     net = made.build(node(Filling)).net
-    net.blocks[1].requires_grad_(False)
+    net.requires_grad_(False)
     net(tokens())
-    net.blocks[1].requires_grad_(True)
+    net.requires_grad_(True)
     saved = saved_tensors({"net": net}, buffers=True)
     filled = whole_states(made, net, trained(net, made, tokens()))["models"]["net"], saved
     return {"filled": filled, "input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
@@ -369,13 +394,16 @@ def test_inputs_get_gradients_and_the_loop_draws_the_same_numbers(on_workers: di
 
 def test_what_cannot_be_cut_is_refused(on_workers: dict[str, list[Any]]) -> None:
     for found in on_workers["others"]:
-        choice, part, filled, few = found["errors"]
+        choice, part, filled, script, few, compiled, *recomputed = found["errors"]
         assert choice.startswith("the model cannot be cut at __bool__, which depends on values that only one stage has")
         assert part.startswith("models.net.embed was called outside of the forward pass of models.net")
         assert filled.startswith(
             "the model cannot be cut at __setitem__, which runs at one stage, and changes a tensor"
         )
         assert few.startswith("models.net cannot be cut into 2 stages: it has 0 blocks. Name smaller modules")
+        assert script.startswith("models.net is a ScriptModule")
+        assert compiled.endswith("cfg.compile compiles whole models; set it to false")
+        assert ["models.net.head.weight" in recomputed[0], "models.net.embed.weight" in recomputed[1]] == [True, True]
 
 
 @pytest.mark.pure
