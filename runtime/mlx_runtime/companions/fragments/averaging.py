@@ -29,7 +29,7 @@ class Tensors:
                 self.buffers |= {
                     path: item
                     for path, item in saved_tensors({name: model}, buffers=True).items()
-                    if item.is_floating_point() and not item.is_meta
+                    if item.is_floating_point()
                 }
 
     def __len__(self) -> int:
@@ -93,12 +93,12 @@ def modules_of(models: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def saved_tensors(models: Mapping[str, Any], *, buffers: bool = False) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers in the states of models, or only the buffers."""
+    """Return the parameters and buffers of this worker in the states of models, or only the buffers."""
     found = {}
     for name, model in modules_of(models).items():
         params = {path for path, _ in model.named_parameters(remove_duplicate=False)} if buffers else set()
         for path, item in model.state_dict(keep_vars=True).items():
-            if isinstance(item, torch.Tensor) and path not in params:
+            if isinstance(item, torch.Tensor) and path not in params and not item.is_meta:
                 found[f"{name}.{path}"] = item
     return found
 

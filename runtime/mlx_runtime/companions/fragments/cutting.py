@@ -141,7 +141,7 @@ def read_plan(path: Path, name: str, stages: int) -> tuple[list[str], list[int]]
     try:
         plan: Mapping[str, Any] = json.loads(path.read_text())
         blocks = [str(item) for item in plan["blocks"]]
-        clusters = [[int(stage["last"]) for stage in cluster["stages"]] for cluster in plan["clusters"]]
+        cuts = [[(int(stage["first"]), int(stage["last"])) for stage in item["stages"]] for item in plan["clusters"]]
         model = plan["model"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -149,6 +149,16 @@ def read_plan(path: Path, name: str, stages: int) -> tuple[list[str], list[int]]
         ) from error
     if model != name:
         return None
+    for stage_cuts in cuts:
+        expected = 0
+        for first, last in stage_cuts:
+            if first != expected or not first <= last < len(blocks):
+                raise ConfigError(
+                    f"{path} has a stage with blocks {first} to {last}; it must begin at {expected}, have at least one "
+                    f"block, and end before {len(blocks)}"
+                )
+            expected = last + 1
+    clusters = [[last for _, last in stage_cuts] for stage_cuts in cuts]
     if any(ends != clusters[0] for ends in clusters):
         raise ConfigError(
             f"{path} cuts models.{name} differently in its clusters, which cfg.strategy=pipeline cannot train; "
@@ -156,7 +166,6 @@ def read_plan(path: Path, name: str, stages: int) -> tuple[list[str], list[int]]
         )
     if not clusters or len(clusters[0]) != stages:
         found = len(clusters[0]) if clusters else 0
-        raise ConfigError(
-            f"{path} has {found} stages per cluster, and the run {stages}; set cfg.fragments.stages={found}"
-        )
+        cure = "use cfg.strategy=ddp" if found == 1 else f"set cfg.fragments.stages={found}"
+        raise ConfigError(f"{path} has {found} stages per cluster, and the run {stages}; {cure}")
     return blocks, clusters[0]

@@ -103,11 +103,28 @@ class Links:
         dist.all_reduce(value, op, group=self._pipeline)
         return value
 
-    def average_over_replicas(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Average gradients with the same stage of the other pipelines, in place."""
+    def broadcast_to_replicas(self, value: torch.Tensor) -> None:
+        """Fill a tensor with its value in the first pipeline. Every worker must call this."""
+        whole = value.contiguous()
+        dist.broadcast(whole, self.stage, group=self._peers)
+        value.copy_(whole)
+
+    def average_gradients(self, params: Sequence[torch.Tensor]) -> None:
+        """Average the gradients of parameters with the same stage of the other pipelines, in place.
+
+        As with DDP, a parameter that only some pipelines have used has zeros on the others.
+        """
         if self.replicas == 1:
             return
-        for bucket in _buckets(gradients):
+        used = torch.tensor([float(item.grad is not None) for item in params], device=self.device)
+        gradients = [torch.zeros_like(item) if item.grad is None else item.grad for item in params]
+        self._average([*gradients, used])
+        for item, gradient, part in zip(params, gradients, used.tolist(), strict=True):
+            if part:
+                item.grad = gradient
+
+    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
+        for bucket in _buckets(tensors):
             flat = torch.cat([item.reshape(-1) for item in bucket])
             dist.all_reduce(flat, group=self._peers)
             flat /= self.replicas

@@ -135,6 +135,8 @@ class Meeting:
         self._read: dict[str, torch.Tensor] = {}  # differences of the current round, by SHA-256
         self._sent_bytes = self._received_bytes = 0  # of the current round
         self._published_at = time.monotonic()
+        self._unpublished: Callable[[], None] | None = None
+        self._outage_since: float | None = None
 
     # -- called by a replica
 
@@ -186,7 +188,13 @@ class Meeting:
 
         self._sent_bytes, self._received_bytes, self._published_at = len(content), 0, time.monotonic()
         self._read[sha256] = self._compressor(traffic).expand(payload)
-        self._patiently(publish)
+        self._unpublished = publish
+        self._attempt(self._publish)
+
+    def _publish(self) -> None:
+        if self._unpublished is not None:
+            self._unpublished()
+            self._unpublished = None
 
     def wait(self, limit_s: float = math.inf) -> bool | None:
         """Wait until the round is closed, and take the new common weights.
@@ -194,17 +202,17 @@ class Meeting:
         Return False if the run should stop, and None after `limit_s`, with the round still open.
         """
         number, called = self.rounds + 1, time.monotonic()
-        while not self._patiently(lambda: self._newest() >= number or self._close(number)):
+        while (closed := self._attempt(lambda: self._follow(number))) is None:
             if self._stop_asked():
+                if self._unpublished is not None:  # a resumed run would wait for its own part
+                    raise StorageError(f"cannot meet at {self._storage.root}, which does not answer")
                 return False
             if time.monotonic() - called > limit_s:
                 return None
             self._beat()
             time.sleep(self._poll_s)
-        closed = self._patiently(lambda: self._closed(number))
-        self._patiently(self._catch_up)
         self.moved = True
-        parts = {item["replica"]: item["updates"] for item in (closed or {"parts": []})["parts"]}
+        parts = {item["replica"]: item["updates"] for item in closed["parts"]}
         if self.name not in parts:
             self._notice(
                 f"replicas  round {number} was closed without this replica; continuing with the common weights"
@@ -218,11 +226,20 @@ class Meeting:
             "updates_of_all": sum(parts.values()),
             "wait_s": time.monotonic() - self._published_at,
         }
-        if closed is not None and closed["closer"] == self.name:
-            self._patiently(self._tidy)
+        if closed.get("closer") == self.name:
+            self._attempt(self._tidy)
         return True
 
     # -- rounds
+
+    def _follow(self, number: int) -> dict[str, Any] | None:
+        """Take the weights of a round, and return its parts, or None if it is open."""
+        self._publish()
+        if self._newest() < number and not self._close(number):
+            return None
+        closed = self._closed(number)
+        self._catch_up()
+        return closed or {"parts": []}
 
     def _close(self, number: int) -> bool:
         """Close a round if all living replicas have taken part. Return True if it is closed."""
@@ -470,6 +487,20 @@ class Meeting:
     def _make_folder(self, *parts: str) -> None:
         if self._storage.local:
             Path(self._storage.of(*parts) if parts else self._storage.path).mkdir(parents=True, exist_ok=True)
+
+    def _attempt(self, action: Callable[[], T]) -> T | None:
+        """Return the result of an action, or None during an outage of the storage."""
+        try:
+            result = action()
+        except OSError as error:
+            if self._outage_since is None:
+                self._outage_since = time.monotonic()
+                self._notice(f"replicas  {self._storage.root} does not answer; trying again")
+            if time.monotonic() - self._outage_since > OUTAGE_S:
+                raise StorageError(f"cannot meet at {self._storage.root}: {short_message(error)}") from error
+            return None
+        self._outage_since = None
+        return result
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """Return the result of an action that may be repeated, also after an outage of the storage."""

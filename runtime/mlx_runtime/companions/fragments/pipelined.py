@@ -14,6 +14,7 @@ from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Journey, Links
 from mlx_runtime.companions.fragments.tensors import Execution, Shapes, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
+from mlx_runtime.distributed.randomness import random_state, seed_everything, set_random_state
 from mlx_runtime.errors import MlxError
 
 
@@ -68,13 +69,16 @@ class Pipelined:
             finally:
                 self.infers = False
 
-        shape, stage = self.shapes.infer((path, unit.training), infer, args, kwargs, title), self.cut.units[path]
-        shared: list[tuple[Any, str, Any]] = [
+        params: list[tuple[Any, str, Any]] = [
             (module, name, param)
             for module in unit.modules()
             for name, param in module._parameters.items()
-            if isinstance(param, StageTensor)
+            if param is not None
         ]
+        shared = [item for item in params if isinstance(item[2], StageTensor)]
+        trained = tuple((param.spec if isinstance(param, StageTensor) else param).requires_grad for *_, param in params)
+        case, stage = (path, unit.training, trained), self.cut.units[path]
+        shape = self.shapes.infer(case, infer, args, kwargs, title)
         for _, _, param in shared:
             self.execution.bring(param, stage)
         try:
@@ -198,8 +202,8 @@ class Pipelined:
     def _done(self, model: nn.Module) -> None:
         """At the end of the backward pass, average gradients over replicas."""
         if self.links.syncs:
-            self.links.average_over_replicas(
-                param.grad for param in model.parameters() if param.grad is not None and not param.is_meta
+            self.links.average_gradients(
+                [param for param in model.parameters() if param.requires_grad and not param.is_meta]
             )
 
 
@@ -242,13 +246,13 @@ class _Draws:
         self._device = links.device
         seed = int(torch.randint(2**31, ()))
         self._seed: int | None = mix_seeds(seed, links.stage)
-        self._state: dict[str, torch.Tensor] = {}
+        self._state: tuple[Any, ...] = ()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         outer = self._get()
         if self._seed is not None:
-            torch.manual_seed(self._seed)
+            seed_everything(self._seed)
             self._seed = None
         else:
             self._set(self._state)
@@ -258,16 +262,15 @@ class _Draws:
             self._state = self._get()
             self._set(outer)
 
-    def _get(self) -> dict[str, torch.Tensor]:
-        state = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self._device)
-        return state
+    def _get(self) -> tuple[Any, ...]:
+        on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return random_state(), on_gpu
 
-    def _set(self, state: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(state["cpu"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self._device)
+    def _set(self, state: tuple[Any, ...]) -> None:
+        on_cpu, on_gpu = state
+        set_random_state(on_cpu)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, self._device)
 
 
 def _replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:

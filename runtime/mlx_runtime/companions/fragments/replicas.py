@@ -173,6 +173,8 @@ class Averages:
         if name in self.states:
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": self.states.pop(name), "param_groups": groups})
+        if self._meets and (not self._joined or name not in self.periods):
+            self._check_alone(optimizer)
         period = self.periods.setdefault(name, Period())
         if self._joined and not period.waits and period.common is not None:
             return
@@ -183,7 +185,7 @@ class Averages:
         elif len(period.common) != len(now):
             raise ConfigError(f"the common weights in the checkpoint have {len(period.common)} values, not {len(now)}")
         if not self._joined:
-            self._join(name, period, tensors)
+            self._join(period, tensors)
         if period.waits:
             self._meet(period, tensors)
         if self._meets and not torch.equal(now, tensors.vector()):  # the gradients are those of other weights
@@ -249,11 +251,12 @@ class Averages:
             total += compressor.expand(found).to(device)
         return total / size, sent
 
-    def _join(self, name: str, period: Period, tensors: Tensors) -> None:
-        """Join the meeting, and adopt its common weights unless this replica is up to date."""
-        others = [item for item in self._names.values() if item[0] not in (None, name)]
-        if others:
+    def _check_alone(self, optimizer: Optimizer) -> None:
+        if any(item is not optimizer and len(self._tensors(item)) for item in self.optimizers().values()):
             raise ConfigError("cfg.replicas.meet averages the models of one optimizer; this experiment has several")
+
+    def _join(self, period: Period, tensors: Tensors) -> None:
+        """Join the meeting, and adopt its common weights unless this replica is up to date."""
         self._joined = True
         if self._meeting is not None:
             assert period.common is not None

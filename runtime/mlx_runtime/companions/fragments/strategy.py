@@ -1,6 +1,7 @@
 """Pipelines: each worker holds consecutive parts of the models, which work on different microbatches."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from mlx_runtime.training.strategies import (
     initialize,
     own_strategies,
     place,
+    problems,
     recompute_blocks,
+    select_modules,
 )
 
 _CPU = torch.device("cpu")
@@ -47,6 +50,8 @@ class Pipeline:
             return "cfg.compile compiles whole models; set it to false"
         if cfg.replicas.meet is not None:
             return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
+        if fragments.stages == 1:
+            return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         if fragments.stages is None and fragments.plan is not None:
             return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
         return None
@@ -66,6 +71,7 @@ class Pipeline:
         self._cfg, self.topology = cfg, topology
         self.notice: str | None = None
         self._lines: list[str] = []
+        self._models: list[nn.Module] = []
         self._planned = False  # a model is cut by the plan
         after_import("ray.train", _keep_cut_models)
 
@@ -81,6 +87,7 @@ class Pipeline:
         topology, deferred = self.topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
         models = members(group, nn.Module)
+        _check_scripts(models)
         for name, model in models.items():
             if topology.writes and name in deferred:
                 place(model, _CPU)
@@ -92,10 +99,13 @@ class Pipeline:
         _check_unshared(models)
         blocks = blocks_of(group, models)
         own = own_strategies(node, self._cfg)
+        if found := problems(replace(self._cfg, strategy="pipeline")):  # it may be that of some models only
+            raise ConfigError(found[0])
         for name, strategy in own.items():
             if strategy not in ("ddp", "pipeline"):
                 raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
         for name, model in models.items():
+            self._models.append(model)
             self._cut(name, model, blocks[name], whole=own.get(name, self._cfg.strategy) == "ddp")
         if self._cfg.fragments.plan is not None and not self._planned:
             raise ConfigError(f"cfg.fragments.plan={self._cfg.fragments.plan} is for another model; see its `model`")
@@ -114,6 +124,14 @@ class Pipeline:
             self._planned = True
         made = Cut({"": links.stages - 1}, {}) if whole else cut(name, model, blocks, links.stages, ends)
         self._lines.append(_line(name, model, made, links.stages))
+        recomputed = self._cfg.activation_checkpointing
+        paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
+        shared = next((title for title in made.loose for path in paths if title.startswith(f"{path}.")), None)
+        if shared is not None:
+            raise ConfigError(
+                f"cfg.activation_checkpointing cannot recompute models.{name}.{shared}, which several stages share; "
+                "name other modules with a pattern, like 'encoder.*'"
+            )
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
         self._distribute(model, made)
         Pipelined(name, made, links, 1 if whole else fragments.microbatches).install(model)
@@ -122,8 +140,9 @@ class Pipeline:
     def _distribute(self, model: nn.Module, made: Any) -> None:
         """Move the parts of this stage to the device, with the values of rank 0, and the others to the meta device."""
         topology, links = self.topology, self._links
-        values = {name: item.detach() for name, item in _tensors(model)} if topology.writes else {}
-        loose = [*made.loose, *(name for name, _ in model.named_buffers() if made.stage_of(name) is None)]
+        values = {name: item.detach() for name, item in _tensors(model, aliases=True)} if topology.writes else {}
+        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+        loose = [*made.loose, *(name for name in buffers if made.stage_of(name) is None)]
         before = {
             name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in loose
         }
@@ -187,6 +206,7 @@ class Pipeline:
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
         """On rank 0, complete the states with those of the other stages of the first pipeline."""
         topology = self.topology
+        self._sync_buffers()
         own = {path: leaf for path, leaf in _leaves(states) if not _is_absent(leaf)}
         held = set(broadcast(list(own)))
         mine = {path: leaf for path, leaf in own.items() if path not in held and topology.data_parallel_rank == 0}
@@ -210,6 +230,13 @@ class Pipeline:
                 optimizer["state"] = dict(sorted(optimizer["state"].items()))
         return states
 
+    def _sync_buffers(self) -> None:
+        """Give all pipelines the buffers of the first, which are those that a checkpoint contains."""
+        if self._links.replicas > 1 and self._cfg.replicas.every is None:
+            held = [item for model in self._models for item in model.buffers() if not item.is_meta]
+            for item in held:
+                self._links.broadcast_to_replicas(item)
+
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
 
@@ -220,9 +247,10 @@ def _keep_cut_models() -> None:
     keep_sharded_models()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _tensors(model: nn.Module, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, shared ones once, or by each of their names."""
+    yield from model.named_parameters(remove_duplicate=not aliases)
+    yield from model.named_buffers(remove_duplicate=not aliases)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -275,6 +303,17 @@ def _check_same(models: Mapping[str, nn.Module], topology: Topology) -> None:
     different = sorted({name for name, _ in broadcast(own).items() ^ own.items()})
     if different:
         raise ConfigError(f"rank {topology.rank} and rank 0 have built different models: {', '.join(different):.300}")
+
+
+def _check_scripts(models: Mapping[str, nn.Module]) -> None:
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                title = f"models.{name}.{path}" if path else f"models.{name}"
+                raise ConfigError(
+                    f"{title} is a ScriptModule, whose parts run outside of Python, so it cannot be moved to a stage; "
+                    "build the model from its Python code, or use cfg.strategy=ddp"
+                )
 
 
 def _check_unshared(models: Mapping[str, nn.Module]) -> None:

@@ -122,6 +122,12 @@ class Shapes:
         with self._mode:
             fakes = [self._fake(item) for item in leaves]
             fake_args, fake_kwargs = tree_unflatten(fakes, structure)
+            everywhere = [
+                fake
+                for fake, item in zip(fakes, leaves, strict=True)
+                if isinstance(item, torch.Tensor) and not isinstance(item, StageTensor)
+            ]
+            versions = [*map(_version, everywhere)]
             try:
                 result = func(*fake_args, **fake_kwargs)
             except RuntimeError as error:
@@ -131,6 +137,11 @@ class Shapes:
                     f"the model cannot be cut at {title}, which depends on values that only one stage has ({error}); "
                     "move it into a block, or compute it from the inputs of the model"
                 ) from error
+            if versions != [*map(_version, everywhere)]:
+                raise MlxError(
+                    f"the model cannot be cut at {title}, which runs at one stage, and changes a tensor that all have; "
+                    "allocate it with h.new_zeros, where h is an output of a block, or use torch.stack"
+                )
         outputs, form = tree_flatten(result)
         positions = {id(fake): place for place, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
         found = [
@@ -156,6 +167,10 @@ class Shapes:
         with self._mode:
             made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
             return made.requires_grad_(spec.requires_grad)
+
+
+def _version(item: torch.Tensor) -> int:
+    return 0 if item.is_inference() else item._version  # tensors of `inference_mode` have none
 
 
 def _signature(item: Any) -> Hashable:
@@ -185,13 +200,15 @@ class Execution:
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves = [item for item in tree_leaves((args, kwargs)) if isinstance(item, StageTensor)]
         check_traceable(leaves)
-        result, form = self.shapes.infer(func, func, args, kwargs, getattr(func, "__name__", "an operation"))
-        if not any(isinstance(item, Spec | _Changed) for item in result) and func is not torch.Tensor.__setitem__:
+        title = getattr(func, "__name__", "an operation")
+        if func is torch.Tensor.__setitem__:
+            func = _set_item
+        result, form = self.shapes.infer(func, func, args, kwargs, title)
+        if not any(isinstance(item, Spec | _Changed) for item in result):
             return tree_unflatten(result, form)
         stage = self._current
         if not all(stage in item.stages for item in leaves):
             stage = max(min(item.stages) for item in leaves)
-        title = getattr(func, "__name__", "an operation")
         return self.run_at(stage, func, args, kwargs, (result, form), title)
 
     def run_at(
@@ -211,8 +228,6 @@ class Execution:
             with self._drawing():
                 values = tree_leaves(func(*real_args, **real_kwargs))
             self._check(title, values, result)
-        if func is torch.Tensor.__setitem__ and isinstance(leaves[0], StageTensor):
-            leaves[0].stages = {stage}
         made = []
         for item, value in zip(result, values, strict=True):
             if isinstance(item, _Changed) and isinstance(leaves[item.argument], StageTensor):
@@ -247,6 +262,11 @@ class Execution:
         if stage == self.stage:
             item.value = value
         item.stages.add(stage)
+
+
+def _set_item(tensor: Any, key: Any, value: Any) -> Any:
+    tensor[key] = value
+    return tensor
 
 
 def _text(item: Any) -> str:

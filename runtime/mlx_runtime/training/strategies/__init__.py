@@ -13,7 +13,7 @@ STRATEGIES = {
 __all__, __getattr__ = door(
     __name__,
     base="Strategy StrategyClass",
-    blocks="blocks_of repeated_blocks without_shared",
+    blocks="blocks_of repeated_blocks select_modules without_shared",
     building="build_models check_values deferred_models initialize place",
     ddp="DDP",
     recomputation="recompute_blocks",

@@ -21,7 +21,7 @@ from mlx_runtime.companions.fragments import meeting
 from mlx_runtime.companions.fragments.averaging import Tensors
 from mlx_runtime.companions.fragments.meeting import Meeting
 from mlx_runtime.distributed import encode
-from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.errors import ConfigError, MlxError, StorageError
 from mlx_runtime.storage import storage_at
 from mlx_runtime.storage.leases import lease
 
@@ -130,6 +130,35 @@ def test_a_replica_that_was_given_up_cannot_change_a_round(tmp_path: Path, joine
     assert (tmp_path / "rounds" / "000001" / "closed.json").read_bytes() == closed
     assert torch.equal(two.take().weights, one.weights)
     assert "without this replica" in two.notices[-1]
+
+
+@pytest.mark.process
+def test_a_replica_can_be_stopped_during_an_outage(tmp_path: Path, joined: Callable[..., Replica]) -> None:
+    stops: list[bool] = []
+    one = joined(str(tmp_path), A, stop_asked=lambda: bool(stops))
+    rounds, away = tmp_path / "rounds", tmp_path / "away"
+    one.publish(1.0)
+    rounds.rename(away)
+    rounds.touch()  # instead of the folder
+    assert one.meeting.wait(0.2) is None
+    stops.append(True)
+    assert one.meeting.wait() is False
+    stops.clear()
+    rounds.unlink()
+    away.rename(rounds)
+    assert one.meeting.wait()
+    rounds.rename(away)
+    rounds.touch()
+    one.publish(1.0)
+    assert one.meeting.wait(0.2) is None
+    stops.append(True)
+    with pytest.raises(StorageError, match="does not answer"):
+        one.meeting.wait()
+    stops.clear()
+    rounds.unlink()
+    away.rename(rounds)
+    assert one.meeting.wait()
+    assert one.meeting.rounds == 2
 
 
 LIES = {

@@ -1,12 +1,16 @@
 """Models cut into stages train like whole ones, and their checkpoints are whole."""
 
 import copy
+import json
+import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import groups
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,11 +20,12 @@ from torch.nn.functional import cross_entropy
 
 import mlx_runtime
 from mlx_runtime import open_run
-from mlx_runtime.companions.fragments.cutting import balanced
+from mlx_runtime.companions.fragments.averaging import saved_tensors
+from mlx_runtime.companions.fragments.cutting import balanced, read_plan
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.sections import Fragments
-from mlx_runtime.training.strategies import Strategy, strategy_of
+from mlx_runtime.training.strategies import Strategy, problems, strategy_of
 
 pytestmark = pytest.mark.local
 
@@ -39,7 +44,9 @@ def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
     preload = ["ray.train.torch", "mlx_runtime.companions.fragments.pipelined"]
-    return groups.on_workers(WORKS, folder, 4, preload, {name: 2 for name in WORKS if name != "in_replicas"})
+    return groups.on_workers(
+        WORKS, folder, 4, preload, {name: 2 for name in WORKS if name not in ("in_replicas", "branches")}
+    )
 
 
 class Block(nn.Module):
@@ -77,6 +84,12 @@ class Transformer(nn.Module):
         return {"logits": self.head(x + first), "length": length}
 
 
+class Drawing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        random.random(), np.random.rand(), torch.rand(())
+        return super().forward(x)
+
+
 class Choosy(Transformer):
     def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
         x = self.embed(tokens)
@@ -85,9 +98,45 @@ class Choosy(Transformer):
         return {"logits": self.head(self.blocks[0](x)[0])}
 
 
+class Filling(Transformer):
+    """Collects the outputs of blocks in one tensor. Blocks share a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.ones(2)
+        for block in self.blocks:
+            block.register_buffer("mask", shared)
+
+    def forward(self, tokens: torch.Tensor, kind: Any = torch.Tensor.new_zeros) -> dict[str, Any]:
+        x = self.embed(tokens)
+        found = kind(x, (len(tokens), 3, 5, 6))
+        for number, block in enumerate(self.blocks):
+            x, _ = block(x)
+            found[:, number] = x
+        return {"logits": self.head(found.sum(1))}
+
+
+class Branching(nn.Module):
+    """Chooses an expert by the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5)) for _ in range(3))
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
+        chosen = self.experts[int(tokens[0, 0]) % 2]
+        return {"logits": self.head(chosen(self.embed(tokens)))}
+
+
 def convolutions() -> nn.Sequential:
-    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    layers = (nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), Drawing(16, 3))
     return nn.Sequential(*layers)
+
+
+def scripted() -> Any:
+    return torch.jit.script(Transformer().blocks[0].mix)  # type: ignore[no-untyped-call]
 
 
 class Models:
@@ -99,6 +148,10 @@ class Models:
 
 class OnLast(Models):
     strategies = {"small": "ddp"}
+
+
+class CutNet(Models):
+    strategies = {"net": "pipeline"}
 
 
 def strategy(rank: int, **fragments: Any) -> Strategy:
@@ -187,6 +240,26 @@ def in_replicas(rank: int) -> Any:
 
 
 @work
+def branches(rank: int) -> Any:
+    """Two pipelines that use different experts."""
+    torch.manual_seed(0)
+    made = strategy(rank, stages=2, microbatches=1)
+    model = made.build(node(Branching)).net
+    for parts in experts_rows():
+        logits = model(parts[made.topology.data_parallel_rank])["logits"]
+        cross_entropy(logits.flatten(0, 1), parts[made.topology.data_parallel_rank].flatten()).backward()
+    whole_states(made, model, torch.optim.SGD(model.parameters()))
+    params = {name: item.grad for name, item in model.named_parameters() if not item.is_meta}
+    return params, {name: item for name, item in model.named_buffers() if not item.is_meta}
+
+
+def experts_rows() -> list[tuple[torch.Tensor, ...]]:
+    rows = tokens(8)
+    rows[0, 0], rows[4, 0] = 0, 1
+    return [rows.chunk(2)]
+
+
+@work
 def others(rank: int) -> Any:
     """A convolutional model, with a small one on the last stage; gradients of inputs; errors."""
     torch.manual_seed(0)
@@ -196,18 +269,38 @@ def others(rank: int) -> Any:
     seeds = []
     for model in (models.net, models.small):
         model(images).square().sum().backward()
-        seeds.append(int(torch.randint(1 << 30, ())))
+        seeds.append((float(torch.rand(())), random.random(), float(np.random.rand())))
     errors = []
-    for kind, call in ((Choosy, lambda model: model(tokens())), (Transformer, lambda model: model.embed(tokens()))):
+    for kind, call in (
+        (Choosy, lambda model: model(tokens())),
+        (Transformer, lambda model: model.embed(tokens())),
+        (Filling, lambda model: model(tokens(), lambda x, shape: torch.zeros(shape))),
+        (scripted, None),
+    ):
         try:
-            call(strategy(rank).build(node(kind)).net)
+            call(strategy(rank).build(node(kind)).net)  # type: ignore[no-untyped-call]
         except MlxError as error:
             errors.append(str(error))
-    try:
-        strategy(rank).build({"_target_": f"{__name__}.Models", "net": {"_target_": "torch.nn.Linear", **LINEAR}})
-    except ConfigError as error:
-        errors.append(str(error))
-    return {"input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
+    linear = {"_target_": f"{__name__}.Models", "net": {"_target_": "torch.nn.Linear", **LINEAR}}
+    cut = node(Transformer, CutNet)
+    for given, cfg in (
+        (linear, mlx_runtime.TrainConfig(strategy="pipeline")),
+        (cut, mlx_runtime.TrainConfig(strategy="ddp", compile=True)),
+        (cut, mlx_runtime.TrainConfig(strategy="ddp", activation_checkpointing="head*")),
+        (cut, mlx_runtime.TrainConfig(strategy="pipeline", activation_checkpointing="embed")),
+    ):
+        try:
+            strategy_of(cfg, made.topology, given).build(given)
+        except ConfigError as error:
+            errors.append(str(error))
+    torch.manual_seed(0)
+    net = made.build(node(Filling)).net
+    net.requires_grad_(False)
+    net(tokens())
+    net.requires_grad_(True)
+    saved = saved_tensors({"net": net}, buffers=True)
+    filled = whole_states(made, net, trained(net, made, tokens()))["models"]["net"], saved
+    return {"filled": filled, "input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
 
 
 LINEAR = {"in_features": 2, "out_features": 2}
@@ -254,6 +347,39 @@ def test_gradients_are_averaged_over_pipelines(on_workers: dict[str, list[Any]])
     assert all(torch.allclose(found[name], item, atol=1e-6) for name, item in model.state_dict().items())
 
 
+def test_pipelines_that_use_different_parameters_have_equal_gradients(on_workers: dict[str, list[Any]]) -> None:
+    """Running statistics become those of the first pipeline with each checkpoint."""
+    torch.manual_seed(0)
+    model = Branching()
+    for parts in experts_rows():
+        for part in parts:
+            (cross_entropy(model(part)["logits"].flatten(0, 1), part.flatten()) / 2).backward()
+    wanted = {name: item.grad for name, item in model.named_parameters()}
+    first = {name: item for _, buffers in on_workers["branches"][:2] for name, item in buffers.items()}
+    names = set()
+    for gradients, buffers in on_workers["branches"]:
+        names |= gradients.keys()
+        for name, item in gradients.items():
+            expected = wanted[name]
+            assert item is expected if expected is None else torch.allclose(item, expected, atol=1e-6), name
+        assert all(torch.equal(item, first[name]) for name, item in buffers.items())
+    assert names == wanted.keys()
+    assert {name for name, item in wanted.items() if item is None} == {
+        name for name in names if name.startswith("experts.2")
+    }
+
+
+def test_blocks_fill_a_tensor_share_a_buffer_and_are_unfrozen(on_workers: dict[str, list[Any]]) -> None:
+    torch.manual_seed(0)
+    model = Filling()
+    trained(model, None, tokens())
+    (found, first), (_, second) = (rank["filled"] for rank in on_workers["others"])
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.allclose(found[name], item, atol=1e-6) for name, item in model.state_dict().items())
+    assert first.keys() | second.keys() == {f"net.{name}" for name, _ in model.named_buffers(remove_duplicate=False)}
+    assert not any(item.is_meta for item in (*first.values(), *second.values()))
+
+
 def test_inputs_get_gradients_and_the_loop_draws_the_same_numbers(on_workers: dict[str, list[Any]]) -> None:
     first, second = on_workers["others"]
     torch.manual_seed(0)
@@ -268,16 +394,43 @@ def test_inputs_get_gradients_and_the_loop_draws_the_same_numbers(on_workers: di
 
 def test_what_cannot_be_cut_is_refused(on_workers: dict[str, list[Any]]) -> None:
     for found in on_workers["others"]:
-        choice, part, few = found["errors"]
+        choice, part, filled, script, few, compiled, *recomputed = found["errors"]
         assert choice.startswith("the model cannot be cut at __bool__, which depends on values that only one stage has")
         assert part.startswith("models.net.embed was called outside of the forward pass of models.net")
+        assert filled.startswith(
+            "the model cannot be cut at __setitem__, which runs at one stage, and changes a tensor"
+        )
         assert few.startswith("models.net cannot be cut into 2 stages: it has 0 blocks. Name smaller modules")
+        assert script.startswith("models.net is a ScriptModule")
+        assert compiled.endswith("cfg.compile compiles whole models; set it to false")
+        assert ["models.net.head.weight" in recomputed[0], "models.net.embed.weight" in recomputed[1]] == [True, True]
 
 
 @pytest.mark.pure
 def test_stages_have_about_as_many_parameters() -> None:
     assert balanced([5, 1, 1, 1, 5], 3) == [0, 1, 1, 1, 2]
     assert balanced([9, 1, 1], 3) == [0, 1, 2]
+
+
+@pytest.mark.pure
+def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", fragments=Fragments(stages=1))
+    assert problems(cfg)[0].endswith("cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp")
+    plan = tmp_path / "plan.json"
+    for cuts, text in {
+        ((0, 2), (3, 5)): None,
+        ((0, 5), (6, 3)): "a stage with blocks 6 to 3; it must begin at 6, have at least one block, and end before 6",
+        ((0, -1), (0, 3)): "a stage with blocks 0 to -1; it must begin at 0",
+        ((0, 2), (2, 5)): "a stage with blocks 2 to 5; it must begin at 3",
+        ((0, 5),): "has 1 stages per cluster, and the run 2; use cfg.strategy=ddp",
+    }.items():
+        stages = [{"first": first, "last": last} for first, last in cuts]
+        plan.write_text(json.dumps({"model": "net", "blocks": [*"abcdef"], "clusters": [{"stages": stages}]}))
+        if text is None:
+            assert read_plan(plan, "net", 2) == ([*"abcdef"], [2, 5])
+            continue
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            read_plan(plan, "net", 2)
 
 
 @pytest.mark.kills

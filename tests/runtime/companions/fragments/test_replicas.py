@@ -132,3 +132,8 @@ def test_an_optimizer_that_is_not_on_self_is_refused(mlx: Mlx, experiment: Calla
     done = mlx(folder, "train", "run", "cfg.replicas.every=3", "cfg.trackers={}")
     assert done.returncode == 1
     assert "this optimizer or its model is not on self; assign them" in done.stdout + done.stderr
+    edit(folder / "src" / "experiment.py", "        own = torch", "        own = self.own = torch")
+    edit(folder / "src" / "experiment.py", "own.step()", "self.optimizers.adam.step(), own.step()")
+    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.replicas.every=3", "cfg.replicas.meet=meeting")
+    assert done.returncode == 1
+    assert "cfg.replicas.meet averages the models of one optimizer; this experiment has several" in done.stderr
