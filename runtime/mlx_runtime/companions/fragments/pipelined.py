@@ -14,7 +14,7 @@ from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Journey, Links
 from mlx_runtime.companions.fragments.tensors import Execution, Shapes, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
-from mlx_runtime.distributed.randomness import random_state, seed_everything, set_random_state
+from mlx_runtime.distributed.randomness import random_state, set_random_state, set_seed
 from mlx_runtime.errors import MlxError
 
 
@@ -252,7 +252,7 @@ class _Draws:
     def __call__(self) -> Iterator[None]:
         outer = self._get()
         if self._seed is not None:
-            seed_everything(self._seed)
+            set_seed(self._seed)
             self._seed = None
         else:
             self._set(self._state)
