@@ -76,10 +76,11 @@ def logs(
     number of lines to start with.
     """
     record = records.load_record(folder)
-    status = records.status_of(record, job_status(record))
+    job = job_status(record)
+    status = records.status_of(record, job)
     code = 0 if follow is False else EXIT_CODES.get(status, 1)
-    if follow is None:
-        follow = status in records.LIVING
+    if follow is None:  # if the driver was killed, its job may start another
+        follow = status in records.LIVING or job == "RUNNING"
     dashboard = _dashboard(record) if rank is None else None
     with contextlib.suppress(ClusterError):  # the cluster may go down; the output is stored
         if dashboard is not None and follow:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
+import ray.exceptions
 import ray.util
 
 import mlx_runtime.companions.ray.preload  # noqa: F401 - on clusters, too
@@ -51,7 +52,10 @@ class RayWorker:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray raises SystemExit, as if user code had done so
         os.environ.update(variables)
         shared = WorkerJob(self._job, results=Path(), store=self._meet, **options)
-        return pickle.dumps(train_in_group(shared, rank))
+        error = train_in_group(shared, rank)
+        if isinstance(error, ray.exceptions.RayTaskError):  # of a stream; its class cannot be pickled
+            error = error.cause
+        return pickle.dumps(error)
 
     def _meet(self) -> "Store":
         """Return the store of the group."""

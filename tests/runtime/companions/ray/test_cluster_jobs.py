@@ -82,7 +82,8 @@ class TestDataJobs:
         until(lambda: items.exists() and items.read_text().endswith("\n"))
         done = types("data", "stop", "shards")
         assert (done.returncode, done.stdout) == (0, "shards run_001 is STOPPED\n"), done.stderr
-        until(lambda: ray_cluster.get("/api/jobs/data-shards-run_001")["status"] == "STOPPED")
+        job = json.loads(types("data", "ls", "--json").stdout)[0]["job"]["id"]  # other jobs have had this name
+        until(lambda: ray_cluster.get(f"/api/jobs/{job}")["status"] == "STOPPED")
         log = types("data", "logs", "shards", "--follow")
         assert log.returncode == 143
         assert "kept      1 finished item; to continue: mlx data launch --resume" in log.stdout
