@@ -197,14 +197,16 @@ def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | 
     stages = len(found.clusters[0])
     if stages == 1:
         return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
-    engine = f"cfg.engine=nodes cfg.nodes={nodes} " if nodes is not None else ""
+    engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
     ordered = order == [item.name for item in listed]
     sort = "" if ordered else f"; first list only these nodes in order: {', '.join(order)}"
-    return (
-        f"next: mlx train run {engine}cfg.start_workers={len(order)} cfg.strategy=pipeline "
-        f"cfg.fragments.plan={file} cfg.fragments.stages={stages} cfg.fragments.microbatches={found.microbatches}{sort}"
-    )
+    words = [
+        *engine,
+        f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
+        f"cfg.fragments.plan={file} cfg.fragments.stages={stages} cfg.fragments.microbatches={found.microbatches}",
+    ]
+    return f"next: mlx train run {' '.join(words)}{sort}"
 
 
 def write(file: Path, model: str, found: Plan) -> None:

@@ -68,10 +68,10 @@ class Replica:
 def joined() -> Iterator[Callable[..., Replica]]:
     with contextlib.ExitStack() as stack:
 
-        def joined(*arguments: Any, **options: Any) -> Replica:
+        def joined(*arguments: Any, rounds: int = 0, **options: Any) -> Replica:
             made = Replica(*arguments, **options)
             stack.enter_context(made.meeting.stack)
-            return made.join()
+            return made.join(rounds)
 
         yield joined
 
@@ -196,14 +196,14 @@ def test_files_are_not_trusted(content: bytes, tmp_path: Path, joined: Callable[
 def test_another_experiment_is_refused(tmp_path: Path, joined: Callable[..., Replica]) -> None:
     joined(str(tmp_path), A)
     with pytest.raises(ConfigError, match="differ in code in src .*; use the same on all machines"):
-        Replica(str(tmp_path), B, code="another").join()
+        joined(str(tmp_path), B, code="another")
     other = Replica(str(tmp_path), B)
     other.model[0] = nn.Linear(4, 2)
     other.tensors = Tensors({"net": other.model}, torch.optim.SGD(other.model.parameters()))
     with pytest.raises(ConfigError, match="differ in shapes of models"):
         other.join()
     with pytest.raises(ConfigError, match="has seen 0 rounds, but this run took part in 3"):
-        Replica(str(tmp_path), B).join(rounds=3)
+        joined(str(tmp_path), B, rounds=3)
     with pytest.raises(ConfigError, match="a storage that creates a file only once"):
         Meeting(SimpleNamespace(exclusive=False, root="gs://b"), A, FACTS)  # type: ignore[arg-type]
 
