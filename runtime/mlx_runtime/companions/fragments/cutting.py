@@ -172,3 +172,12 @@ def read_plan(path: Path, name: str, stages: int) -> tuple[list[str], list[int]]
         cure = "use cfg.strategy=ddp" if found == 1 else f"set cfg.fragments.stages={found}"
         raise ConfigError(f"{path} has {found} stages per cluster, and the run {stages}; {cure}")
     return blocks, clusters[0]
+
+
+def planned_nodes(path: Path) -> list[str]:
+    """Return the node of each stage in a plan, as ranks; none if it cannot be read, which `read_plan` reports."""
+    try:
+        clusters = json.loads(path.read_text())["clusters"]
+        return [str(stage["node"]) for cluster in clusters for stage in cluster["stages"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from mlx_runtime.companions.fragments.cutting import planned_nodes
 from mlx_runtime.companions.fragments.scripted import taken
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
@@ -67,6 +68,11 @@ class Pipeline:
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
         return stages
+
+    @staticmethod
+    def nodes_of(cfg: Any) -> list[str]:
+        """Return the names of the nodes for which a plan is made, by rank; none without a plan."""
+        return planned_nodes(Path(cfg.fragments.plan)) if cfg.fragments.plan is not None else []
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
         self._cfg, self.topology = cfg, topology

@@ -5,7 +5,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from mlx_runtime.companions.ray import autoscaler
 from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.jobs import run_titles
+from mlx_runtime.companions.ray.node_names import selectors
 from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
@@ -70,6 +71,9 @@ class RayGroup(RestartingGroup):
         self._wait_s = cfg.elastic.wait_s if self._grows else 0.0  # for all workers, at the first start
         self._failed_starts = 0
         self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
+        nodes_of: Callable[[Any], list[str]] = getattr(strategy_class(cfg.strategy), "nodes_of", lambda _: [])
+        self._nodes = nodes if least == most == len(nodes := nodes_of(cfg)) else []  # of a plan, by rank
+        self._places = selectors(self._nodes)
         self._start()
 
     def poll(self) -> bool:
@@ -116,7 +120,9 @@ class RayGroup(RestartingGroup):
     def _start(self) -> None:
         """Reserve resources; `poll` starts the workers once there is room."""
         self._attempt: Attempt | None = None
-        self._reservation = Reservation(self._title, self._resources, *self._sizes)
+        if self._places:
+            self._places = selectors(self._nodes, patient=True)
+        self._reservation = Reservation(self._title, self._resources, *self._sizes, self._places)
 
     def _kill(self) -> None:
         self._kill_workers()
@@ -151,10 +157,10 @@ class RayGroup(RestartingGroup):
         self._attempt = Attempt(workers, calls)
 
     def _train(self, attempt: Attempt) -> None:
-        """Let the actors train, those on the same machine with consecutive ranks."""
+        """Let the actors train, those on the same machine with consecutive ranks, unless a plan has placed them."""
         seats: dict[int, Seat] = attempt.values
         hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
-        order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
+        order = sorted(seats, key=lambda number: (not self._places and hosts.index(seats[number].host), number))
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
             here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
