@@ -15,8 +15,9 @@ from torch.optim import Adam, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mlx_runtime import companions
+from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
 from mlx_runtime.companions.fragments.planfile import write
-from mlx_runtime.companions.fragments.planning import FILE, Machine, Plan, plan, roles
+from mlx_runtime.companions.fragments.planning import FILE, plan
 from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.fragments.planning import Block, Machine, Plan, plan, roles
+from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, roles
+from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.errors import ConfigError, StorageError
-
-NODE = "MLX_NODE"
-"""Environment variable of workers with the name of their machine in the plan, if the engine knows it."""
+from mlx_runtime.training.engines.local import NODE_NAME
 
 _COSTS = [item.name for item in fields(Block) if item.name not in ("name", "source")]
 
@@ -81,7 +80,7 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
     """
     if fragments.plan is None:
         return Layout(topology.replicas)
-    names, facts = gather(os.environ.get(NODE)), {}
+    names, facts = gather(os.environ.get(NODE_NAME)), {}
     if names is not None:
         try:
             facts = asdict(_layout(Path(fragments.plan), fragments.stages, names))
