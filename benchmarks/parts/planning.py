@@ -10,7 +10,8 @@ import torch
 from page import table
 from torch import nn
 
-from mlx_runtime.companions.fragments.planning import Block, Machine, plan, stages_of
+from mlx_runtime.companions.fragments.costs import Block, Machine, stages_of
+from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.companions.fragments.tracing import trace
 
 TITLE = "Plans of fragments"

@@ -1,5 +1,6 @@
 """Collectives on plain values and tensors. Every worker must call them; without a process group they are local."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,12 +12,13 @@ from mlx_runtime.distributed.topology import Topology
 def data_parallel_group(topology: Topology) -> Any:
     """Create a gloo group of the workers at the same position of each replica, or None if there is no process group.
 
-    Its collectives run on the CPU, so that they overlap with computation on GPUs.
+    Smaller replicas have no worker at the last positions of larger ones. Collectives of the group run on the CPU, so
+    that they overlap with computation on GPUs.
     """
     if not torch.distributed.is_initialized():
         return None
-    size = topology.model_parallel_size
-    groups = [list(range(first, topology.world_size, size)) for first in range(size)]
+    positions = itertools.zip_longest(*topology.replicas)
+    groups = [[rank for rank in ranks if rank is not None] for ranks in positions]
     mine, _ = torch.distributed.new_subgroups_by_enumeration(groups, backend="gloo")  # type: ignore[no-untyped-call]
     return mine
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,8 @@ class Topology:
     world_size: int
     device: torch.device  # of the models and batches of this worker
     local_rank: int = 0  # among the workers on this machine
-    model_parallel_size: int = 1  # number of consecutive ranks that share one replica of the model; see `Strategy`
+    model_parallel_size: int = 1  # number of ranks that share a replica of the model, or the most; see `Strategy`
+    replica_ranks: tuple[tuple[int, ...], ...] = ()  # of each replica; by default, consecutive ones
     replicate: Callable[..., torch.nn.Module] = DistributedDataParallel  # called by `prepare_model`
 
     @contextlib.contextmanager
@@ -37,15 +39,27 @@ class Topology:
         finally:
             _current = before
 
+    @cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that share each replica of the model. Rank 0 is one of the first."""
+        size = self.model_parallel_size
+        starts = range(0, self.world_size - size + 1, size)
+        return self.replica_ranks or tuple(tuple(range(first, first + size)) for first in starts)
+
     @property
     def data_parallel_rank(self) -> int:
         """Rank among the replicas of the model."""
-        return self.rank // self.model_parallel_size
+        return next(number for number, ranks in enumerate(self.replicas) if self.rank in ranks)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of replicas of the model, each reading its own rows."""
-        return self.world_size // self.model_parallel_size
+        return len(self.replicas)
+
+    @property
+    def order(self) -> list[int]:
+        """Ranks of all workers, replica by replica."""
+        return [rank for ranks in self.replicas for rank in ranks]
 
     @property
     def writes(self) -> bool:

@@ -1,6 +1,8 @@
 """Vectors of the tensors that replicas average, and the step from their mean to the next common weights."""
 
-from collections.abc import Mapping
+import copy
+import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +34,13 @@ class Tensors:
                     if item.is_floating_point()
                 }
 
+    def only(self, names: Collection[str]) -> "Tensors":
+        """Return some of the tensors."""
+        found = copy.copy(self)
+        found.params = {name: item for name, item in self.params.items() if name in names}
+        found.buffers = {name: item for name, item in self.buffers.items() if name in names}
+        return found
+
     def __len__(self) -> int:
         return len(self.params)
 
@@ -53,17 +62,22 @@ class Tensors:
         size = len(now) - self.exact
         return torch.cat([common.to(now.device)[:size] - now[:size], -now[size:]])
 
+    def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parts of a vector by name of their tensor."""
+        return dict(zip(self.all, torch.split(vector, [item.numel() for item in self.all.values()]), strict=True))
+
     def fill(self, vector: torch.Tensor) -> None:
-        parts = torch.split(vector, [item.numel() for item in self.all.values()])
+        parts = self.split(vector)
         with torch.no_grad():
-            for item, part in zip(self.all.values(), parts, strict=True):
-                item.copy_(part.view_as(item))
+            for name, item in self.all.items():
+                item.copy_(parts[name].view_as(item))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return functools.reduce(torch.promote_types, map(_wide, self.all.values()), torch.float32)
 
     def compressor(self, kind: str | None) -> Compressor:
-        dtype = torch.float32
-        for item in self.all.values():
-            dtype = torch.promote_types(dtype, _wide(item))
-        return Compressor(kind, [item.shape for item in self.params.values()], self.exact, dtype)
+        return Compressor(kind, [item.shape for item in self.params.values()], self.exact, self.dtype)
 
 
 def outer_step(

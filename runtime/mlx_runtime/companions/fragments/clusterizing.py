@@ -1,6 +1,5 @@
 """From a model and nodes to a plan: its table, and its file."""
 
-import json
 import os
 import socket
 import sys
@@ -16,10 +15,12 @@ from torch.optim import Adam, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mlx_runtime import companions
-from mlx_runtime.companions.fragments.planning import FILE, Machine, Plan, plan, roles
+from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
+from mlx_runtime.companions.fragments.planfile import write
+from mlx_runtime.companions.fragments.planning import FILE, plan
 from mlx_runtime.companions.fragments.surveying import survey
 from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, flops_per_s, trace
-from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
 RESERVE = 0.1
@@ -206,12 +207,7 @@ def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | 
 
     `listed` are all machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
     """
-    cuts = {tuple(stage.last for stage in stages) for stages in found.clusters}
-    if len(cuts) > 1:
-        cure = "use --same-cuts, or --clusters 1"
-        return f"its clusters are cut differently, which cfg.strategy=pipeline cannot train: {cure}"
-    stages = len(found.clusters[0])
-    if stages == 1:
+    if max(map(len, found.clusters)) == 1:
         return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
     engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
@@ -220,42 +216,6 @@ def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | 
     words = [
         *engine,
         f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
-        f"cfg.fragments.plan={file} cfg.fragments.stages={stages} cfg.fragments.microbatches={found.microbatches}",
+        f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
     ]
     return f"next: mlx train {'launch' if on_ray else 'run'} {' '.join(words)}{sort}"
-
-
-def write(file: Path, model: str, found: Plan) -> None:
-    """Write a plan as JSON. A strategy reads `model`, `blocks` and, of each stage, `node`, `first` and `last`."""
-    document = {
-        "model": model,
-        "blocks": [block.name for block in found.blocks],
-        "microbatches": found.microbatches,
-        "clusters": [
-            {
-                "step_s": found.step_s(number),
-                "stages": [
-                    {
-                        "node": stage.machine.name,
-                        "role": role,
-                        "first": stage.first,
-                        "last": stage.last,
-                        "parameters": stage.parameters,
-                        "memory": stage.memory,
-                        "compute_s": stage.compute_s,
-                        "transfer_s": stage.transfer_s,
-                    }
-                    for role, stage in zip(roles(len(stages)), stages, strict=True)
-                ],
-            }
-            for number, stages in enumerate(found.clusters)
-        ],
-        "idle": [machine.name for machine in found.idle],
-    }
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}.tmp")
-        temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        raise StorageError(f"cannot write {file}: {error.strerror or error}") from error

@@ -60,6 +60,7 @@ def train_clusterize(
 
     from mlx_runtime.companions.fragments import clusterizing
     from mlx_runtime.companions.fragments.capturing import capture
+    from mlx_runtime.companions.fragments.planfile import write
     from mlx_runtime.companions.fragments.planning import FILE, plan
     from mlx_runtime.companions.fragments.tracing import trace
     from mlx_runtime.config.projects import CONF
@@ -89,5 +90,5 @@ def train_clusterize(
     if not dry_run:
         on_ray = ray_address is not None
         file = output or CONF.with_name(FILE)
-        clusterizing.write(file, call.name, found)
+        write(file, call.name, found)
         click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines, nodes, on_ray=on_ray)}")

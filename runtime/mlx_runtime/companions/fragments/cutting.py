@@ -1,11 +1,9 @@
 """Cuts a model into stages: consecutive units, which are its blocks and the modules beside them."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
 from mlx_runtime.companions.fragments.scripted import OpenedModule
@@ -133,51 +131,7 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
     return numbers
 
 
-def read_plan(path: Path, name: str, stages: int) -> tuple[list[str], list[int]] | None:
-    """Return the blocks of a model in a plan, and the position of the last block of each stage.
-
-    None if the plan is for another model.
-
-    Raises:
-        ConfigError: the plan cannot be read, has another number of stages, or pipelines that differ.
-    """
-    try:
-        plan: Mapping[str, Any] = json.loads(path.read_text())
-        blocks = [str(item) for item in plan["blocks"]]
-        cuts = [[(int(stage["first"]), int(stage["last"])) for stage in item["stages"]] for item in plan["clusters"]]
-        model = plan["model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"cfg.fragments.plan={path} cannot be read ({error}); `mlx train clusterize` writes one"
-        ) from error
-    if model != name:
-        return None
-    for stage_cuts in cuts:
-        expected = 0
-        for first, last in stage_cuts:
-            if first != expected or not first <= last < len(blocks):
-                raise ConfigError(
-                    f"{path} has a stage with blocks {first} to {last}; it must begin at {expected}, have at least one "
-                    f"block, and end before {len(blocks)}"
-                )
-            expected = last + 1
-    clusters = [[last for _, last in stage_cuts] for stage_cuts in cuts]
-    if any(ends != clusters[0] for ends in clusters):
-        raise ConfigError(
-            f"{path} cuts models.{name} differently in its clusters, which cfg.strategy=pipeline cannot train; "
-            "plan again with `mlx train clusterize --same-cuts`, or `--clusters 1`"
-        )
-    if not clusters or len(clusters[0]) != stages:
-        found = len(clusters[0]) if clusters else 0
-        cure = "use cfg.strategy=ddp" if found == 1 else f"set cfg.fragments.stages={found}"
-        raise ConfigError(f"{path} has {found} stages per cluster, and the run {stages}; {cure}")
-    return blocks, clusters[0]
-
-
-def planned_nodes(path: Path) -> list[str]:
-    """Return the node of each stage in a plan, as ranks; none if it cannot be read, which `read_plan` reports."""
-    try:
-        clusters = json.loads(path.read_text())["clusters"]
-        return [str(stage["node"]) for cluster in clusters for stage in cluster["stages"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+def tensors_of(model: nn.Module, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers, shared ones once, or by each of their names."""
+    yield from model.named_parameters(remove_duplicate=not aliases)
+    yield from model.named_buffers(remove_duplicate=not aliases)

@@ -7,6 +7,7 @@ two workers always meet, whatever the loss depends on.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from mlx_runtime.companions.fragments.tensors import Spec
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
+
+Ranks = tuple[int, ...]
 
 Message = tuple[tuple[int, ...], torch.dtype, int]
 """Shape and type of a tensor, and the stage that sends it."""
@@ -26,29 +29,23 @@ BUCKET_BYTES = 25 * 2**20
 class Links:
     """Connections of this worker. Every worker must construct it.
 
-    Workers with consecutive ranks form a pipeline; those at the same stage of each pipeline hold replicas.
-
     Args:
-        topology: Position of this worker.
+        topology: Position of this worker. Each of its replicas is a pipeline, whose ranks are in the order of stages.
         traffic: Type in which float32 values travel between stages; None leaves them as they are.
     """
 
     def __init__(self, topology: Topology, traffic: torch.dtype | None = None) -> None:
         self._traffic = traffic
-        self.stages = topology.model_parallel_size
-        self.stage = topology.rank % self.stages
+        self.pipelines: Sequence[Ranks] = topology.replicas
+        self._ranks = self.pipelines[topology.data_parallel_rank]
+        self.stages, self.stage = len(self._ranks), self._ranks.index(topology.rank)
         self.device = topology.device
-        self.replicas = topology.data_parallel_size
+        self.replicas = len(self.pipelines)
         self.syncs = True  # average gradients over replicas in the next backward passes
-        self._first = topology.rank - self.stage
-        size, count = self.stages, self.replicas
+        self.peers: dict[Ranks, Any] = {}  # process groups of the workers that hold the same tensors
         self._pipeline: Any = dist.group.WORLD
-        self._peers: Any = dist.group.WORLD
-        if count > 1 and size > 1:
-            pipelines = [list(range(first * size, (first + 1) * size)) for first in range(count)]
-            self._pipeline, _ = dist.new_subgroups_by_enumeration(pipelines)  # type: ignore[no-untyped-call]
-            peers = [list(range(stage, size * count, size)) for stage in range(size)]
-            self._peers, _ = dist.new_subgroups_by_enumeration(peers)  # type: ignore[no-untyped-call]
+        if self.replicas > 1:
+            self._pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines)  # type: ignore[no-untyped-call]
         self._sending: list[Any] = []
         self._early: defaultdict[int, deque[Any]] = defaultdict(deque)  # begun to be received, by stage
 
@@ -57,7 +54,7 @@ class Links:
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage in this pipeline."""
-        return self._first + stage
+        return self._ranks[stage]
 
     def send(self, value: torch.Tensor, stage: int) -> None:
         """Send a tensor in the background."""
@@ -109,32 +106,48 @@ class Links:
         dist.all_reduce(value, op, group=self._pipeline)
         return value
 
-    def broadcast_to_replicas(self, value: torch.Tensor) -> None:
-        """Fill a tensor with its value in the first pipeline. Every worker must call this."""
+    def add_peers(self, ranks: Ranks) -> None:
+        """Create the process group of the workers that hold a tensor. Every worker must call this."""
+        if ranks not in self.peers:
+            none = self.replicas == 1 or len(ranks) == sum(map(len, self.pipelines))
+            self.peers[ranks] = dist.group.WORLD if none else dist.new_group(ranks)
+
+    def broadcast_to_peers(self, value: torch.Tensor, ranks: Ranks) -> None:
+        """Fill a tensor with its value in the first pipeline. All workers with these ranks must call this."""
         whole = value.contiguous()
-        dist.broadcast(whole, self.stage, group=self._peers)
+        dist.broadcast(whole, ranks[0], group=self.peers[ranks])
         value.copy_(whole)
 
-    def average_gradients(self, params: Sequence[torch.Tensor]) -> None:
-        """Average the gradients of parameters with the same stage of the other pipelines, in place.
+    def average_gradients(self, groups: Sequence[tuple[Ranks, Sequence[torch.Tensor]]]) -> None:
+        """Average the gradients of parameters over the workers that hold them in each pipeline, in place.
 
         As with DDP, a parameter that only some pipelines have used has zeros on the others.
         """
         if self.replicas == 1:
             return
-        used = torch.tensor([float(item.grad is not None) for item in params], device=self.device)
-        gradients = [torch.zeros_like(item) if item.grad is None else item.grad for item in params]
-        self._average([*gradients, used])
-        for item, gradient, part in zip(params, gradients, used.tolist(), strict=True):
-            if part:
-                item.grad = gradient
+        found, queues = [], []
+        for ranks, params in groups:
+            used = torch.tensor([float(item.grad is not None) for item in params], device=self.device)
+            gradients = [torch.zeros_like(item) if item.grad is None else item.grad for item in params]
+            found.append((params, gradients, used))
+            queues.append([(self.peers[ranks], bucket) for bucket in _buckets([*gradients, used])])
+        for buckets in zip_longest(*queues):  # one per group at a time, because groups overlap
+            self._average([item for item in buckets if item is not None])
+        for params, gradients, used in found:
+            for item, gradient, part in zip(params, gradients, used.tolist(), strict=True):
+                if part:
+                    item.grad = gradient
 
-    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
-        for bucket in _buckets(tensors):
-            flat = torch.cat([item.reshape(-1) for item in bucket])
-            dist.all_reduce(flat, group=self._peers)
-            flat /= self.replicas
-            for item, part in zip(bucket, torch.split(flat, [item.numel() for item in bucket]), strict=True):
+    def _average(self, buckets: Sequence[tuple[Any, list[torch.Tensor]]]) -> None:
+        """Average tensors, which are given with their process group."""
+        running = []
+        for group, bucket in buckets:
+            total = torch.cat([item.reshape(-1) for item in bucket])
+            running.append((dist.all_reduce(total, group=group, async_op=True), total, bucket))
+        for work, total, bucket in running:
+            work.wait()
+            total /= self.replicas
+            for item, part in zip(bucket, torch.split(total, [item.numel() for item in bucket]), strict=True):
                 item.copy_(part.view_as(item))
 
 

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mlx_runtime.companions.fragments.cutting import Cut
+from mlx_runtime.companions.fragments.holders import Holders
 from mlx_runtime.companions.fragments.links import Journey, Links
 from mlx_runtime.companions.fragments.tensors import (
     Execution,
@@ -32,11 +33,13 @@ class Pipelined:
         name: Name of the model, for errors.
         cut: Its stages.
         links: Connections to the other stages.
+        holders: Workers that hold its tensors.
         microbatches: Number of parts into which each batch is split.
     """
 
-    def __init__(self, name: str, cut: Cut, links: Links, microbatches: int) -> None:
+    def __init__(self, name: str, cut: Cut, links: Links, holders: Holders, microbatches: int) -> None:
         self.name, self.cut, self.links, self.microbatches = name, cut, links, microbatches
+        self._holders = holders
         self.shapes = Shapes(links.device)
         self.execution: Execution | None = None  # during a forward pass
         self.infers = False  # a unit runs on fake tensors
@@ -215,9 +218,8 @@ class Pipelined:
     def _done(self, model: nn.Module) -> None:
         """At the end of the backward pass, average gradients over replicas."""
         if self.links.syncs:
-            self.links.average_gradients(
-                [param for param in model.parameters() if param.requires_grad and not param.is_meta]
-            )
+            trained = {name: item for name, item in model.named_parameters() if item.requires_grad and not item.is_meta}
+            self.links.average_gradients(self._holders.grouped(trained))
 
 
 def _shape(item: Any) -> Any:

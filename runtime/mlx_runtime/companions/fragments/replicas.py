@@ -9,8 +9,8 @@ average their gradients as ever; see `meeting`.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mlx_runtime.companions.fragments.averaging import Tensors, outer_step, saved_tensors
+from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
-from mlx_runtime.distributed import Topology, broadcast, data_parallel_group
+from mlx_runtime.distributed import Topology, broadcast
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
@@ -136,8 +136,8 @@ class Period:
     rounds: int = 0  # averages taken
     common: torch.Tensor | None = None  # weights at the last average; None until the first update after it
     momentum: torch.Tensor | None = None  # of the outer optimizer
-    compressor: Compressor | None = None
-    traffic: Mapping[str, Any] | None = None  # restored state of the compressor
+    compressors: list[Compressor] = field(default_factory=list)  # by group of workers that hold the same tensors
+    traffic: Sequence[Mapping[str, Any]] | None = None  # restored states of the compressors
     waits: bool = False  # this replica has published its part of an average, but left before the average was taken
 
 
@@ -154,10 +154,11 @@ class Averages:
         self._meets = self._wanted.meet is not None
         self._joined = not self._meets
         alone = self._topology.model_parallel_size == 1
-        self._group = None if self._meets or alone else data_parallel_group(self._topology)
+        self._pipeline = None if alone else session.optimization.strategy
         self._names: dict[
             int, tuple[str | None, Optimizer]
         ] = {}  # by id; the optimizer is kept, so that ids stay unique
+        self.held = "" if self._pipeline is None else self._pipeline.held()
         self.periods: dict[str, Period] = {}
         self.states: dict[str, Any] = {}  # restored states of this worker's optimizers, until their first update
         self.common = Common(self, per_worker=not alone)
@@ -204,12 +205,12 @@ class Averages:
         tensors = self._tensors(optimizer)
         assert period.common is not None
         difference = tensors.difference(period.common)
-        compressor = self._compressor(period, tensors)
         if not self._meets:
-            mean, sent = self._mean(compressor, difference)
+            mean, sent = self._mean(period, tensors, difference)
             self._adopt(period, tensors, mean)
             self._record({"bytes": sent, "averaged": self._topology.data_parallel_size, "round": period.rounds})
             return
+        [compressor] = self._compressors(period, [tensors])
         if self._meeting is not None:
             payload = compressor.compress(difference.cpu())
             self._meeting.publish(payload, compressor.kind, self._wanted.every)
@@ -228,28 +229,20 @@ class Averages:
 
     # -- exchanges
 
-    def _mean(self, compressor: Compressor, difference: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the mean of the replicas' differences, and the bytes that this replica has sent."""
-        size, device = self._topology.data_parallel_size, difference.device
-        payload = compressor.compress(difference if self._group is None else difference.cpu())
-        sent = sum(item.nbytes for item in payload.values())
-        if compressor.kind is None:
-            total = payload["values"]
-            torch.distributed.all_reduce(total, group=self._group)
-            return (total / size).to(device), sent
-        shapes = {name: (item.shape, item.dtype, item.nbytes) for name, item in payload.items()}
-        packed = torch.cat([item.contiguous().reshape(-1).view(torch.uint8) for item in payload.values()])
-        received = [torch.empty_like(packed) for _ in range(size)]
-        torch.distributed.all_gather(received, packed, group=self._group)
-        total = torch.zeros_like(difference)
-        for item in received:
-            parts = torch.split(item, [count for _, _, count in shapes.values()])
-            found = {
-                name: part.clone().view(dtype).reshape(shape)
-                for part, (name, (shape, dtype, _)) in zip(parts, shapes.items(), strict=True)
-            }
-            total += compressor.expand(found).to(device)
-        return total / size, sent
+    def _mean(self, period: Period, tensors: Tensors, difference: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the mean of the replicas' differences, and the bytes that this worker has sent."""
+        if self._pipeline is None:
+            [compressor] = self._compressors(period, [tensors])
+            return _mean_of(compressor, difference, None)
+        groups = self._pipeline.peers_of(modules_of(self._models()), tensors.all)
+        parts = [tensors.only(names) for _, names in groups]
+        pieces, sent = tensors.split(difference.cpu()), 0
+        for part, (group, _), compressor in zip(parts, groups, self._compressors(period, parts), strict=True):
+            own = torch.cat([pieces[name] for name in part.all]).to(part.dtype)
+            mean, count = _mean_of(compressor, own, group)
+            pieces |= part.split(mean.to(difference.dtype))
+            sent += count
+        return torch.cat([pieces[name] for name in tensors.all]).to(difference.device), sent
 
     def _check_alone(self, optimizer: Optimizer) -> None:
         if any(item is not optimizer and len(self._tensors(item)) for item in self.optimizers().values()):
@@ -337,12 +330,12 @@ class Averages:
     def _tensors(self, optimizer: Optimizer) -> Tensors:
         return Tensors(self._models(), optimizer)
 
-    def _compressor(self, period: Period, tensors: Tensors) -> Compressor:
-        if period.compressor is None:
-            period.compressor = tensors.compressor(self._wanted.traffic)
-            if period.traffic is not None:
-                period.compressor.load_state_dict(period.traffic)
-        return period.compressor
+    def _compressors(self, period: Period, parts: Sequence[Tensors]) -> list[Compressor]:
+        if not period.compressors:
+            period.compressors = [part.compressor(self._wanted.traffic) for part in parts]
+            for compressor, state in zip(period.compressors, period.traffic or (), strict=False):
+                compressor.load_state_dict(state)
+        return period.compressors
 
     def is_between(self, name: str) -> bool:
         """Return True if an optimizer is in the middle of a period, so that the weights of replicas differ."""
@@ -379,12 +372,17 @@ class Common:
                 "common": item.common if made.is_between(name) else None,  # otherwise, they are the weights
                 "momentum": item.momentum,
                 "traffic": _traffic_of(item) if made._meets else None,
+                "held": made.held,
             }
             for name, item in made.periods.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._averages.periods = {name: Period(**item) for name, item in state.items()}
+        for name, item in state.items():
+            fields = dict(item)
+            if fields.pop("held", "") != self._averages.held:  # the models are cut differently now
+                fields = {key: fields[key] for key in ("steps", "rounds")}
+            self._averages.periods[name] = Period(**fields)
 
 
 class Own:
@@ -402,16 +400,18 @@ class Own:
         made = self._averages
         traffic = {name: _traffic_of(item) for name, item in made.periods.items()}
         if made._topology.writes:
-            return {"tensors": {}, "optimizers": {}, "traffic": traffic}
+            return {"tensors": {}, "optimizers": {}, "traffic": traffic, "held": made.held}
         tensors = made.live_buffers()
         for name, item in made.optimizers().items():
             if made.is_between(name):
                 tensors |= made._tensors(item).params
         states = {name: item.state_dict()["state"] for name, item in made.optimizers().items()} | made.states
-        return {"tensors": tensors, "optimizers": states, "traffic": traffic}
+        return {"tensors": tensors, "optimizers": states, "traffic": traffic, "held": made.held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         made, live = self._averages, self._averages.live()
+        if state.get("held", "") != made.held:
+            return  # the models are cut differently now, and have the weights of the first pipeline
         made.restored()
         with torch.no_grad():
             for name, item in state["tensors"].items():
@@ -421,5 +421,29 @@ class Own:
             made.periods.setdefault(name, Period()).traffic = item
 
 
-def _traffic_of(period: Period) -> Mapping[str, Any] | None:
-    return period.traffic if period.compressor is None else period.compressor.state_dict()
+def _traffic_of(period: Period) -> Sequence[Mapping[str, Any]] | None:
+    return [item.state_dict() for item in period.compressors] if period.compressors else period.traffic
+
+
+def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
+    """Return the mean of a vector over a process group, and the bytes that this worker has sent."""
+    size = torch.distributed.get_world_size(group)
+    payload = compressor.compress(difference)
+    sent = sum(item.nbytes for item in payload.values())
+    if compressor.kind is None:
+        total = payload["values"]
+        torch.distributed.all_reduce(total, group=group)
+        return total / size, sent
+    shapes = {name: (item.shape, item.dtype, item.nbytes) for name, item in payload.items()}
+    packed = torch.cat([item.contiguous().reshape(-1).view(torch.uint8) for item in payload.values()])
+    received = [torch.empty_like(packed) for _ in range(size)]
+    torch.distributed.all_gather(received, packed, group=group)
+    total = torch.zeros_like(difference)
+    for item in received:
+        parts = torch.split(item, [count for _, _, count in shapes.values()])
+        found = {
+            name: part.clone().view(dtype).reshape(shape)
+            for part, (name, (shape, dtype, _)) in zip(parts, shapes.items(), strict=True)
+        }
+        total += compressor.expand(found)
+    return total / size, sent

@@ -1,6 +1,8 @@
 """Pipelines: each worker holds consecutive parts of the models, which work on different microbatches."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.companions.fragments.cutting import planned_nodes
+from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
@@ -54,16 +56,23 @@ class Pipeline:
             return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
         if fragments.stages == 1:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
-        if fragments.stages is None and fragments.plan is not None:
-            return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
+        plan = _plan(cfg)
+        if plan is not None and cfg.start_workers % plan.workers:
+            return (
+                f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
+                f"to {plan.workers}, or plan again with `mlx train clusterize cfg.fragments.plan=null`"
+            )
         return None
 
     @staticmethod
     def multiple_of(cfg: Any) -> int:
-        return cfg.fragments.stages or 1
+        plan = _plan(cfg)
+        return cfg.fragments.stages or 1 if plan is None else 1 if plan.costs else plan.workers
 
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
+        if cfg.fragments.plan is not None:
+            return 1  # see the constructor: pipelines may differ
         stages: int = cfg.fragments.stages or workers
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
@@ -71,15 +80,19 @@ class Pipeline:
 
     @staticmethod
     def nodes_of(cfg: Any) -> list[str]:
-        """Return the names of the nodes for which a plan is made, by rank; none without a plan."""
-        return planned_nodes(Path(cfg.fragments.plan)) if cfg.fragments.plan is not None else []
+        """Return the names of the nodes for which a plan is made; none without a plan."""
+        plan = _plan(cfg)
+        return plan.nodes if plan is not None else []
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
-        self._cfg, self.topology = cfg, topology
-        self.notice: str | None = None
+        from mlx_runtime.companions.fragments.planfile import layout_of
+
+        self._cfg, self._layout = cfg, layout_of(cfg.fragments, topology)
+        ranks = self._layout.ranks
+        self.topology = replace(topology, model_parallel_size=max(map(len, ranks)), replica_ranks=ranks)
+        self.notice = self._layout.notice
         self._lines: list[str] = []
-        self._models: list[nn.Module] = []
-        self._planned = False  # a model is cut by the plan
+        self._holders: list[Any] = []  # by model
         after_import("ray.train", _keep_cut_models)
 
     @cached_property
@@ -112,42 +125,49 @@ class Pipeline:
             if strategy not in ("ddp", "pipeline"):
                 raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
         for name, model in models.items():
-            self._models.append(model)
             self._cut(name, model, blocks[name], whole=own.get(name, self._cfg.strategy) == "ddp")
-        if self._cfg.fragments.plan is not None and not self._planned:
+        if self._layout.model is not None and self._layout.model not in models:
             raise ConfigError(f"cfg.fragments.plan={self._cfg.fragments.plan} is for another model; see its `model`")
         return group
 
     def _cut(self, name: str, model: nn.Module, blocks: list[str], *, whole: bool) -> None:
-        from mlx_runtime.companions.fragments.cutting import Cut, cut, read_plan
+        from mlx_runtime.companions.fragments.holders import Holders
         from mlx_runtime.companions.fragments.pipelined import Pipelined
 
-        links, fragments, ends = self._links, self._cfg.fragments, None
-        planned = None
-        if fragments.plan is not None and not whole:
-            planned = read_plan(Path(fragments.plan), name, links.stages)
-        if planned is not None:
-            blocks, ends = planned
-            self._planned = True
-        made = Cut({"": links.stages - 1}, {}) if whole else cut(name, model, blocks, links.stages, ends)
-        self._lines.append(_line(name, model, made, links.stages))
+        links, layout, cuts = self._links, self._layout, {}
+        planned = layout.model == name and not whole
+        if planned:
+            blocks = list(layout.blocks)
+        all_ends = [tuple(item) for item in layout.ends] if planned else [None] * len(layout.ranks)
+        kinds = [(len(ranks), ends) for ranks, ends in zip(layout.ranks, all_ends, strict=True)]
+        for stages, ends in dict.fromkeys(kinds):
+            made = Cut({"": stages - 1}, {}) if whole else cut(name, model, blocks, stages, ends)
+            self._lines.append(_line(name, model, made, stages))
+            cuts[stages, ends] = made
+        loose = [title for made in cuts.values() for title in made.loose]
+        made, holders = (
+            cuts[kinds[self.topology.data_parallel_rank]],
+            Holders(model, [cuts[kind] for kind in kinds], links),
+        )
+        self._holders.append(holders)
         recomputed = self._cfg.activation_checkpointing
         paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
-        shared = next((title for title in made.loose for path in paths if title.startswith(f"{path}.")), None)
+        shared = next((title for title in loose for path in paths if title.startswith(f"{path}.")), None)
         if shared is not None:
             raise ConfigError(
                 f"cfg.activation_checkpointing cannot recompute models.{name}.{shared}, which several stages share; "
                 "name other modules with a pattern, like 'encoder.*'"
             )
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
-        self._distribute(model, made)
-        Pipelined(name, made, links, 1 if whole else fragments.microbatches).install(model)
+        self._distribute(model, made, holders)
+        microbatches = 1 if whole else self._cfg.fragments.microbatches
+        Pipelined(name, made, links, holders, microbatches).install(model)
         _allow_absent(model)
 
-    def _distribute(self, model: nn.Module, made: Any) -> None:
+    def _distribute(self, model: nn.Module, made: Any, holding: Any) -> None:
         """Move the parts of this stage to the device, with the values of rank 0, and the others to the meta device."""
         topology, links = self.topology, self._links
-        values = {name: item.detach() for name, item in _tensors(model, aliases=True)} if topology.writes else {}
+        values = {name: item.detach() for name, item in tensors_of(model, aliases=True)} if topology.writes else {}
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         loose = [*made.loose, *(name for name in buffers if made.stage_of(name) is None)]
         before = {
@@ -164,9 +184,8 @@ class Pipeline:
                 placed[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, placed[id(tensor)])
-        for name, tensor in _tensors(model):
-            stage = made.stage_of(name)
-            holders = [rank for rank in range(topology.world_size) if stage in (None, rank % links.stages)]
+        for name, tensor in tensors_of(model):
+            holders = holding.of(name)
             if topology.writes:
                 value = values.pop(name).to(topology.device).contiguous()
                 for work in [dist.isend(value, rank) for rank in holders if rank]:
@@ -224,7 +243,7 @@ class Pipeline:
             for item in tensors.values():
                 dist.send(item.detach().to(topology.device).contiguous(), 0)
             return states
-        for rank in range(1, self._links.stages):
+        for rank in sorted({*topology.replicas[0]} - {0}):
             for path, value in plain[rank]:
                 _insert(states, path, value)
             for path, shape, dtype in facts[rank]:
@@ -240,9 +259,26 @@ class Pipeline:
     def _sync_buffers(self) -> None:
         """Give all pipelines the buffers of the first, which are those that a checkpoint contains."""
         if self._links.replicas > 1 and self._cfg.replicas.every is None:
-            held = [item for model in self._models for item in model.buffers() if not item.is_meta]
-            for item in held:
-                self._links.broadcast_to_replicas(item)
+            for holders in self._holders:
+                for name, item in holders.model.named_buffers():
+                    if not item.is_meta:
+                        self._links.broadcast_to_peers(item, holders.of(name))
+
+    def peers_of(self, models: Mapping[str, nn.Module], names: Collection[str]) -> list[tuple[Any, list[str]]]:
+        """Group names of tensors, like `net.0.weight`, by the process groups of the workers that hold them."""
+        own = {id(item.model): item for item in self._holders}
+        everyone = tuple(self.topology.order)
+        found: dict[Any, list[str]] = {ranks: [] for ranks in (*self._links.peers, everyone)}
+        for title, model in models.items():
+            for path, _ in tensors_of(model, aliases=True):
+                if f"{title}.{path}" in names:
+                    found[own[id(model)].of(path) if id(model) in own else everyone].append(f"{title}.{path}")
+        return [(self._links.peers.get(ranks, dist.group.WORLD), items) for ranks, items in found.items() if items]
+
+    def held(self) -> str:
+        """Return a digest of the names of all tensors of this worker."""
+        names = [path for item in self._holders for path, tensor in tensors_of(item.model) if not tensor.is_meta]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
@@ -254,10 +290,15 @@ def _keep_cut_models() -> None:
     keep_sharded_models()
 
 
-def _tensors(model: nn.Module, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers, shared ones once, or by each of their names."""
-    yield from model.named_parameters(remove_duplicate=not aliases)
-    yield from model.named_buffers(remove_duplicate=not aliases)
+def _plan(cfg: Any) -> Any:
+    """Return the plan of a run, or None if it has none, or if it cannot be read, which workers report."""
+    from mlx_runtime.companions.fragments.planfile import read
+
+    if cfg.fragments.plan is None:
+        return None
+    with contextlib.suppress(ConfigError):
+        return read(Path(cfg.fragments.plan))
+    return None
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -305,7 +346,7 @@ def _check_same(models: Mapping[str, nn.Module], topology: Topology) -> None:
     own = {
         f"{title}.{name}": f"{tuple(item.shape)} {item.dtype}"
         for title, model in models.items()
-        for name, item in _tensors(model)
+        for name, item in tensors_of(model)
     }
     different = sorted({name for name, _ in broadcast(own).items() ^ own.items()})
     if different:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 import mlx_runtime
-from mlx_runtime.companions.fragments.planning import Block, joined
+from mlx_runtime.companions.fragments.costs import Block, joined
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
 from mlx_runtime.distributed import unwrap

@@ -250,7 +250,9 @@ class Agent:
             (stdout, stdouts_writer), (stderr, stderrs_writer) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
             pipes |= {stdout: (rank, 0), stderr: (rank, 1)}
             streams[rank] = stdouts_writer, stderrs_writer
-        start_workers(server, shared, streams, attempt=attempt, threads=facts["threads"], node=facts["node"])
+        start_workers(
+            server, shared, streams, attempt=attempt, threads=facts["threads"], node=facts["node"], name=facts["name"]
+        )
         for writer in (end for pair in streams.values() for end in pair):
             writer.close()  # so that a pipe ends with its worker
         self._workers = _Workers(attempt, ranks, results, pipes)

@@ -32,7 +32,6 @@ from mlx_runtime.training.engines import (
     Job,
     StopAsked,
     backend_of,
-    changing_size,
     this_machine,
 )
 from mlx_runtime.training.engines.local import Local, LocalGroup
@@ -58,7 +57,9 @@ class Nodes(Local):
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> str | None:
         nodes_of(cfg)
-        return "Ray places the workers of a job" if in_job else changing_size(cfg)
+        if cfg.elastic.max_workers not in (None, cfg.start_workers):
+            return f"cfg.elastic.max_workers={cfg.elastic.max_workers}, but only machines in cfg.nodes can join"
+        return "Ray places the workers of a job" if in_job else None
 
     @staticmethod
     @contextlib.contextmanager
@@ -107,7 +108,10 @@ def _own_address(node: Node, setting: Any) -> str:
 
 
 class NodesGroup(LocalGroup):
-    """The workers of all machines. If one of them is lost, all are restarted once all machines are there again."""
+    """The workers of all machines. If one of them is lost, all are restarted once all machines are there again.
+
+    With `cfg.elastic.min_workers`, fewer machines train until then.
+    """
 
     _engine: Nodes
 
@@ -116,29 +120,41 @@ class NodesGroup(LocalGroup):
         self._rendezvous: Rendezvous | None = None
         self._starters: dict[str, subprocess.Popen[bytes]] = {}  # SSH, by name of the machine
         self._joined: set[str] = set()  # machines that have joined since SSH started them
-        self._ranks_of: dict[str, range] = {}
-        first = 0
-        for node in self._nodes:
-            self._ranks_of[node.name] = range(first, first := first + (node.slots or 0))
+        self._ranks_of: dict[str, range] = {}  # in this attempt
         super().__init__(engine, job, handle)
 
     def poll(self) -> bool:
-        if self._attempt is not None:
-            return super().poll()
         assert self._rendezvous is not None, "it has started"
+        if self._attempt is not None:
+            if self._may_grow(self._attempt):
+                self._kill()
+                self._start()
+            return super().poll() if self._attempt is not None else True
         self._receive(self._rendezvous)
         self._forward_output()
         if self._stop_asked():
             raise Terminated
         missing = self._rendezvous.missing()
-        if not missing:
-            self._begin(self._rendezvous)
+        if not missing or self._is_enough(missing):
+            self._begin(self._rendezvous, [node for node in self._nodes if node not in missing])
         elif time.monotonic() - self._waiting_since > (limit_s := self._engine.cfg.elastic.hang_timeout_s):
             names = ", ".join(_title(node) for node in missing)
             raise WorkerLostError(f"{names} did not join within {limit_s:g} s (cfg.elastic.hang_timeout_s)")
         else:
             self._start_over_ssh(self._rendezvous, missing)
         return True
+
+    def _is_enough(self, missing: list[Node]) -> bool:
+        """Return True if training continues without machines that have not joined in time."""
+        elastic, there = self._engine.cfg.elastic, sum(node.slots or 0 for node in self._nodes if node not in missing)
+        waited_s = time.monotonic() - self._waiting_since
+        return elastic.min_workers is not None and elastic.min_workers <= there and waited_s > elastic.wait_s
+
+    def _may_grow(self, attempt: Any) -> bool:
+        """Return True if all machines are there again, and no worker of those that train is about to end."""
+        if len(self._ranks_of) == len(self._nodes) or attempt.codes or attempt.lost or self._stop_asked():
+            return False
+        return self._rendezvous is not None and not self._rendezvous.missing()
 
     def waits_for(self) -> str | None:
         missing = self._rendezvous.missing() if self._rendezvous is not None and self._attempt is None else []
@@ -157,7 +173,8 @@ class NodesGroup(LocalGroup):
         if self._rendezvous is None:
             self._open()
         elif missing := self.waits_for():
-            limit_s = self._engine.cfg.elastic.hang_timeout_s
+            elastic = self._engine.cfg.elastic
+            limit_s = elastic.hang_timeout_s if elastic.min_workers is None else elastic.wait_s
             self._handle(Notice(f"waiting   up to {limit_s:g} s for {missing} again"))
 
     def _open(self) -> None:
@@ -216,7 +233,7 @@ class NodesGroup(LocalGroup):
             elif kind == "output":
                 rank, to_stderr, content = facts
                 os.write(self._output.writers[rank][to_stderr].fileno(), content)
-            elif attempt is not None and facts[0] == self._failures:  # otherwise it is about an earlier attempt
+            elif attempt is not None and facts[0] == self._number:  # otherwise it is about an earlier attempt
                 _, rank, fact = facts
                 if kind == "result":
                     part = attempt.results / f"{rank}.part"
@@ -229,25 +246,29 @@ class NodesGroup(LocalGroup):
         if self._attempt is None:
             self._handle(Notice(f"lost      {member.title}: {why}"))
             return
-        for rank in self._ranks_of[member.node.name]:
+        for rank in self._ranks_of.get(member.node.name, ()):
             if rank not in self._attempt.codes:
                 self._attempt.codes[rank] = -9
                 self._attempt.lost[rank] = NodeLostError(f"{member.title} is lost: {why}")
 
-    def _begin(self, rendezvous: Rendezvous) -> None:
-        """Start the workers on all machines."""
+    def _begin(self, rendezvous: Rendezvous, nodes: list[Node]) -> None:
+        """Start the workers on some machines."""
         engine, job = self._engine, self._job
         members = dict(rendezvous.members)
-        if len(members) < len(self._nodes) - 1:  # one has just been lost
+        if any(node.name not in members for node in nodes[1:]):  # one has just been lost
             return
-        members = {node.name: members[node.name] for node in self._nodes[1:]}
+        members = {node.name: members[node.name] for node in nodes[1:]}
+        first, self._ranks_of = 0, {}
+        for node in nodes:
+            self._ranks_of[node.name] = range(first, first := first + (node.slots or 0))
+        self._ranks = range(first)
         blind = [member for member in members.values() if not member.sees_storage]
         _check_storage(blind, job, engine.cfg)
         self._begin_attempt()
-        rendezvous.stores = {self._failures: Values()}
+        rendezvous.stores = {self._number: Values()}
         copied = _files_to_restore(job, engine.cfg) if blind else {}
         facts: dict[str, Any] = {
-            "attempt": self._failures,
+            "attempt": self._number,
             "world_size": len(self._ranks),
             "backend": backend_of(use_gpu=engine.use_gpu),
             "timeout_s": engine.timeout_s,
@@ -259,12 +280,12 @@ class NodesGroup(LocalGroup):
                 for path, (storage, parts) in copied.items():
                     member.send_all(_pieces(path, storage, parts))
             ranks = self._ranks_of[name]
-            member.send("start", facts | {"ranks": ranks, "node": number})
-        if not self._failures:
-            places = [f"{node.name}: {_span(self._ranks_of[node.name])}" for node in self._nodes]
+            member.send("start", facts | {"ranks": ranks, "node": number, "name": name})
+        if not self._number or len(nodes) < len(self._nodes):
+            places = [f"{node.name}: {_span(self._ranks_of[node.name])}" for node in nodes]
             self._handle(Notice(f"machines  {', '.join(places)}"))
-        store = partial(NetworkStore, rendezvous.address, rendezvous.key, self._failures)
-        self._start_here(self._ranks_of[self._nodes[0].name], store, job.cluster.host)
+        store = partial(NetworkStore, rendezvous.address, rendezvous.key, self._number)
+        self._start_here(self._ranks_of[nodes[0].name], store, job.cluster.host, nodes[0].name)
 
     def _collect_exits(self, attempt: Any, timeout_s: float = 0.0) -> None:
         super()._collect_exits(attempt, timeout_s)
@@ -279,7 +300,7 @@ class NodesGroup(LocalGroup):
             member.send("kill")
         left = super()._killed()
         for name, member in members.items():
-            if {*left} & {*self._ranks_of[name]}:
+            if {*left} & {*self._ranks_of.get(name, ())}:
                 self._rendezvous.drop(member, "it did not end its workers")
         return [rank for rank in left if rank in self._ranks_of[self._nodes[0].name]]
 

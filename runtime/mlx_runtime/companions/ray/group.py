@@ -21,6 +21,7 @@ from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
 from mlx_runtime.events import Notice
 from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, StopAsked, backend_of
+from mlx_runtime.training.engines.local import NODE_NAME
 from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
 from mlx_runtime.training.strategies import strategy_class
 
@@ -72,7 +73,7 @@ class RayGroup(RestartingGroup):
         self._failed_starts = 0
         self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
         nodes_of: Callable[[Any], list[str]] = getattr(strategy_class(cfg.strategy), "nodes_of", lambda _: [])
-        self._nodes = nodes if least == most == len(nodes := nodes_of(cfg)) else []  # of a plan, by rank
+        self._nodes = nodes if least == most == len(nodes := nodes_of(cfg)) else []  # of a plan
         self._places = selectors(self._nodes)
         self._start()
 
@@ -157,10 +158,10 @@ class RayGroup(RestartingGroup):
         self._attempt = Attempt(workers, calls)
 
     def _train(self, attempt: Attempt) -> None:
-        """Let the actors train, those on the same machine with consecutive ranks, unless a plan has placed them."""
+        """Let the actors train, those on the same machine with consecutive ranks."""
         seats: dict[int, Seat] = attempt.values
         hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
-        order = sorted(seats, key=lambda number: (not self._places and hosts.index(seats[number].host), number))
+        order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
             here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
@@ -174,6 +175,8 @@ class RayGroup(RestartingGroup):
                 "MASTER_ADDR": seats[0].host,
                 "MASTER_PORT": seats[0].port,
             }
+            if self._places:
+                variables[NODE_NAME] = self._nodes[number]
             if not self._cluster.use_gpu:
                 variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides only those of workers that it assigns others
             gpus = [gpu for rank in here for gpu in seats[order[rank]].gpus]

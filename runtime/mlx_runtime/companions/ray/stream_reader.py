@@ -46,7 +46,9 @@ class StreamAssigner:
     Used as a Ray actor, or directly within one process.
     """
 
-    def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path, copies: int = 1) -> None:
+    def __init__(
+        self, node: Mapping[str, Any], name: str, seed: int, project: Path, copies: Sequence[int] = ()
+    ) -> None:
         self._name, self._copies = name, copies
         self._arguments = (node, name, seed, project)
         self._passes: dict[int, _Pass] = {}
@@ -75,17 +77,18 @@ class StreamAssigner:
         """Return the next rows of one worker in a pass, or None after the last.
 
         Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`. The
-        `copies` with the same rank, which share one replica of the models, receive the same rows.
+        copies with the same rank, which share one replica of the models, receive the same rows.
         """
+        copies = self._copies or [1] * plan.world_size
         with self._lock:
             if number <= self._ended:
                 return None  # requested ahead in a pass that all workers have left in the meantime
             if number not in self._passes:
                 stream = stream_of(self._dataset, self._name, seed)
-                self._passes[number] = _Pass(stream_blocks(stream, self._name), plan, self._name, self._copies)
+                self._passes[number] = _Pass(stream_blocks(stream, self._name), plan, self._name, copies)
             for earlier in [other for other in self._passes if other < number]:
                 self._passes[earlier].left.add((rank, copy))
-                if len(self._passes[earlier].left) == plan.world_size * self._copies:
+                if len(self._passes[earlier].left) == sum(copies):
                     self._end(earlier)
             current = self._passes[number]
         return current.take((rank, copy))
@@ -107,9 +110,9 @@ class _Pass:
     Workers in `left` have left the pass.
     """
 
-    def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str, copies: int) -> None:
+    def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str, copies: Sequence[int]) -> None:
         self.left: set[tuple[int, int]] = set()  # by rank and copy, as below
-        self._copies = range(copies)
+        self._copies = copies  # by rank
         self._shares = _assign(blocks, plan, name)
         self._waiting: dict[tuple[int, int], collections.deque[Share]] = collections.defaultdict(collections.deque)
         self._error: Exception | None = None
@@ -120,7 +123,7 @@ class _Pass:
             try:
                 while not self._waiting[reader] and self._error is None:
                     owner, share = next(self._shares)
-                    for copy in self._copies:
+                    for copy in range(self._copies[owner]):
                         self._waiting[owner, copy].append(share)
             except StopIteration:
                 return None
@@ -168,7 +171,8 @@ def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path,
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
     options = {"num_cpus": 0, "max_concurrency": topology.world_size + 1, "scheduling_strategy": here, "name": actor}
-    return ray.remote(StreamAssigner).options(**options).remote(node, name, seed, project, topology.model_parallel_size)
+    copies = [*map(len, topology.replicas)]
+    return ray.remote(StreamAssigner).options(**options).remote(node, name, seed, project, copies)
 
 
 class StreamReader:
@@ -265,5 +269,5 @@ def stream_readers(
         for name, node in nodes.items():
             assigners[name] = start_assigner(node, name, seed, project, topology, actors[name])
     broadcast(None)  # all have started
-    copy = topology.rank % topology.model_parallel_size
+    copy = topology.replicas[topology.data_parallel_rank].index(topology.rank)
     return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name, copy) for name in nodes}

@@ -15,9 +15,9 @@ If the models of a run are sharded over the workers, each worker writes its part
 `state.pt` then refers to tensors by their name in the index. `checkpoint.json` contains the SHA-256 of the index, and
 the index those of the segments of these files. Any number of workers can load a checkpoint: see `layouts`.
 
-`state.pt` is a dict; `ranks` has one entry per worker:
+`state.pt` is a dict; `ranks` has one entry per worker, replica by replica:
 
-    {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "model_parallel_size": 1,
+    {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "replica_sizes": [1, 1],
      "config": saved conf.yaml,
      "models": {name: state}, "optimizers": {name: state}, "tools": {name: state}, "own": {name: state},
      "loaders": {name: position in its pass}, "numbers": {"latest": ..., "unreported": ...},

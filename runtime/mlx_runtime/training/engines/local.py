@@ -23,6 +23,9 @@ from mlx_runtime.training.processes import ForkServer, exit_reason, memory_kills
 EXIT_S = 10.0
 """Time for a worker to exit after it has finished or was killed."""
 
+NODE_NAME = "MLX_NODE"
+"""Environment variable of workers with the name of their machine, if it has one."""
+
 RAY_TRAIN = ("mlx_runtime.companions.ray.private_train",)
 """Module that workers import if the experiment has imported Ray Train."""
 
@@ -100,6 +103,7 @@ class LocalGroup(RestartingGroup):
         self._scratch = Scratch("mlx-local-")
         self._output = Output(job.folder, len(self._ranks))
         self._attempt: Attempt | None = None
+        self._number = -1  # of the attempt
         try:
             self._start()
         except BaseException:
@@ -141,12 +145,13 @@ class LocalGroup(RestartingGroup):
 
     def _begin_attempt(self) -> Path:
         """Return the folder for the results of a new attempt."""
-        results = self._scratch.path / str(self._failures)
+        self._number += 1
+        results = self._scratch.path / str(self._number)
         results.mkdir()
         self._attempt = Attempt(results)
         return results
 
-    def _start_here(self, ranks: range, store: Any, host: str | None = None) -> None:
+    def _start_here(self, ranks: range, store: Any, host: str | None = None, name: str | None = None) -> None:
         """Start the workers of this machine; `store` and `host` are those of a `WorkerJob`."""
         from mlx_runtime.training.engines.worker import WorkerJob
 
@@ -157,7 +162,8 @@ class LocalGroup(RestartingGroup):
             self._job, len(self._ranks), backend, engine.timeout_s, attempt.results, store, host, ranks.start
         )
         streams = {rank: self._output.writers[rank] for rank in ranks}
-        start_workers(engine.server, shared, streams, attempt=self._failures, threads=engine.cfg.cpus_per_worker)
+        threads = engine.cfg.cpus_per_worker
+        start_workers(engine.server, shared, streams, attempt=self._number, threads=threads, name=name)
 
     def _kill(self) -> None:
         left = ", ".join(map(str, self._killed()))
@@ -184,11 +190,19 @@ class LocalGroup(RestartingGroup):
 
 
 def start_workers(
-    server: ForkServer, shared: Any, streams: Mapping[int, Any], *, attempt: int, threads: int, node: int = 0
+    server: ForkServer,
+    shared: Any,
+    streams: Mapping[int, Any],
+    *,
+    attempt: int,
+    threads: int,
+    node: int = 0,
+    name: str | None = None,
 ) -> None:
     """Start the workers of one machine, given a `WorkerJob` and their stdout and stderr by rank.
 
-    They get torchrun's variables, except those of its store, because every user of the machine could open it.
+    They get torchrun's variables, except those of its store, because every user of the machine could open it, and the
+    `name` of the machine.
     """
     from mlx_runtime.training.engines.worker import run_worker
 
@@ -209,7 +223,9 @@ def start_workers(
         elif (own := int(shared.job.cluster.gpus_per_worker)) > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own * len(streams))))
             changed["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[own * local_rank : own * (local_rank + 1)])
-        variables = {**os.environ, **{name: str(value) for name, value in changed.items()}}
+        if name is not None:
+            changed[NODE_NAME] = name
+        variables = {**os.environ, **{key: str(value) for key, value in changed.items()}}
         server.start(rank, partial(run_worker, shared, rank), variables, streams[rank])
 
 

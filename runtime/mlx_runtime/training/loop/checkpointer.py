@@ -24,9 +24,6 @@ SAVED_ONCE = ("models", "optimizers", "tools", "own")
 SAVED_PER_RANK = ("metrics", "losses")
 """Groups saved for every rank; `per_worker` contains the objects of `tools` and `own` with this attribute."""
 
-SIZES = ("world_size", "model_parallel_size")
-"""Sizes of the group of workers that saved a checkpoint; the restoring group may have others."""
-
 MADE_BY_LOOP = ("tools", "own")
 """Groups to which `worker_loop` may add objects; these are restored when the first pass begins."""
 
@@ -126,8 +123,13 @@ class Checkpointer:
     def _state(self, ranks: list[Any], groups: State) -> State:
         """Return the content of a checkpoint, given the states of each rank and of groups."""
         context = self._context
-        state: State = {"ranks": ranks, "global_step": context.progress.global_step, "seed": context.cfg.seed}
-        state |= {name: getattr(context.topology, name) for name in SIZES} | groups
+        topology, order = context.topology, context.topology.order
+        state: State = {"ranks": [ranks[rank] for rank in order], "replica_sizes": [*map(len, topology.replicas)]}
+        state |= {
+            "global_step": context.progress.global_step,
+            "seed": context.cfg.seed,
+            "world_size": len(order),
+        } | groups
         state["config"] = dict(context.shown_config)
         state["on_device"] = checkpoints.on_device(context.groups["tools"])
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
@@ -353,15 +355,15 @@ class Checkpointer:
             return
         saved = {
             name: self._with_settings(state, name.removeprefix("tools."), part) if name.startswith("tools.") else part
-            for name, part in state["ranks"][topology.rank].get("per_worker", {}).items()
+            for name, part in state["ranks"][topology.order.index(topology.rank)].get("per_worker", {}).items()
         }
         moved = {f"tools.{name}": topology.device for name in state["on_device"]}
         for text in checkpoints.load_into(group, saved, "per_worker", only=only, moved=moved):
             self._reporter.events.notice(text.removeprefix("per_worker."))
 
     def _has_sizes_of(self, state: State) -> bool:
-        """Return True if a checkpoint was saved by the same numbers of workers and replicas."""
-        return all(getattr(self._context.topology, name) == state.get(name, 1) for name in SIZES)
+        """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
+        return [*map(len, self._context.topology.replicas)] == _replica_sizes(state)
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
@@ -374,12 +376,13 @@ class Checkpointer:
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if `metrics`, metrics of this rank; after a change of size, mergeable ones."""
         topology, ranks = self._context.topology, state["ranks"]
-        replicas, size = topology.data_parallel_size, state.get("model_parallel_size", 1)
+        replicas = topology.data_parallel_size
         if self._has_sizes_of(state):
-            randomness.load_random_state_dict(ranks[topology.rank]["random"], topology.device)
+            randomness.load_random_state_dict(ranks[topology.order.index(topology.rank)]["random"], topology.device)
         else:
             randomness.set_seed(mix_seeds(state["seed"], topology.data_parallel_rank, state["global_step"]))
-        of_replicas = ranks[topology.rank % topology.model_parallel_size % size :: size]
+        place, sizes = topology.replicas[topology.data_parallel_rank].index(topology.rank), _replica_sizes(state)
+        of_replicas = [ranks[sum(sizes[:number]) + place % size] for number, size in enumerate(sizes)]
         mine = of_replicas[topology.data_parallel_rank :: replicas]
         for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
             saved, group = mine[0][name], self._context.groups[name]
@@ -391,3 +394,8 @@ class Checkpointer:
                         text = f"{name}.{item} starts over: its states of several workers cannot be merged"
                         self._reporter.events.notice(text)
             checkpoints.load_into(group, saved, name, only=set(saved))
+
+
+def _replica_sizes(state: State) -> list[int]:
+    size = state.get("model_parallel_size", 1)  # in checkpoints of earlier versions
+    return state.get("replica_sizes") or [size] * (len(state["ranks"]) // size)

@@ -1,10 +1,13 @@
 """Models cut into stages train like whole ones, and their checkpoints are whole."""
 
 import copy
+import itertools
 import json
+import os
 import random
 import re
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ from torch.nn.functional import cross_entropy, linear
 import mlx_runtime
 from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.averaging import saved_tensors
-from mlx_runtime.companions.fragments.cutting import balanced, read_plan
+from mlx_runtime.companions.fragments.cutting import balanced
+from mlx_runtime.companions.fragments.planfile import read
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.sections import Fragments
@@ -45,7 +49,7 @@ def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]
     folder = tmp_path_factory.mktemp("workers")
     preload = ["ray.train.torch", "mlx_runtime.companions.fragments.pipelined"]
     return groups.on_workers(
-        WORKS, folder, 4, preload, {name: 2 for name in WORKS if name not in ("in_replicas", "branches")}
+        WORKS, folder, 4, preload, {name: 2 for name in WORKS if name not in ("in_replicas", "branches", "planned")}
     )
 
 
@@ -174,8 +178,9 @@ class CutNet(Models):
 
 
 def strategy(rank: int, **fragments: Any) -> Strategy:
-    cfg = mlx_runtime.TrainConfig(strategy="pipeline", fragments=Fragments(**fragments))
-    return strategy_of(cfg, Topology(rank, dist.get_world_size(), torch.device("cpu"), rank), None)
+    size = dist.get_world_size()
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=size, fragments=Fragments(**fragments))
+    return strategy_of(cfg, Topology(rank, size, torch.device("cpu"), rank), None)
 
 
 def node(net: Any, group: type = Models, **small: Any) -> dict[str, Any]:
@@ -271,6 +276,45 @@ def in_replicas(rank: int) -> Any:
     return whole_states(made, model, optimizer)["models"]["net"]
 
 
+PLANS = {
+    "other cuts": (((0, 0), (1, 3)), ((0, 2), (3, 3))),
+    "other numbers of stages": (((0, 1), (2, 2), (3, 3)), ((0, 3),)),
+}
+"""First and last block of the stages of two pipelines, of `Transformer` without its tied head, by name."""
+
+
+def write_plan(file: Path, clusters: Any, nodes: str = "", **fields: Any) -> None:
+    names = iter(nodes or "abcdefgh")
+    stages = [[{"node": next(names), "first": first, "last": last} for first, last in item] for item in clusters]
+    blocks = ["embed", "blocks.0", "blocks.1", "blocks.2"]
+    document = {"model": "net", "blocks": blocks, "clusters": [{"stages": item} for item in stages], **fields}
+    file.write_text(json.dumps(document))
+
+
+@work
+def planned(rank: int) -> Any:
+    """By plan: whole states, the weights of all workers, and the process groups of two pipelines that differ."""
+    found: dict[str, Any] = {}
+    for name, clusters in PLANS.items():
+        file = Path(tempfile.gettempdir()) / f"plan-{os.getppid()}-{rank}.json"
+        write_plan(file, clusters, nodes="bdac")
+        for nodes in (None, "abcd"):
+            os.environ.pop("MLX_NODE", None)
+            if nodes:
+                os.environ["MLX_NODE"] = nodes[rank]
+            torch.manual_seed(0)
+            made = strategy(rank, plan=str(file), microbatches=2)
+            model = made.build(node(Transformer)).net
+            rows = tokens(8)
+            optimizer = trained(model, made, rows.chunk(2)[made.topology.data_parallel_rank], clip=0.5)
+            held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
+            states = whole_states(made, model, optimizer)
+            found[name, nodes] = {"states": states, "held": held, "replicas": made.topology.replicas}
+        file.unlink()
+    os.environ.pop("MLX_NODE", None)
+    return found
+
+
 @work
 def branches(rank: int) -> Any:
     """Two pipelines that use different experts."""
@@ -363,7 +407,8 @@ def test_each_stage_holds_its_part_and_states_are_whole(on_workers: dict[str, li
     assert all(torch.equal(item, after[name]) for name, item in before.items() if isinstance(item, torch.Tensor))
 
 
-def test_gradients_are_averaged_over_pipelines(on_workers: dict[str, list[Any]]) -> None:
+def averaged(clip: float = 1e9) -> nn.Module:
+    """Train in one process on the rows of two pipelines."""
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -373,9 +418,32 @@ def test_gradients_are_averaged_over_pipelines(on_workers: dict[str, list[Any]])
             for last in (False, True):
                 logits = model(part.roll(step, 0))["logits"]
                 (cross_entropy(logits.flatten(0, 1), part.roll(int(last), 0).flatten()) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    found = on_workers["in_replicas"][0]
+    return model
+
+
+def test_gradients_are_averaged_over_pipelines(on_workers: dict[str, list[Any]]) -> None:
+    model, found = averaged(), on_workers["in_replicas"][0]
     assert all(torch.allclose(found[name], item, atol=1e-6) for name, item in model.state_dict().items())
+
+
+def test_pipelines_of_a_plan_are_cut_differently(on_workers: dict[str, list[Any]]) -> None:
+    """Weights equal those of one process, and those of all holders are equal bit for bit."""
+    model = averaged(clip=0.5).state_dict()
+    by_name = {"other cuts": ((1, 3), (0, 2)), "other numbers of stages": ((1, 3, 0), (2,))}
+    for name, nodes in itertools.product(PLANS, (None, "abcd")):
+        ranks = [found[name, nodes] for found in on_workers["planned"]]
+        sizes = [len(stages) for stages in PLANS[name]]
+        in_order = tuple(range(sizes[0])), tuple(range(sizes[0], 4))
+        wanted = tuple(sorted(by_name[name], key=lambda item: 0 not in item))
+        assert ranks[0]["replicas"] == (in_order if nodes is None else wanted)
+        found = ranks[0]["states"]["models"]["net"]
+        assert all(torch.allclose(found[title], item, atol=1e-6) for title, item in model.items())
+        optimizers = ranks[0]["states"]["optimizers"]["sgd"]["state"]
+        assert len(optimizers) == len([*Transformer().parameters()])
+        for rank in ranks:
+            assert all(torch.equal(found[title], item) for title, item in rank["held"].items())
 
 
 def test_pipelines_that_use_different_parameters_have_equal_gradients(on_workers: dict[str, list[Any]]) -> None:
@@ -460,15 +528,17 @@ def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
         ((0, 5), (6, 3)): "a stage with blocks 6 to 3; it must begin at 6, have at least one block, and end before 6",
         ((0, -1), (0, 3)): "a stage with blocks 0 to -1; it must begin at 0",
         ((0, 2), (2, 5)): "a stage with blocks 2 to 5; it must begin at 3",
-        ((0, 5),): "has 1 stages per cluster, and the run 2; use cfg.strategy=ddp",
     }.items():
         stages = [{"first": first, "last": last} for first, last in cuts]
         plan.write_text(json.dumps({"model": "net", "blocks": [*"abcdef"], "clusters": [{"stages": stages}]}))
         if text is None:
-            assert read_plan(plan, "net", 2) == ([*"abcdef"], [2, 5])
+            assert read(plan).pipelines == [[2, 5]]
             continue
         with pytest.raises(ConfigError, match=re.escape(text)):
-            read_plan(plan, "net", 2)
+            read(plan)
+    write_plan(plan, PLANS["other cuts"])
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=6, fragments=Fragments(plan=str(plan)))
+    assert "is for 4 workers, and cfg.start_workers is 6; set it to 4" in problems(cfg)[0]
 
 
 @pytest.mark.kills

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from mlx_runtime.companions.fragments import planning
-from mlx_runtime.companions.fragments.planning import Block, Machine, Plan, plan, stages_of
+from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, stages_of
+from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.pure

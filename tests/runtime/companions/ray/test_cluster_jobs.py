@@ -30,13 +30,18 @@ def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster
     file.write_text(json.dumps(plan))
     loop = user.folder / "src" / "experiment.py"
     line = "        self.models.net = prepare_model(self.models.net)  # DDP\n"
-    code = '        import ray\n\n        print("on", ray.get_runtime_context().get_node_labels()["node"])\n'
+    code = """\
+        import ray
+        held = sum(item.numel() for item in self.models.net.parameters() if not item.is_meta)
+        print("on", ray.get_runtime_context().get_node_labels()["node"], "are", held)
+"""
     edit(loop, line, code + line)
     words = [*following[1].split(), "cfg.num_epochs=1"]
     done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank, node in enumerate(("node_1", "node_0")):
-        assert f"on {node}\n" in (user.folder / f"runs/digits/run_001/logs/rank_{rank}.log").read_text()
+    logs = [(user.folder / f"runs/digits/run_001/logs/rank_{rank}.log").read_text() for rank in (0, 1)]
+    found = [re.findall(r"on (\w+) are (\d+)", log) for log in logs]
+    assert sorted(found) == [[("node_0", str(leaf["parameters"]))], [("node_1", str(root["parameters"]))]]
     file.write_text(file.read_text().replace("node_1", "node_7"))
     done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
     assert (done.returncode, "error: the plan has a stage on node node_7, but the" in done.stdout) == (1, True)

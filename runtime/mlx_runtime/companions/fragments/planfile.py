@@ -1,0 +1,240 @@
+"""The file of a plan: which worker holds which blocks, also if fewer workers are left than the plan was made for."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, roles
+from mlx_runtime.companions.fragments.planning import plan
+from mlx_runtime.distributed import Topology, broadcast, gather
+from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.training.engines.local import NODE_NAME
+
+_COSTS = [item.name for item in fields(Block) if item.name not in ("name", "source")]
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """The content of a file.
+
+    Attributes:
+        model: name of the model.
+        blocks: their paths.
+        clusters: machine and last block of each stage, by cluster.
+        costs: those of the blocks; empty if the plan was written by hand.
+        machines: all of them, with idle ones.
+    """
+
+    model: str
+    blocks: list[str]
+    clusters: list[list[tuple[str, int]]]
+    costs: tuple[Block, ...] = ()
+    machines: tuple[Machine, ...] = ()
+    microbatches: int = 4
+    average_every: int = 1
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node for stages in self.clusters for node, _ in stages]
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The last blocks of the stages of each pipeline; a single one if all are cut alike."""
+        cuts = [[last for _, last in stages] for stages in self.clusters]
+        return cuts if any(item != cuts[0] for item in cuts) else cuts[:1]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers, or of those of one of equal pipelines."""
+        return sum(map(len, self.pipelines))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The pipelines of a run.
+
+    Attributes:
+        ranks: of each pipeline, in the order of its stages.
+        model: name of the model that the plan cuts; None without a plan.
+        blocks: paths of its blocks.
+        ends: position of the last block of each stage, by pipeline.
+        notice: a line for the user, or None.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    model: str | None = None
+    blocks: Sequence[str] = ()
+    ends: Sequence[Sequence[int]] = ()
+    notice: str | None = None
+
+
+def layout_of(fragments: Any, topology: Topology) -> Layout:
+    """Return the pipelines of a run. Every worker must call this; rank 0 reads the plan.
+
+    Raises:
+        ConfigError: the plan cannot be read, or is for other workers.
+    """
+    if fragments.plan is None:
+        return Layout(topology.replicas)
+    names, facts = gather(os.environ.get(NODE_NAME)), {}
+    if names is not None:
+        try:
+            facts = asdict(_layout(Path(fragments.plan), fragments.stages, names))
+        except ConfigError as error:
+            facts = {"error": str(error)}
+    facts = broadcast(facts)
+    if "error" in facts:
+        raise ConfigError(facts["error"])
+    return Layout(**facts | {"ranks": tuple(map(tuple, facts["ranks"]))})
+
+
+def _layout(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
+    found, notice = read(path), None
+    for own in found.pipelines:
+        if stages is not None and len(own) != stages:
+            cure = "use cfg.strategy=ddp" if len(own) == 1 else "leave out cfg.fragments.stages"
+            raise ConfigError(f"{path} has a cluster of {len(own)} stages, and the run of {stages}; {cure}")
+    if len(names) % found.workers and len(names) < len(found.nodes) and found.costs:
+        before = found
+        found, names = again(found, names)
+        shape = " and ".join(" + ".join(str(count) for count in _sizes(own)) for own in found.pipelines)
+        notice = f"planned   again for {len(names)} of {len(before.nodes)} workers: {shape} blocks"
+    if len(names) % found.workers:
+        raise ConfigError(
+            f"{path} is for {found.workers} workers, and the run has {len(names)}; set cfg.start_workers="
+            f"{found.workers}, or plan again with `mlx train clusterize`"
+        )
+    if sorted(map(str, names)) == sorted(found.nodes) and len({*names}) == len(names):
+        ranks = [tuple(names.index(node) for node, _ in own) for own in found.clusters]
+        ends = [[last for _, last in own] for own in found.clusters]
+    else:
+        ends = found.pipelines * (len(names) // found.workers)
+        starts = [sum(map(len, ends[:number])) for number in range(len(ends))]
+        ranks = [tuple(range(first, first + len(own))) for first, own in zip(starts, ends, strict=True)]
+    first = next(number for number, own in enumerate(ranks) if 0 in own)  # its weights are those of checkpoints
+    order = [first, *(number for number in range(len(ranks)) if number != first)]
+    return Layout(
+        tuple(ranks[number] for number in order), found.model, found.blocks, [ends[number] for number in order], notice
+    )
+
+
+def _sizes(ends: Sequence[int]) -> list[int]:
+    return [end - before for before, end in zip([-1, *ends], ends, strict=False)]
+
+
+def again(found: PlanFile, names: Sequence[str | None]) -> tuple[PlanFile, list[str]]:
+    """Plan again for workers on the machines with these names. Return the plan, and the name of each worker in it.
+
+    A worker on an unknown machine counts as one on the weakest of all.
+    """
+    known = {item.name: item for item in found.machines}
+    weakest = {
+        trait: min(getattr(item, trait) for item in found.machines) for trait in ("memory", "bandwidth", "speed")
+    }
+    machines = [
+        known.pop(str(name)) if str(name) in known else Machine(f"worker_{rank}", **weakest)
+        for rank, name in enumerate(names)
+    ]
+    made = plan(
+        found.costs,
+        machines,
+        microbatches=found.microbatches,
+        average_every=found.average_every,
+        all_nodes=True,
+    )
+    clusters = [[(item.machine.name, item.last) for item in own] for own in made.clusters]
+    return PlanFile(found.model, found.blocks, clusters), [item.name for item in machines]
+
+
+def read(path: Path) -> PlanFile:
+    """Read a plan.
+
+    Raises:
+        ConfigError: it cannot be read, or its stages have gaps.
+    """
+    try:
+        document: Mapping[str, Any] = json.loads(path.read_text())
+        blocks = [str(item) for item in document["blocks"]]
+        clusters = [
+            [(str(stage.get("node")), int(stage["first"]), int(stage["last"])) for stage in item["stages"]]
+            for item in document["clusters"]
+        ]
+        costs = tuple(Block(name, **item) for name, item in zip(blocks, document.get("costs", ()), strict=False))
+        machines = tuple(
+            Machine(**item | {"bandwidth": item["bandwidth"] or math.inf}) for item in document.get("machines", ())
+        )
+        found = PlanFile(
+            document["model"],
+            blocks,
+            [[(node, last) for node, _, last in stages] for stages in clusters],
+            costs if len(costs) == len(blocks) and machines else (),
+            machines,
+            int(document.get("microbatches", 4)),
+            int(document.get("average_every", 1)),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"cfg.fragments.plan={path} cannot be read ({error}); `mlx train clusterize` writes one"
+        ) from error
+    if not all(clusters) or not clusters:
+        raise ConfigError(f"{path} has no stages; `mlx train clusterize` writes them")
+    for stages in clusters:
+        expected = 0
+        for _, first, last in stages:
+            if first != expected or not first <= last < len(blocks):
+                raise ConfigError(
+                    f"{path} has a stage with blocks {first} to {last}; it must begin at {expected}, have at least one "
+                    f"block, and end before {len(blocks)}"
+                )
+            expected = last + 1
+    return found
+
+
+def write(file: Path, model: str, found: Plan) -> None:
+    """Write a plan as JSON.
+
+    A strategy reads `model`, `blocks` and, of each stage, `node`, `first` and `last`; with `costs` and `machines`, it
+    plans again for fewer machines.
+    """
+    machines = [*(stage.machine for stages in found.clusters for stage in stages), *found.idle]
+    document = {
+        "model": model,
+        "blocks": [block.name for block in found.blocks],
+        "microbatches": found.microbatches,
+        "average_every": found.average_every,
+        "clusters": [
+            {
+                "step_s": found.step_s(number),
+                "stages": [
+                    {
+                        "node": stage.machine.name,
+                        "role": role,
+                        "first": stage.first,
+                        "last": stage.last,
+                        "parameters": stage.parameters,
+                        "memory": stage.memory,
+                        "compute_s": stage.compute_s,
+                        "transfer_s": stage.transfer_s,
+                    }
+                    for role, stage in zip(roles(len(stages)), stages, strict=True)
+                ],
+            }
+            for number, stages in enumerate(found.clusters)
+        ],
+        "idle": [machine.name for machine in found.idle],
+        "machines": [
+            asdict(item) | {"bandwidth": item.bandwidth if math.isfinite(item.bandwidth) else None} for item in machines
+        ],
+        "costs": [{name: getattr(block, name) for name in _COSTS} for block in found.blocks],
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.tmp")
+        temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise StorageError(f"cannot write {file}: {error.strerror or error}") from error
