@@ -26,12 +26,14 @@ class Pipelined:
         cut: Its stages.
         links: Connections to the other stages.
         microbatches: Number of parts into which each batch is split.
+        schedule: The schedule that owns the backward pass; None if autograd does.
     """
 
-    def __init__(self, name: str, cut: Cut, links: Links, microbatches: int) -> None:
-        self.name, self.cut, self.links, self.microbatches = name, cut, links, microbatches
+    def __init__(self, name: str, cut: Cut, links: Links, microbatches: int, schedule: str | None = None) -> None:
+        self.name, self.cut, self.links, self.microbatches, self.schedule = name, cut, links, microbatches, schedule
         self.shapes = Shapes(links.device)
         self.execution: Execution | None = None  # during a forward pass
+        self.intercept: Callable[..., Any] | None = None  # called instead of a forward pass
         self.infers = False  # a unit runs on fake tensors
         self._received: dict[Any, list[Any]] = {}  # what a microbatch receives, by kinds of inputs
 
@@ -93,6 +95,8 @@ class Pipelined:
         """Run the whole model, microbatch by microbatch."""
         if self.execution is not None:
             return forward(*args, **kwargs)
+        if self.intercept is not None:
+            return self.intercept(self, model, forward, args, kwargs)
         links = self.links
         leaves, structure = tree_flatten((args, kwargs))
         needing = [
@@ -104,12 +108,12 @@ class Pipelined:
         for place, item in zip(needing, journey.inputs, strict=True):
             leaves[place] = item
         parts = _split(leaves, self.microbatches)
-        draws = _Draws(links)
+        draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), links.stage))
         outputs = []
         alike = [tuple(map(_shape, part)) for part in parts]
         case = alike[0], model.training, torch.is_grad_enabled(), len(parts)
         known = self._received.get(case)
-        with self._loose_parameters(model) as loose:
+        with self._loose_parameters(model, links.stage) as loose:
             for number, part in enumerate(parts):
                 first = bool(loose)  # the first microbatch receives shared weights as well
                 for ahead in (number, number + 1) if number == first else (number + 1,) if number > first else ():
@@ -137,7 +141,20 @@ class Pipelined:
         return tree_unflatten(joined, outputs[0][1])
 
     @contextmanager
-    def _loose_parameters(self, model: nn.Module) -> Iterator[list[Any]]:
+    def cut_into(self, cut: Cut, model: nn.Module, execution: Execution) -> Iterator[None]:
+        """Let the model's own code run one stage of another cut within the block."""
+        before, self.cut = self.cut, cut
+        try:
+            with self._loose_parameters(model, execution.stage) as loose:
+                self.execution = execution
+                for tensor in loose:
+                    tensor.runner = execution
+                yield
+        finally:
+            self.cut, self.execution = before, None
+
+    @contextmanager
+    def _loose_parameters(self, model: nn.Module, own: int) -> Iterator[list[Any]]:
         """Replace parameters outside of units by stage tensors within the block."""
         replaced: list[tuple[nn.Module, str, Any]] = []
         made: dict[int, Any] = {}
@@ -146,7 +163,7 @@ class Pipelined:
             owner = model.get_submodule(path)
             param: Any = owner._parameters[name]
             if id(param) not in made:
-                here = stage == self.links.stage
+                here = stage == own
                 nowhere: Any = None  # the pass is set for each microbatch
                 made[id(param)] = StageTensor.make(nowhere, Spec.of(param), stage, param if here else None)
             replaced.append((owner, name, param))
@@ -201,6 +218,11 @@ class Pipelined:
 
     def _done(self, model: nn.Module) -> None:
         """At the end of the backward pass, average gradients over replicas."""
+        if self.schedule is not None:
+            raise MlxError(
+                f"cfg.fragments.schedule={self.schedule} trains with self.forward_backward(batch), but the loop calls "
+                "the backward pass itself; call that instead, or set cfg.fragments.schedule=gpipe"
+            )
         if self.links.syncs:
             self.links.average_gradients(
                 [param for param in model.parameters() if param.requires_grad and not param.is_meta]
@@ -236,16 +258,15 @@ def _split(leaves: Sequence[Any], count: int) -> list[list[Any]]:
     ]
 
 
-class _Draws:
+class Draws:
     """Lets a stage draw random numbers, while the generators of the loop stay equal on all stages.
 
     Each forward pass draws a seed from the generator of the loop. From it, each stage has its own numbers.
     """
 
-    def __init__(self, links: Links) -> None:
-        self._device = links.device
-        seed = int(torch.randint(2**31, ()))
-        self._seed: int | None = mix_seeds(seed, links.stage)
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device = device
+        self._seed: int | None = seed
         self._state: tuple[Any, ...] = ()
 
     @contextmanager

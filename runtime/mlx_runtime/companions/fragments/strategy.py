@@ -54,6 +54,11 @@ class Pipeline:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         if fragments.stages is None and fragments.plan is not None:
             return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
+        if fragments.plan is not None and chunks_of(fragments) > 1:
+            return (
+                f"cfg.fragments.schedule={fragments.schedule} has {fragments.chunks} stages per worker, and a plan has "
+                "one; set cfg.fragments.chunks=1"
+            )
         return None
 
     @staticmethod
@@ -65,6 +70,7 @@ class Pipeline:
         stages: int = cfg.fragments.stages or workers
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
+        _check_microbatches(cfg.fragments, stages)
         return stages
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
@@ -72,6 +78,7 @@ class Pipeline:
         self.notice: str | None = None
         self._lines: list[str] = []
         self._models: list[nn.Module] = []
+        self._scheduled: list[Any] = []  # models with their stages, for schedules that own the backward pass
         self._planned = False  # a model is cut by the plan
         after_import("ray.train", _keep_cut_models)
 
@@ -82,6 +89,17 @@ class Pipeline:
         links = Links(self.topology, HALF.get(self._cfg.fragments.traffic))
         links.syncs = self._cfg.replicas.every is None
         return links
+
+    @cached_property
+    def schedule(self) -> Any:
+        """Trains step by step, with a schedule that owns the backward pass; None if autograd does."""
+        from mlx_runtime.companions.fragments.schedules import Schedule
+
+        fragments = self._cfg.fragments
+        if fragments.schedule == "gpipe":
+            return None
+        chunks = chunks_of(fragments)
+        return Schedule(fragments.schedule, fragments.microbatches, chunks, self._links, self._scheduled)
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self.topology, deferred_models(node)
@@ -116,13 +134,15 @@ class Pipeline:
         from mlx_runtime.companions.fragments.pipelined import Pipelined
 
         links, fragments, ends = self._links, self._cfg.fragments, None
+        stages = links.stages * chunks_of(fragments)
         planned = None
         if fragments.plan is not None and not whole:
             planned = read_plan(Path(fragments.plan), name, links.stages)
         if planned is not None:
             blocks, ends = planned
             self._planned = True
-        made = Cut({"": links.stages - 1}, {}) if whole else cut(name, model, blocks, links.stages, ends)
+        cut_model = None if whole else cut(name, model, blocks, stages, ends)
+        made = Cut({"": links.stages - 1}, {}) if cut_model is None else cut_model.folded(links.stages)
         self._lines.append(_line(name, model, made, links.stages))
         recomputed = self._cfg.activation_checkpointing
         paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
@@ -134,7 +154,10 @@ class Pipeline:
             )
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
         self._distribute(model, made)
-        Pipelined(name, made, links, 1 if whole else fragments.microbatches).install(model)
+        schedule = None if whole or fragments.schedule == "gpipe" else fragments.schedule
+        pipelined = Pipelined(name, made, links, 1 if whole else fragments.microbatches, schedule)
+        pipelined.install(model)
+        self._scheduled.append((model, pipelined, cut_model))
         _allow_absent(model)
 
     def _distribute(self, model: nn.Module, made: Any) -> None:
@@ -239,6 +262,28 @@ class Pipeline:
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+def chunks_of(fragments: Any) -> int:
+    """Return the number of stages per worker."""
+    chunks: int = fragments.chunks if fragments.schedule in ("interleaved", "zero_bubble") else 1
+    return chunks
+
+
+def _check_microbatches(fragments: Any, stages: int) -> None:
+    """Check that torch's schedules accept the number of microbatches."""
+    key, count = f"cfg.fragments.schedule={fragments.schedule}", fragments.microbatches
+    if fragments.schedule == "1f1b" and count < stages:
+        raise ConfigError(
+            f"{key} needs at least as many microbatches as stages; set cfg.fragments.microbatches={stages}"
+        )
+    if fragments.schedule in ("interleaved", "zero_bubble"):
+        rounds = max(1, count // stages)
+        if count % rounds:
+            raise ConfigError(
+                f"{key} runs {count} microbatches in {rounds} rounds, which must divide them; set "
+                f"cfg.fragments.microbatches={rounds * stages} or {(rounds + 1) * stages}"
+            )
 
 
 def _keep_cut_models() -> None:
