@@ -14,7 +14,7 @@ from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Journey, Links
 from mlx_runtime.companions.fragments.tensors import Execution, Shapes, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
-from mlx_runtime.distributed.randomness import random_state, set_random_state, set_seed
+from mlx_runtime.distributed.randomness import random_state, set_random_state, temporary_seed
 from mlx_runtime.errors import MlxError
 
 
@@ -266,17 +266,13 @@ class Draws:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
-        self._seed: int | None = seed
-        self._state: tuple[Any, ...] = ()
+        with temporary_seed(seed):
+            self._state = self._get()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         outer = self._get()
-        if self._seed is not None:
-            set_seed(self._seed)
-            self._seed = None
-        else:
-            self._set(self._state)
+        self._set(self._state)
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ from mlx_runtime.companions.fragments.pipelined import Draws, Pipelined
 from mlx_runtime.companions.fragments.tensors import Execution, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed import decode, encode
+from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import AnyMetric, keeps_rows, load_state, state_of
 
@@ -150,7 +151,7 @@ class Schedule:
             state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             raise _CallSeen(Call(pipelined, model, forward, args, kwargs, state))
 
-        with self._intercepted(stop), seeded(seed, self.links.device):
+        with self._intercepted(stop), temporary_seed(seed):
             try:
                 loss(part)
             except _CallSeen as seen:
@@ -260,6 +261,8 @@ class _Passes:
             [at for at, item in enumerate(self._crossings) if item.source <= stage < item.target]
             for stage in range(count - 1)
         ]
+        if schedule.kind == "zero_bubble":
+            self._check_gradients(call)
         from torch.distributed import pipelining
 
         stages: list[Any] = []
@@ -270,12 +273,6 @@ class _Passes:
             stages.append(
                 pipelining.PipelineStage(module, stage, count, links.device, entering, leaving, group=links.pipeline)
             )
-            trained = any(item.requires_grad for item in entering) or not any(True for _ in module.parameters())
-            if schedule.kind == "zero_bubble" and stage and not trained:
-                raise MlxError(
-                    f"no input of stage {stage} of models.{call.pipelined.name} needs gradients, without which torch's "
-                    "zero-bubble schedule does not train its weights; set cfg.fragments.schedule=interleaved"
-                )
         options: dict[str, Any] = {"loss_fn": self._loss_of, "scale_grads": False}
         if schedule.kind == "1f1b":
             self._torch: Any = pipelining.Schedule1F1B(stages[0], schedule.microbatches, **options)
@@ -283,6 +280,16 @@ class _Passes:
             self._torch = pipelining.ScheduleInterleaved1F1B(stages, schedule.microbatches, **options)
         else:
             self._torch = pipelining.ScheduleInterleavedZeroBubble(stages, schedule.microbatches, **options)
+
+    def _check_gradients(self, call: Call) -> None:
+        """Raise MlxError if torch would not find the weights of a stage, which it does from gradients of inputs."""
+        trained = {self._cut.stage_of(name) for name, item in call.model.named_parameters() if item.requires_grad}
+        for stage, across in enumerate(self._across, start=1):
+            if stage in trained and not any(self._crossings[at].spec.requires_grad for at in across):
+                raise MlxError(
+                    f"no input of stage {stage} of models.{call.pipelined.name} needs gradients, without which torch's "
+                    "zero-bubble schedule does not train its weights; set cfg.fragments.schedule=interleaved"
+                )
 
     def _traced(self, call: Call) -> tuple[list[_Crossing], int]:
         """Return the tensors that stages send, and the number of outputs of the model that are tensors."""
@@ -299,7 +306,7 @@ class _Passes:
 
         execution = Execution(-1, call.pipelined.shapes, transfer, nullcontext)
         with (
-            seeded(0, self._schedule.links.device),  # the loop draws as many numbers in a resumed run
+            temporary_seed(0),  # the loop draws as many numbers in a resumed run
             call.pipelined.cut_into(self._cut, call.model, execution),
             self._autocast(call),
         ):
@@ -378,7 +385,7 @@ class _Passes:
 
         execution = Execution(stage, call.pipelined.shapes, transfer, self._draws[stage])
         with (
-            seeded(mix_seeds(self._seed, count, at), links.device),
+            temporary_seed(mix_seeds(self._seed, count, at)),
             call.pipelined.cut_into(self._cut, model, execution),
             self._autocast(call),
         ):
@@ -409,7 +416,7 @@ class _Passes:
                 )
             return results.pop(at)
 
-        with self._schedule._intercepted(answer), seeded(mix_seeds(self._seed, at), self._schedule.links.device):
+        with self._schedule._intercepted(answer), temporary_seed(mix_seeds(self._seed, at)):
             value, weight = self._loss(part)
         self._values.append(value.detach())
         self._weights.append(weight)
@@ -471,14 +478,6 @@ def split(batch: Any, count: int) -> list[Any]:
         return tree_map(cut, batch, is_leaf=is_rows)
 
     return [part(at) for at in range(count)]
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw other random numbers within the block, which the loop does not notice."""
-    draws = Draws(device, seed)
-    with draws():
-        yield
 
 
 def _updates(metric: AnyMetric) -> int:

@@ -54,6 +54,11 @@ class Pipeline:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         if fragments.stages is None and fragments.plan is not None:
             return "cfg.fragments.plan needs cfg.fragments.stages, the number of stages in each of its clusters"
+        if fragments.schedule == "zero_bubble" and cfg.activation_checkpointing:
+            return (
+                "cfg.fragments.schedule=zero_bubble goes back through blocks twice, but cfg.activation_checkpointing "
+                "recomputes them once; set the schedule to interleaved or 1f1b"
+            )
         if fragments.plan is not None and chunks_of(fragments) > 1:
             return (
                 f"cfg.fragments.schedule={fragments.schedule} has {fragments.chunks} stages per worker, and a plan has "
