@@ -146,12 +146,17 @@ class Experiment(BaseModule):
         self.models.net.train(training)
         self.reset_all_metrics_and_losses()
         for batch_idx, batch in enumerate(loader):
-            logits, target = self.models.net(batch["input"]), batch["target"]
-            loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
             if training:
-                self.backward(loss)
+                self.forward_backward(batch)
                 self.optimizer_step()
-            right = ((logits.argmax(-1) == target) | (target == IGNORED)).all(1)
-            self.metrics.loss.update(loss.detach(), weight=len(target))
-            self.metrics.sorted.update(right.float().mean(), weight=len(target))
+            else:
+                self.loss(batch)
             self.save_metrics(batch_idx=batch_idx, epoch=epoch)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits, target = self.models.net(batch["input"]), batch["target"]
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+        right = ((logits.argmax(-1) == target) | (target == IGNORED)).all(1)
+        self.metrics.loss.update(loss.detach(), weight=len(target))
+        self.metrics.sorted.update(right.float().mean(), weight=len(target))
+        return loss

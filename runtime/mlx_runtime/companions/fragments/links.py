@@ -43,9 +43,9 @@ class Links:
         self.replicas = len(self.pipelines)
         self.syncs = True  # average gradients over replicas in the next backward passes
         self.peers: dict[Ranks, Any] = {}  # process groups of the workers that hold the same tensors
-        self._pipeline: Any = dist.group.WORLD
+        self.pipeline: Any = dist.group.WORLD
         if self.replicas > 1:
-            self._pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines)  # type: ignore[no-untyped-call]
+            self.pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines)  # type: ignore[no-untyped-call]
         self._sending: list[Any] = []
         self._early: defaultdict[int, deque[Any]] = defaultdict(deque)  # begun to be received, by stage
 
@@ -58,7 +58,7 @@ class Links:
 
     def send(self, value: torch.Tensor, stage: int) -> None:
         """Send a tensor in the background."""
-        value = value.detach().to(self._type_of(value.dtype)).contiguous()
+        value = value.detach().to(self.type_of(value.dtype)).contiguous()
         self._sending.append((dist.isend(value, self.rank_of(stage)), value))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
@@ -78,11 +78,11 @@ class Links:
     def expect(self, *messages: Message) -> None:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
         for shape, dtype, stage in messages:
-            received = torch.empty(shape, dtype=self._type_of(dtype), device=self.device)
+            received = torch.empty(shape, dtype=self.type_of(dtype), device=self.device)
             work = dist.irecv(received, self.rank_of(stage))
             self._early[stage].append((work, received, (shape, dtype, stage)))
 
-    def _type_of(self, dtype: torch.dtype) -> torch.dtype:
+    def type_of(self, dtype: torch.dtype) -> torch.dtype:
         return self._traffic if self._traffic is not None and dtype == torch.float32 else dtype
 
     def wait(self) -> None:
@@ -93,17 +93,17 @@ class Links:
 
     def broadcast(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Fill a contiguous tensor with its value at a stage. Every worker must call this."""
-        dist.broadcast(value, self.rank_of(stage), group=self._pipeline)
+        dist.broadcast(value, self.rank_of(stage), group=self.pipeline)
         return value
 
     def share(self, value: Any, stage: int) -> Any:
         """Return an object that a stage has. Every worker must call this."""
         shared = [value]
-        dist.broadcast_object_list(shared, self.rank_of(stage), group=self._pipeline, device=self.device)
+        dist.broadcast_object_list(shared, self.rank_of(stage), group=self.pipeline, device=self.device)
         return shared[0]
 
     def sum_over_stages(self, value: torch.Tensor, *, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        dist.all_reduce(value, op, group=self._pipeline)
+        dist.all_reduce(value, op, group=self.pipeline)
         return value
 
     def add_peers(self, ranks: Ranks) -> None:

@@ -22,7 +22,7 @@ from mlx_runtime.companions.fragments.tensors import (
     check_traceable,
 )
 from mlx_runtime.data import mix_seeds
-from mlx_runtime.distributed.randomness import random_state, set_random_state, set_seed
+from mlx_runtime.distributed.randomness import random_state, set_random_state, temporary_seed
 from mlx_runtime.errors import MlxError
 
 
@@ -35,13 +35,17 @@ class Pipelined:
         links: Connections to the other stages.
         holders: Workers that hold its tensors.
         microbatches: Number of parts into which each batch is split.
+        schedule: The schedule that owns the backward pass; None if autograd does.
     """
 
-    def __init__(self, name: str, cut: Cut, links: Links, holders: Holders, microbatches: int) -> None:
-        self.name, self.cut, self.links, self.microbatches = name, cut, links, microbatches
+    def __init__(
+        self, name: str, cut: Cut, links: Links, holders: Holders, microbatches: int, schedule: str | None = None
+    ) -> None:
+        self.name, self.cut, self.links, self.microbatches, self.schedule = name, cut, links, microbatches, schedule
         self._holders = holders
         self.shapes = Shapes(links.device)
         self.execution: Execution | None = None  # during a forward pass
+        self.intercept: Callable[..., Any] | None = None  # called instead of a forward pass
         self.infers = False  # a unit runs on fake tensors
         self._received: dict[Any, list[Any]] = {}  # what a microbatch receives, by kinds of inputs
         self._unknown: set[str] = set()  # units with shapes that depend on values
@@ -109,6 +113,8 @@ class Pipelined:
         """Run the whole model, microbatch by microbatch."""
         if self.execution is not None:
             return forward(*args, **kwargs)
+        if self.intercept is not None:
+            return self.intercept(self, model, forward, args, kwargs)
         links = self.links
         leaves, structure = tree_flatten((args, kwargs))
         needing = [
@@ -120,12 +126,12 @@ class Pipelined:
         for place, item in zip(needing, journey.inputs, strict=True):
             leaves[place] = item
         parts = _split(leaves, self.microbatches)
-        draws = _Draws(links)
+        draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), links.stage))
         outputs = []
         alike = [tuple(map(_shape, part)) for part in parts]
         case = alike[0], model.training, torch.is_grad_enabled(), len(parts)
         known = self._received.get(case)
-        with self._loose_parameters(model) as loose:
+        with self._loose_parameters(model, links.stage) as loose:
             for number, part in enumerate(parts):
                 first = bool(loose)  # the first microbatch receives shared weights as well
                 for ahead in (number, number + 1) if number == first else (number + 1,) if number > first else ():
@@ -153,7 +159,20 @@ class Pipelined:
         return tree_unflatten(joined, outputs[0][1])
 
     @contextmanager
-    def _loose_parameters(self, model: nn.Module) -> Iterator[list[Any]]:
+    def cut_into(self, cut: Cut, model: nn.Module, execution: Execution) -> Iterator[None]:
+        """Let the model's own code run one stage of another cut within the block."""
+        before, self.cut = self.cut, cut
+        try:
+            with self._loose_parameters(model, execution.stage) as loose:
+                self.execution = execution
+                for tensor in loose:
+                    tensor.runner = execution
+                yield
+        finally:
+            self.cut, self.execution = before, None
+
+    @contextmanager
+    def _loose_parameters(self, model: nn.Module, own: int) -> Iterator[list[Any]]:
         """Replace parameters outside of units by stage tensors within the block."""
         replaced: list[tuple[nn.Module, str, Any]] = []
         made: dict[int, Any] = {}
@@ -162,7 +181,7 @@ class Pipelined:
             owner = model.get_submodule(path)
             param: Any = owner._parameters[name]
             if id(param) not in made:
-                here = stage == self.links.stage
+                here = stage == own
                 nowhere: Any = None  # the pass is set for each microbatch
                 made[id(param)] = StageTensor.make(nowhere, Spec.of(param), stage, param if here else None)
             replaced.append((owner, name, param))
@@ -217,6 +236,15 @@ class Pipelined:
 
     def _done(self, model: nn.Module) -> None:
         """At the end of the backward pass, average gradients over replicas."""
+        if self.schedule is not None:
+            raise MlxError(
+                f"cfg.fragments.schedule={self.schedule} trains with self.forward_backward(batch), but the loop calls "
+                "the backward pass itself; call that instead, or set cfg.fragments.schedule=gpipe"
+            )
+        self.average_gradients(model)
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """Average the gradients of this stage over the pipelines, unless more are to be accumulated."""
         if self.links.syncs:
             trained = {name: item for name, item in model.named_parameters() if item.requires_grad and not item.is_meta}
             self.links.average_gradients(self._holders.grouped(trained))
@@ -251,26 +279,21 @@ def _split(leaves: Sequence[Any], count: int) -> list[list[Any]]:
     ]
 
 
-class _Draws:
+class Draws:
     """Lets a stage draw random numbers, while the generators of the loop stay equal on all stages.
 
     Each forward pass draws a seed from the generator of the loop. From it, each stage has its own numbers.
     """
 
-    def __init__(self, links: Links) -> None:
-        self._device = links.device
-        seed = int(torch.randint(2**31, ()))
-        self._seed: int | None = mix_seeds(seed, links.stage)
-        self._state: tuple[Any, ...] = ()
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device = device
+        with temporary_seed(seed):
+            self._state = self._get()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         outer = self._get()
-        if self._seed is not None:
-            set_seed(self._seed)
-            self._seed = None
-        else:
-            self._set(self._state)
+        self._set(self._state)
         try:
             yield
         finally:

@@ -62,6 +62,16 @@ class Pipeline:
                 f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
                 f"to {plan.workers}, or plan again with `mlx train clusterize cfg.fragments.plan=null`"
             )
+        if fragments.schedule == "zero_bubble" and cfg.activation_checkpointing:
+            return (
+                "cfg.fragments.schedule=zero_bubble goes back through blocks twice, but cfg.activation_checkpointing "
+                "recomputes them once; set the schedule to interleaved or 1f1b"
+            )
+        if fragments.plan is not None and chunks_of(fragments) > 1:
+            return (
+                f"cfg.fragments.schedule={fragments.schedule} has {fragments.chunks} stages per worker, and a plan has "
+                "one; set cfg.fragments.chunks=1"
+            )
         return None
 
     @staticmethod
@@ -76,6 +86,7 @@ class Pipeline:
         stages: int = cfg.fragments.stages or workers
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
+        _check_microbatches(cfg.fragments, stages)
         return stages
 
     @staticmethod
@@ -93,6 +104,7 @@ class Pipeline:
         self.notice = self._layout.notice
         self._lines: list[str] = []
         self._holders: list[Any] = []  # by model
+        self._scheduled: list[Any] = []  # models with their stages, for schedules that own the backward pass
         after_import("ray.train", _keep_cut_models)
 
     @cached_property
@@ -102,6 +114,17 @@ class Pipeline:
         links = Links(self.topology, HALF.get(self._cfg.fragments.traffic))
         links.syncs = self._cfg.replicas.every is None
         return links
+
+    @cached_property
+    def schedule(self) -> Any:
+        """Trains step by step, with a schedule that owns the backward pass; None if autograd does."""
+        from mlx_runtime.companions.fragments.schedules import Schedule
+
+        fragments = self._cfg.fragments
+        if fragments.schedule == "gpipe":
+            return None
+        chunks = chunks_of(fragments)
+        return Schedule(fragments.schedule, fragments.microbatches, chunks, self._links, self._scheduled)
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self.topology, deferred_models(node)
@@ -134,21 +157,21 @@ class Pipeline:
         from mlx_runtime.companions.fragments.holders import Holders
         from mlx_runtime.companions.fragments.pipelined import Pipelined
 
-        links, layout, cuts = self._links, self._layout, {}
+        links, layout, fragments = self._links, self._layout, self._cfg.fragments
         planned = layout.model == name and not whole
         if planned:
             blocks = list(layout.blocks)
         all_ends = [tuple(item) for item in layout.ends] if planned else [None] * len(layout.ranks)
         kinds = [(len(ranks), ends) for ranks, ends in zip(layout.ranks, all_ends, strict=True)]
+        unfolded, cuts = {}, {}
         for stages, ends in dict.fromkeys(kinds):
-            made = Cut({"": stages - 1}, {}) if whole else cut(name, model, blocks, stages, ends)
+            found = None if whole else cut(name, model, blocks, stages * chunks_of(fragments), ends)
+            made = Cut({"": stages - 1}, {}) if found is None else found.folded(stages)
             self._lines.append(_line(name, model, made, stages))
-            cuts[stages, ends] = made
+            unfolded[stages, ends], cuts[stages, ends] = found, made
         loose = [title for made in cuts.values() for title in made.loose]
-        made, holders = (
-            cuts[kinds[self.topology.data_parallel_rank]],
-            Holders(model, [cuts[kind] for kind in kinds], links),
-        )
+        own = kinds[self.topology.data_parallel_rank]
+        made, holders = cuts[own], Holders(model, [cuts[kind] for kind in kinds], links)
         self._holders.append(holders)
         recomputed = self._cfg.activation_checkpointing
         paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
@@ -160,8 +183,11 @@ class Pipeline:
             )
         recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
         self._distribute(model, made, holders)
-        microbatches = 1 if whole else self._cfg.fragments.microbatches
-        Pipelined(name, made, links, holders, microbatches).install(model)
+        schedule = None if whole or fragments.schedule == "gpipe" else fragments.schedule
+        microbatches = 1 if whole else fragments.microbatches
+        pipelined = Pipelined(name, made, links, holders, microbatches, schedule)
+        pipelined.install(model)
+        self._scheduled.append((model, pipelined, unfolded[own]))
         _allow_absent(model)
 
     def _distribute(self, model: nn.Module, made: Any, holding: Any) -> None:
@@ -282,6 +308,28 @@ class Pipeline:
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+def chunks_of(fragments: Any) -> int:
+    """Return the number of stages per worker."""
+    chunks: int = fragments.chunks if fragments.schedule in ("interleaved", "zero_bubble") else 1
+    return chunks
+
+
+def _check_microbatches(fragments: Any, stages: int) -> None:
+    """Check that torch's schedules accept the number of microbatches."""
+    key, count = f"cfg.fragments.schedule={fragments.schedule}", fragments.microbatches
+    if fragments.schedule == "1f1b" and count < stages:
+        raise ConfigError(
+            f"{key} needs at least as many microbatches as stages; set cfg.fragments.microbatches={stages}"
+        )
+    if fragments.schedule in ("interleaved", "zero_bubble"):
+        rounds = max(1, count // stages)
+        if count % rounds:
+            raise ConfigError(
+                f"{key} runs {count} microbatches in {rounds} rounds, which must divide them; set "
+                f"cfg.fragments.microbatches={rounds * stages} or {(rounds + 1) * stages}"
+            )
 
 
 def _keep_cut_models() -> None:

@@ -16,10 +16,11 @@ from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.loop.context import RunContext
 from mlx_runtime.training.loop.losses import Mean
 from mlx_runtime.training.loop.reporting import Reporter
-from mlx_runtime.training.loop.weighting import Weight, WeightedLosses, checked_weight, without_gradient
 
 if TYPE_CHECKING:
     from mlx_runtime.training.loop.gradients import GradientMonitor
+    from mlx_runtime.training.loop.leftovers import Leftovers
+    from mlx_runtime.training.loop.weighting import Weight, WeightedLosses
     from mlx_runtime.training.strategies import Strategy
 
 
@@ -46,7 +47,7 @@ class Optimization:
         self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()
         self._divisor = 1.0  # divisor of the loss of this step; see `WorkerPass.loss_divisor`
-        self._weighted = WeightedLosses()
+        self._weighted: WeightedLosses | None = None  # None unless losses have weights, or an update has several steps
         self._monitor = self._gradient_monitor() if debug.watch_gradients or debug.stop_on_nan else None
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
@@ -56,8 +57,7 @@ class Optimization:
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
         self.stepped: set[int] = set()  # ids of the optimizers that have ever stepped
         self._owners: set[str] = set()  # optimizers for which `step` was ever called
-        self._last_owners: set[str] = set()  # those since the last backward pass
-        self._without: set[str] = set()  # optimizers without gradients just before that pass
+        self._leftovers: Leftovers | None = None  # None with a single optimizer
 
     def _gradient_monitor(self) -> "GradientMonitor":
         from mlx_runtime.training.loop.gradients import GradientMonitor
@@ -69,71 +69,87 @@ class Optimization:
     # -- called by user code
 
     def backward(
-        self, loss: torch.Tensor, *, weight: Weight | None = None, optimizer: str | None = None, **options: Any
+        self, loss: torch.Tensor, *, weight: "Weight | None" = None, optimizer: str | None = None, **options: Any
     ) -> None:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
+        self._begin_backward()
+        others: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        if optimizer is not None:
+            from mlx_runtime.training.loop.leftovers import set_aside
+
+            _, own = self._optimizer(optimizer, f"backward(loss, optimizer={optimizer!r})")
+            accumulates = self.strategy.shards and self.accumulation.steps > 1
+            others = set_aside(own, self._context.groups.optimizers.values(), accumulates_shards=accumulates)
+        checked, undo = self._weight_of(loss, weight)
+        factor = self._factor(checked)
+        loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
+        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
+        undo()
+        for param, gradient in others:
+            param.grad = gradient
+
+    def forward_backward(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+        """Add the gradients of a batch to those of the current update; see `BaseModule.forward_backward`."""
+        schedule = getattr(self.strategy, "schedule", None)  # strategies of other packages may have none
+        if schedule is None:
+            value = loss(batch)
+            self.backward(value)
+            return value.detach()
+        self._begin_backward()
+
+        def weighted(part: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            value = loss(part)
+            return value, self._weight_of(value, None)[0]
+
+        groups = self._context.groups
+        metrics = {
+            f"{group}.{name}": item for group in ("losses", "metrics") for name, item in groups.members(group).items()
+        }
+        scale = self._scaler.scale(torch.ones((), device=self._context.topology.device))
+        found: torch.Tensor = schedule.step(weighted, batch, scale=scale, factor=self._factor, metrics=metrics)
+        self.forget_calls()
+        return found
+
+    def _begin_backward(self) -> None:
+        optimizers = self._context.groups.optimizers
         if not self.knows_steps and self._context.cfg.accumulate_grad_batches > 1:
             raise MlxError(
                 "cfg.accumulate_grad_batches needs the loaders of self.generate_loaders, which know the last step of a "
                 "pass; read one of them, or set it to 1"
             )
         self._managed = True
-        if self._scale_is_due and all(
-            param.grad is None for item in self._context.groups.optimizers.values() for param in _params(item)
-        ):
+        if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
             self._update_scale()
-        self._notice_leftovers()
-        others = self._set_aside(optimizer) if optimizer is not None else []
-        loss, undo = self._weigh(loss, weight)
-        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
-        undo()
-        for param, gradient in others:
-            param.grad = gradient
+        if len(optimizers) > 1:
+            from mlx_runtime.training.loop.leftovers import Leftovers
 
-    def _set_aside(self, name: str) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-        """Remove the gradients of all parameters except those of an optimizer. Return them, to be restored later."""
-        if self.strategy.shards and self.accumulation.steps > 1:
-            raise MlxError(
-                "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
-                "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
-            )
-        _, optimizer = self._optimizer(name, f"backward(loss, optimizer={name!r})")
-        own = set(_params(optimizer))
-        others = [param for item in self._context.groups.optimizers.values() for param in _params(item)]
-        kept = [(param, param.grad) for param in dict.fromkeys(others) if param not in own]
-        for param, _ in kept:
-            param.grad = None
-        return kept
+            self._leftovers = self._leftovers or Leftovers(self._reporter.events.notice)
+            self._leftovers.check(optimizers)
 
-    def _notice_leftovers(self) -> None:
-        """Warn about gradients in parameters whose optimizer did not step after the loss, as in a GAN."""
-        owners, self._last_owners = self._last_owners, set()
-        optimizers = self._context.groups.optimizers
-        if len(optimizers) < 2:
-            return
-        found = {name for name, item in optimizers.items() if any(param.grad is not None for param in _params(item))}
-        for name in sorted(self._without & found & self._owners - owners) if owners else ():
-            last = ", ".join(sorted(owners))
-            self._reporter.events.notice(
-                f"the loss of {last} left gradients in parameters of {name}, too, which are added to its next update; "
-                f'if they do not belong there: self.backward(loss, optimizer="{last}")'
-            )
-        self._without = set(optimizers) - found
-
-    def _weigh(self, loss: torch.Tensor, weight: Weight | None) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return a loss, weighted as a part of the update, and a function to call after its backward pass."""
-        alone = self.accumulation.steps == 1
+    def _weight_of(self, loss: torch.Tensor, weight: "Weight | None") -> tuple[torch.Tensor | None, Callable[[], None]]:
+        """Return the weight of a loss, None for rows, and a function to call after its backward pass."""
         weight = self._loss_count() if weight is None else weight
         self.forget_calls()
-        tensor, is_zero = (None, False) if weight is None else checked_weight(weight, self._context.topology.device)
-        if not alone:
-            self._weighted.add(tensor)
-        if tensor is not None:
-            undo = without_gradient(loss) if is_zero else _do_nothing
-            return loss * self._weighted.factor(tensor, alone=alone).to(loss.dtype), undo
-        return loss if self._divisor == 1 else loss / self._divisor, _do_nothing
+        if weight is None:
+            return None, _do_nothing
+        from mlx_runtime.training.loop.weighting import checked_weight, without_gradient
 
-    def _loss_count(self) -> Weight | None:
+        tensor, is_zero = checked_weight(weight, self._context.topology.device)
+        return tensor, without_gradient(loss) if is_zero else _do_nothing
+
+    def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
+        """Return the factor of a loss in its update. Every worker must call this; a weight of None counts rows."""
+        alone = self.accumulation.steps == 1
+        if weight is None and alone:
+            return 1 / self._divisor
+        from mlx_runtime.training.loop.weighting import WeightedLosses
+
+        self._weighted = self._weighted or WeightedLosses()
+        if not alone:
+            self._weighted.add(weight)
+        return 1 / self._divisor if weight is None else self._weighted.factor(weight, alone=alone)
+
+    def _loss_count(self) -> "Weight | None":
         """Return the count of the loss that was called for this backward pass; None for rows or after several calls."""
         called = {name: loss for name, loss in self._losses().items() if loss.calls}
         counted = [name for name, loss in called.items() if loss.counted is not None]
@@ -159,19 +175,21 @@ class Optimization:
         title, optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
-        self._weighted.assign(title)
+        if self._weighted is not None:
+            self._weighted.assign(title)
         self._owners.add(title)
-        self._last_owners.add(title)
+        if self._leftovers is not None:
+            self._leftovers.owners.add(title)
         if not self.accumulation.last:
             return False
-        divisor = self._weighted.divisor(title)
-        for param in _params(optimizer):
+        divisor = None if self._weighted is None else self._weighted.divisor(title)
+        for param in params_of(optimizer):
             if divisor is not None and param.grad is not None:
                 local_part(param.grad).div_(divisor)
         cfg = self._context.cfg
         if cfg.gradient_clip is not None:
             self._scaler.unscale_(optimizer)
-            self.strategy.clip_grad_norm_(list(_params(optimizer)), cfg.gradient_clip)
+            self.strategy.clip_grad_norm_(list(params_of(optimizer)), cfg.gradient_clip)
         self._stepping = True
         try:
             self._scaler.step(optimizer)
@@ -208,7 +226,7 @@ class Optimization:
             for optimizer in self._context.groups.optimizers.values():
                 optimizer.zero_grad()
             self.strategy.drop_gradients(self._models())
-        self.accumulation, self._divisor, self._weighted = Accumulation(), 1.0, WeightedLosses()
+        self.accumulation, self._divisor, self._weighted = Accumulation(), 1.0, None
 
     def begin_step(self, part: WorkerPass, per_update: int) -> None:
         """Begin a training step; see `Accumulation.begin_step`. The steps before an interruption do not count."""
@@ -219,7 +237,7 @@ class Optimization:
             self.accumulation.begin_step(part.given, part.plan.steps - part.skip, per_update)
             self.strategy.sync_gradients(self._models(), self.accumulation.last)
             if self.accumulation.first:
-                self._weighted = WeightedLosses()
+                self._weighted = None
 
     def _models(self) -> list[Any]:
         groups = self._context.groups
@@ -258,7 +276,7 @@ class Optimization:
         step = self._context.progress.global_step
         if self._monitor is not None and self._monitor.wants(step):
             models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
-            self._monitor.inspect(models, _params(optimizer), step)
+            self._monitor.inspect(models, params_of(optimizer), step)
 
     def after_update(self) -> None:
         """Note an update."""
@@ -300,7 +318,7 @@ def _do_nothing() -> None:
     pass
 
 
-def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+def params_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -1,0 +1,362 @@
+"""Schedules that own the backward pass train like one process, with the same models as gpipe."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import groups
+import pytest
+import test_pipeline as pipelines
+import torch
+from conftest import ROOT, Mlx, bind
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric
+
+import mlx_runtime
+from mlx_runtime import open_run
+from mlx_runtime.companions.fragments.schedules import split
+from mlx_runtime.distributed import Topology, mean_of
+from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.sections import Fragments
+from mlx_runtime.training.strategies import problems, strategy_class, strategy_of
+
+pytestmark = pytest.mark.local
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3),
+}
+
+IGNORED = 11
+
+
+class Deep(pipelines.Transformer):
+    """Six blocks; a weight of the first stage is also used by the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(pipelines.Block(6) for _ in range(6))
+
+
+class Noisy(nn.Sequential):
+    """Dropout, batch normalization, views and in-place operations at the cuts."""
+
+    def __init__(self) -> None:
+        layers = [
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(5)
+        ]
+        super().__init__(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x.t().contiguous().t())
+        return x
+
+
+class Backwards(Deep):
+    def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
+        x = self.embed(tokens)
+        for block in reversed(self.blocks):  # type: ignore[call-overload]  # torch has not annotated it
+            x, _ = block(x)
+        return {"logits": self.head(x)}
+
+
+class Frozen(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight.requires_grad_(False)
+        self.positions.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.head.weight = nn.Parameter(torch.ones(12, 6))
+
+
+class Step:
+    """Training steps of a model, as `BaseModule.forward_backward` takes them."""
+
+    def __init__(self, made: Any, model: nn.Module, **metrics: Any) -> None:
+        self.made, self.model, self.metrics = made, model, metrics
+
+    def loss(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        loss = mean_loss(self.model, batch)
+        if "loss" in self.metrics:
+            self.metrics["loss"].update(loss.detach(), weight=len(batch["x"]))
+        return loss, None
+
+    def counted(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        loss = mean_loss(self.model, batch, ignore_index=IGNORED)
+        return loss, (batch["y"] != IGNORED).sum().double()
+
+    def __call__(self, rows: torch.Tensor, loss: Any = None, factor: float = 1.0) -> float:
+        found = self.made.schedule.step(
+            loss or self.loss,
+            {"x": rows, "y": rows.roll(1, 1), "ids": [*range(len(rows))]},
+            scale=torch.ones(()),
+            factor=lambda weight: factor if weight is None else weight / mean_of(weight),
+            metrics=self.metrics,
+        )
+        return float(found)
+
+
+def mean_loss(model: nn.Module, batch: Any, **options: Any) -> torch.Tensor:
+    assert len(batch.get("ids", batch["x"])) == len(batch["x"])
+    return cross_entropy(model(batch["x"])["logits"].flatten(0, 1), batch["y"].flatten(), **options)
+
+
+def built(rank: int, model: Any, **settings: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    checkpointing = settings.pop("checkpointing", False)
+    cfg = mlx_runtime.TrainConfig(
+        strategy="pipeline", fragments=Fragments(**settings), activation_checkpointing=checkpointing
+    )
+    size = torch.distributed.get_world_size()
+    made = strategy_of(cfg, Topology(rank, size, torch.device("cpu"), rank, settings.get("stages", size)), None)
+    node = {"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.{model.__name__}"}}
+    return made, made.build(node).net
+
+
+class Models(pipelines.Models):
+    pass
+
+
+def alone(optimizer: str, rows: torch.Tensor, **options: Any) -> tuple[dict[str, torch.Tensor], float]:
+    """Train in one process."""
+    torch.manual_seed(0)
+    model = Deep()
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    for _ in range(3):
+        opt.zero_grad()
+        loss = mean_loss(model, {"x": rows, "y": rows.roll(1, 1)}, **options)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+    return model.state_dict(), float(loss.detach())
+
+
+def trained(rank: int, optimizer: str, rows: torch.Tensor, kind: str, *, counted: bool = False, **more: Any) -> Any:
+    made, model = built(rank, Deep, schedule=kind, microbatches=4, **more)
+    step = Step(made, model)
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    made.prepare_optimizers({"opt": opt})
+    for _ in range(3):
+        opt.zero_grad()
+        loss = step(rows, step.counted if counted else None)
+        made.clip_grad_norm_(list(model.parameters()), 0.5)
+        opt.step()
+    return whole(made, model), loss
+
+
+def whole(made: Any, model: nn.Module) -> Any:
+    return made.consolidate({"models": {"net": dict(model.state_dict())}, "optimizers": {}})["models"]["net"]
+
+
+def on_two(rank: int) -> Any:
+    """Weights and losses by schedule and optimizer."""
+    rows = pipelines.tokens(8)
+    return {
+        ("1f1b", "sgd"): trained(rank, "sgd", rows, "1f1b"),
+        ("1f1b", "short"): trained(rank, "sgd", rows[:7], "1f1b"),
+        ("interleaved", "adamw"): trained(rank, "adamw", rows, "interleaved"),
+        ("interleaved", "counted"): trained(rank, "sgd", rows, "interleaved", counted=True),
+        ("zero_bubble", "sgd"): trained(rank, "sgd", rows, "zero_bubble"),
+        ("zero_bubble", "bf16"): trained(rank, "sgd", rows, "zero_bubble", chunks=1, traffic="bf16"),
+    }
+
+
+def others(rank: int) -> Any:
+    """Recomputation, metrics, and errors."""
+    found: dict[str, Any] = {}
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for kind, checkpointing in (("1f1b", False), ("1f1b", True), ("gpipe", False)):
+        made, model = built(rank, Noisy, schedule=kind, microbatches=4, chunks=1, checkpointing=checkpointing)
+        model.train()
+
+        def squared(batch: Any, model: nn.Module = model) -> Any:
+            return model(batch["x"]).square().mean(), None
+
+        if kind == "gpipe":
+            squared({"x": inputs})[0].backward()
+        else:
+            options: Any = {"scale": torch.ones(()), "factor": lambda weight: 1.0, "metrics": {}}
+            found.setdefault("draws", []).append(float(torch.rand(())))
+            made.schedule.step(squared, {"x": inputs}, **options)
+        gradients = {name: item.grad for name, item in model.named_parameters() if not item.is_meta}
+        buffers = {name: item for name, item in model.named_buffers() if not item.is_meta}
+        found[f"{kind} {checkpointing}"] = gradients | buffers
+    found["draws"].append(float(torch.rand(())))
+    made, model = built(rank, Deep, schedule="interleaved", microbatches=4)
+    metric, rows = MeanMetric(), pipelines.tokens(8)
+    found["loss"] = [Step(made, model, loss=metric)(rows) for _ in range(2)]
+    found["metric"] = float(metric.compute())
+    model.eval()
+    with torch.no_grad():
+        found["evaluated"] = float(mean_loss(model, {"x": rows, "y": rows.roll(1, 1)}))
+    step = Step(made, model, loss=metric)
+    noise = torch.zeros(8, 4, requires_grad=True)
+    found["errors"] = {
+        "early": error_of(lambda: step(rows, lambda batch: (metric.update(1.0), step.loss(batch))[1])),
+        "none": error_of(lambda: step(rows, lambda batch: (torch.zeros(()), None))),
+    }
+    found["errors"]["native"] = error_of(lambda: mean_loss(model.train(), {"x": rows, "y": rows}).backward())
+    made, model = built(rank, Noisy, schedule="1f1b", microbatches=4)
+    found["errors"]["input"] = error_of(
+        lambda model=model: Step(made, model)(rows, lambda batch: (model(noise), None))  # type: ignore[misc]
+    )
+    for name, kind, schedule in (("order", Backwards, "1f1b"), ("frozen", Frozen, "zero_bubble")):
+        made, model = built(rank, kind, schedule=schedule, microbatches=4)
+        found["errors"][name] = error_of(lambda step=Step(made, model): step(rows))  # type: ignore[misc]
+    found["errors"]["few"] = error_of(lambda: built(rank, Deep, schedule="interleaved", chunks=5))
+    return found
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except MlxError as error:
+        return str(error)
+    return ""
+
+
+def on_four(rank: int) -> Any:
+    """Two pipelines of two stages, whose updates have two steps."""
+    found = {}
+    for kind in ("1f1b", "interleaved"):
+        made, model = built(rank, Deep, stages=2, schedule=kind, microbatches=2)
+        step, rows = Step(made, model), pipelines.tokens(8).chunk(2)[rank // 2]
+        opt = OPTIMIZERS["sgd"](model.parameters())
+        for _ in range(2):
+            opt.zero_grad()
+            for last in (False, True):
+                made.sync_gradients([model], last)
+                step(rows.roll(int(last), 0)[: 4 - last], factor=0.5)  # the second one is not divided evenly
+            opt.step()
+        found[kind] = whole(made, model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    works: dict[str, groups.Work] = {"on_two": on_two, "others": others, "on_four": on_four}
+    preload = ["ray.train.torch", "torch.distributed.pipelining", "mlx_runtime.companions.fragments.schedules"]
+    return groups.on_workers(works, tmp_path_factory.mktemp("workers"), 4, preload, {"on_two": 2, "others": 2})
+
+
+def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> bool:
+    assert found.keys() == wanted.keys()
+    return all(torch.allclose(found[name], item, rtol=0, atol=tolerance) for name, item in wanted.items())
+
+
+def test_schedules_train_like_one_process(on_workers: dict[str, list[Any]]) -> None:
+    """With momentum and AdamW, clipped; with a short batch, and a loss that is a mean over some targets."""
+    first, second = on_workers["on_two"]
+    rows = pipelines.tokens(8)
+    cases = {
+        "sgd": (alone("sgd", rows), 1e-6),
+        "adamw": (alone("adamw", rows), 1e-5),
+        "counted": (alone("sgd", rows, ignore_index=IGNORED), 1e-6),
+        "short": (alone("sgd", rows[:7]), 1e-6),
+        "bf16": (alone("sgd", rows), 1e-2),
+    }
+    for (kind, name), (found, loss) in first.items():
+        (weights, wanted), tolerance = cases[name]
+        assert close(found, weights, tolerance), (kind, name)
+        assert loss == pytest.approx(wanted, abs=10 * tolerance)
+        assert loss == second[kind, name][1]
+    assert not close(first["zero_bubble", "bf16"][0], cases["sgd"][0][0], 1e-7)  # it was rounded
+
+
+def test_gradients_are_averaged_over_pipelines_and_steps(on_workers: dict[str, list[Any]]) -> None:
+    torch.manual_seed(0)
+    model = Deep()
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(2):
+        opt.zero_grad()
+        for part in pipelines.tokens(8).chunk(2):
+            for last in (False, True):
+                rows = part.roll(int(last), 0)[: 4 - last]
+                (mean_loss(model, {"x": rows, "y": rows.roll(1, 1)}) / 4).backward()
+        opt.step()
+    for kind, found in on_workers["on_four"][0].items():
+        assert close(found, model.state_dict(), 1e-6), kind
+
+
+def test_stages_draw_recompute_and_normalize_as_with_gpipe(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["others"]
+    assert first["draws"] == second["draws"]
+    assert len({*first["draws"]}) == 3
+    for found in (first, second):
+        wanted = found["gpipe False"]
+        assert {"running_mean", "weight"} <= {name.rpartition(".")[2] for name in wanted}
+        for name in ("1f1b False", "1f1b True"):
+            assert close(found[name], wanted, 1e-6), name
+
+
+def test_metrics_and_losses_are_those_of_the_last_stage(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["others"]:
+        assert found["loss"][0] == found["loss"][1] == pytest.approx(found["metric"], abs=1e-6)
+        assert found["evaluated"] == pytest.approx(found["metric"], abs=1e-6)
+
+
+def test_what_a_schedule_cannot_train_is_refused(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["others"]:
+        errors = found["errors"]
+        assert errors["early"].startswith("self.loss updates loss before it calls the model")
+        assert errors["none"].startswith("self.loss(batch) does not call a model")
+        assert errors["native"].startswith(
+            "cfg.fragments.schedule=interleaved trains with self.forward_backward(batch)"
+        )
+        assert errors["input"].startswith("an input of models.net needs gradients")
+        assert "goes back from stage 1 to stage 0" in errors["order"]
+        assert "models.net cannot be cut into 10 stages: it has 8 blocks" in errors["few"]
+        assert errors["frozen"].startswith("no input of stage 1 of models.net needs gradients")
+
+
+@pytest.mark.pure
+def test_settings_that_are_refused() -> None:
+    cfg = mlx_runtime.TrainConfig
+    planned = cfg(strategy="pipeline", fragments=Fragments(schedule="interleaved", plan="plan.json", stages=2))
+    twice = cfg(strategy="pipeline", fragments=Fragments(schedule="zero_bubble"), activation_checkpointing=True)
+    assert "cfg.fragments.schedule=zero_bubble goes back through blocks twice" in problems(twice)[0]
+    assert problems(planned)[0].endswith("has 2 stages per worker, and a plan has one; set cfg.fragments.chunks=1")
+    for schedule, microbatches, text in (
+        ("1f1b", 3, "needs at least as many microbatches as stages; set cfg.fragments.microbatches=4"),
+        ("interleaved", 9, "runs 9 microbatches in 2 rounds, which must divide them; set cfg.fragments.microbatches=8"),
+        ("zero_bubble", 9, "runs 9 microbatches in 2 rounds"),
+    ):
+        wrong = cfg(strategy="pipeline", fragments=Fragments(schedule=schedule, microbatches=microbatches))
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            strategy_class("pipeline").model_parallel_size(wrong, 4)
+
+
+@pytest.mark.pure
+def test_batches_are_split_with_their_lists() -> None:
+    batch = {"x": torch.arange(4), "names": [*"abcd"], "scale": torch.ones(()), "other": [1, 2]}
+    first, second = split(batch, 2)
+    assert (first["names"], second["names"], second["other"]) == (["a", "b"], ["c", "d"], [1, 2])
+    assert second["x"].tolist() == [2, 3]
+    assert split(batch, 3) == []
+
+
+def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> None:
+    """In bf16, with updates of two steps, a clipped norm, and metrics of the last stage."""
+    folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
+    shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
+    bind(mlx, folder)
+    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=bf16", "cfg.debug.limit_eval_batches=2")
+    schedule = ("cfg.fragments.schedule=zero_bubble", "cfg.checkpoint_every_steps=4")
+    for words in (
+        ("cfg.name=straight", "cfg.max_steps=10", *schedule),
+        ("cfg.name=resumed", "cfg.max_steps=4", *schedule),
+        ("cfg.name=resumed", "cfg.max_steps=10", "cfg.resume=run_001", *schedule),
+        ("cfg.name=gpipe", "cfg.max_steps=10"),
+    ):
+        done = mlx(folder, "train", "run", *fixed, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    runs = [open_run(folder / "runs" / name / "run_001") for name in ("straight", "resumed", "gpipe")]
+    straight, resumed, gpipe = (run.state()["models"]["net"] for run in runs)
+    assert all(torch.equal(resumed[name], item) for name, item in straight.items())
+    assert close(gpipe, straight, 1e-2)
+    losses = [run.record["metrics"]["train/loss"] for run in runs]
+    assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2], abs=1e-2)
