@@ -50,11 +50,13 @@ class RayCluster:
         environment: environment variables of all processes, including jobs.
         token: required from clients; None means that none is required.
         grows_to: maximum number of nodes with one CPU that its autoscaler starts; None means that it has none.
+        one_folder: raylets use the folder of the head, so that Ray finds the logs of drivers on them.
     """
 
     environment: Mapping[str, str]
     token: str | None = None
     grows_to: int | None = None
+    one_folder: bool = False
     raylets: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
     _marks: dict[int, str] = field(default_factory=dict)
 
@@ -127,12 +129,13 @@ class RayCluster:
     ) -> None:
         """Start a raylet. Its GPUs are only numbers, which Ray assigns to workers."""
         given = json.dumps(resources)
+        folder = self.folder if self.one_folder else self.folder / str(len(self.raylets))
         self.raylets.append(
             self._start(
                 *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
                 f"--resources={given}",
                 *([f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}"] if labels else []),
-                f"--temp-dir={self.folder}/{len(self.raylets)}",  # otherwise each of them would forward all logs
+                f"--temp-dir={folder}",  # in that of the head, each of them would forward all logs
                 environment=environment or {},
             )
         )

@@ -182,7 +182,7 @@ def pending_record(
     known = provenance(overrides)
     facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
     facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
-    facts |= {"status": "PENDING", "start": documents.now(), **fields, "job": dict(job)}
+    facts |= {"status": "PENDING", "start": documents.now(), "retries": 0, **fields, "job": dict(job)}
     if before:
         facts |= {"attempts": records.attempts(before), records.REPLACED: before}
     run.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy

@@ -4,7 +4,8 @@
 
 It is the parent process of the driver and imports neither torch nor Ray, so it survives most of the reasons for which
 a driver dies. Drivers are fenced as always: each claims an attempt in the folder. Between two of them, this process
-owns the record, and it gives up if anyone else has claimed the run.
+owns the record, and it gives up if anyone else has claimed the run. If this process or its node is lost, the `guard`
+submits its job again.
 """
 
 import contextlib
@@ -43,6 +44,9 @@ POLL_S = 1.0
 
 PATIENCE_S = 600.0
 """Maximum time for a storage that does not answer."""
+
+GUARD = f"{__package__}.guard"
+"""Module that submits the job again if its node or this process is lost. It needs Ray, and so a process of its own."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -98,6 +102,10 @@ class Supervisor:
         """Return the exit code of the last driver, as a shell does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
+        stored = _patiently(self._stored)
+        if retries := stored.get("retries", 0):  # a guard has submitted this job
+            self._died = self._short = retries
+            self._pause(stored["attempts"][-1]["error"], _patiently(self._folder.attempts), stored)
         while True:
             before, claimed = _patiently(self._stored), _patiently(self._folder.attempts)
             started, kills = time.monotonic(), memory_kills()
@@ -114,12 +122,12 @@ class Supervisor:
             if self._stopping or exhausted or end.next == "end":
                 return self._close(end, why)
             self._short = 1 if time.monotonic() - started > STEADY_S else self._short + 1
+            claimed, stored = _patiently(self._folder.attempts), _patiently(self._stored)
             if end.next == "retry":
-                title = f"retry {self._died} of {self._retries}"
+                self._pause(why, claimed, with_attempt(stored, why))
             else:
-                title, why = f"requeue {self._requeued}", "the run was preempted"
-            claimed = _patiently(self._folder.attempts)
-            self._pause(title, why, claimed)
+                why = "the run was preempted"
+                self._pause(why, claimed, with_attempt(stored, why), f"requeue {self._requeued}")
             if _patiently(self._folder.attempts) > claimed:
                 return self._give_up(code)
             if self._stopping:
@@ -169,19 +177,17 @@ class Supervisor:
         saved = record.get("latest") not in (None, before.get("latest"))
         return DriverEnd(code, record["status"], record.get("stop_reason"), saved)
 
-    def _pause(self, title: str, why: str, claimed: int) -> None:
+    def _pause(self, why: str, claimed: int, stored: Mapping[str, Any], title: str = "") -> None:
         """Own the record for a while, as the reason for which the run waits, then leave it to the next driver."""
-        pause_s = min(PAUSE_S * 2 ** (self._short - 1), MAX_PAUSE_S)
-        begins = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=pause_s)
+        title = title or f"retry {self._died} of {self._retries}"
+        seconds = pause_s(self._short)
+        begins = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
         self._print(f"retry     {why}; {title} begins at {begins:%H:%M:%S} UTC")
-        stored = _patiently(self._stored)
-        ended = stored | {"error": why, "end": stored.get("end") or documents.now()}
-        ended |= {"status": "FAILED"} if stored["status"] in records.LIVING else {}
         facts = leases.this_process() | {"status": "WAITING", "start": documents.now(), "attempt": claimed}
-        facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}", "attempts": records.attempts(ended)}
+        facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}", "retries": self._died}
         record = self._record = _patiently(lambda: records.Record(self._folder, stored, **facts))
         with record.alive():
-            until = time.monotonic() + pause_s
+            until = time.monotonic() + seconds
             while time.monotonic() < until and not self._stopping:
                 time.sleep(POLL_S)
                 names = _patiently(self._folder.names)
@@ -228,6 +234,18 @@ class Supervisor:
         log.close()
 
 
+def pause_s(number: int) -> float:
+    """Return the pause after that many drivers that ended soon."""
+    return min(PAUSE_S * 2.0 ** (number - 1), MAX_PAUSE_S)
+
+
+def with_attempt(stored: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """Return the record of a run with its last attempt, which is over, in the history."""
+    ended = {**stored, "error": why, "end": stored.get("end") or documents.now()}
+    ended |= {"status": "FAILED"} if stored["status"] in records.LIVING else {}
+    return {**stored, "attempts": records.attempts(ended)}
+
+
 def _patiently(call: Callable[[], Result]) -> Result:
     """Call a function that needs the storage, for `PATIENCE_S` if it does not answer."""
     until = time.monotonic() + PATIENCE_S
@@ -244,6 +262,8 @@ def main(words: Sequence[str]) -> None:
     retries, location, *driver = words
     folder = named_run(location, "", "")
     folder.path.mkdir(parents=True, exist_ok=True)
+    if int(retries):
+        subprocess.Popen([sys.executable, "-m", GUARD, folder.location])
     sys.exit(Supervisor(folder, [sys.executable, "-u", *driver], int(retries)).run())
 
 

@@ -114,6 +114,19 @@ def test_a_driver_that_dies_is_followed_by_another(run: RunFolder) -> None:
     ]
 
 
+def test_a_job_that_a_guard_has_submitted_counts_on(run: RunFolder) -> None:
+    before = supervision.with_attempt(load_record(run), "the node was lost")
+    records.Record(run, before, status="PENDING", retries=1)
+    code, record = supervise(run, 2, "die()", "succeed()")
+    assert (code, record["status"], record["retries"]) == (0, "SUCCEEDED", 2)
+    assert history(record) == [("FAILED", "the node was lost"), KILLED]
+    log = (run.path / "logs" / "driver.log").read_text().splitlines()
+    assert [line.partition(" begins")[0] for line in log] == [
+        "retry     the node was lost; retry 1 of 2",
+        "retry     the driver was killed by SIGKILL; retry 2 of 2",
+    ]
+
+
 def test_it_gives_up_after_the_last_retry(run: RunFolder) -> None:
     code, record = supervise(run, 1, "die()")
     assert (code, record["status"], history(record)) == (137, "FAILED", [KILLED])
