@@ -34,6 +34,9 @@ CONTENDERS = {
 }
 """Titles, numbers of workers, and overrides."""
 
+SENT = {"ddp": 4, "fsdp": 8}
+"""Bytes per parameter that a worker sends in a step, as measured."""
+
 
 @dataclass
 class Found:
@@ -106,9 +109,9 @@ def _step(runs: Sequence[Found], place: int) -> float:
 
 
 def _counts(name: str, parameters: float, speeds: Sequence[int | None]) -> list[int]:
-    """Return the number of steps at each speed: as many as take a minute if all gradients are sent, but 1 to 5."""
-    seconds = [32 * parameters / 1e6 / speed if speed and "pipeline" not in name else 1 for speed in speeds]
-    return [max(1, min(5, int(60 / item))) for item in seconds]
+    """Return the number of steps at each speed: as many as take a minute, but 1 to 5."""
+    mbit = 8 * SENT.get(name, 0) * parameters / 1e6
+    return [max(1, min(5, int(60 / max(1, mbit / speed if speed else 0)))) for speed in speeds]
 
 
 def _measured(name: str, folder: Path, size: tuple[int, int], machines: Network, speeds: Sequence[int | None]) -> Found:
