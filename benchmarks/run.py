@@ -70,7 +70,7 @@ def main() -> None:
             repeated = ", ".join(f"{count} of {contender}" for contender, count in rounds.failures.items())
             text += f"\nRuns that failed and were repeated: {repeated}.\n"
         if text and load > cores:
-            text += f"\nThe machine was shared with other work: its load was {load:.0f} when these measurements began.\n"
+            text += f"\nThe machine was shared with other work: its load was {load:.0f} when measurements began.\n"
         print(text, flush=True)
         if text and not options.only:
             page.write(PARTS[name].TITLE, text, order=[part.TITLE for part in PARTS.values()])
