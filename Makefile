@@ -54,7 +54,7 @@ bench: $(VENV)/.bench ## compare with torchrun, Accelerate and Lightning, and wr
 
 chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; half an hour
 	$(BIN)/python tests/faults.py $(ARGS)
-	KILLS=12 $(BIN)/python -m pytest tests/runtime/companions -k "random_moments or killed_while_saving or before_any_write"
+	KILLS=20 $(BIN)/python -m pytest tests/runtime/companions -k "random_moments or killed_while_saving or before_any_write"
 
 bake: $(VENV)/.complete ## generate an experiment: make bake NAME=my-experiment OUT=..
 	@test -n "$(NAME)" || { echo "error: NAME is missing; type make bake NAME=my-experiment OUT=.." >&2; exit 2; }

@@ -32,7 +32,8 @@ def workplace(parent: Path, name: str) -> Path:
 
 def environment(folder: Path, threads: int = 1) -> dict[str, str]:
     """Return the environment of all contenders: threads per worker, the experiment's `src`, gloo over loopback."""
-    own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     return {**os.environ, **own}
 
 

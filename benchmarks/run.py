@@ -4,6 +4,9 @@ Writes docs/benchmarks.md. Nothing here passes or fails; the figures are for the
 """
 
 import argparse
+import os
+import signal
+import sys
 
 import page
 import rounds
@@ -11,8 +14,10 @@ from parts import (
     bucketing,
     checkpoints,
     clusters,
+    fragments,
     functions,
     imports,
+    links,
     logging,
     memory,
     mirror,
@@ -40,6 +45,8 @@ PARTS = {
     "sharding": sharding,
     "memory": memory,
     "planning": planning,
+    "links": links,
+    "fragments": fragments,
     "replicas": replicas,
     "serving": serving,
     "sweeps": sweeps,
@@ -54,14 +61,18 @@ def main() -> None:
         "--only", nargs="*", metavar="CONTENDER", help="measure only these and the first; write nothing"
     )
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts remove what they have made
     for name in [options.part] if options.part else PARTS:
         rounds.failures.clear()
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
         text = PARTS[name].section(options.rounds, options.only)
         if rounds.failures:
             repeated = ", ".join(f"{count} of {contender}" for contender, count in rounds.failures.items())
             text += f"\nRuns that failed and were repeated: {repeated}.\n"
+        if text and load > cores:
+            text += f"\nThe machine was shared with other work: its load was {load:.0f} when measurements began.\n"
         print(text, flush=True)
-        if not options.only:
+        if text and not options.only:
             page.write(PARTS[name].TITLE, text, order=[part.TITLE for part in PARTS.values()])
 
 

@@ -38,6 +38,13 @@ SLOW_TO_SAVE = {
 }
 """Overrides by strategy that make checkpoints large enough to be interrupted."""
 
+REPLICAS = {
+    "pipeline": ("cfg.strategy=pipeline",),
+    "pipelines": ("cfg.strategy=pipeline", "cfg.start_workers=4", "cfg.fragments.stages=2"),
+    "averaged": ("cfg.replicas.every=3", "cfg.replicas.lr=0.7", "cfg.replicas.momentum=0.9"),
+}
+"""Overrides of runs whose models are cut into two stages, or averaged every three updates."""
+
 MOST_S = 240
 """Maximum time without progress before the campaign fails."""
 
@@ -108,10 +115,10 @@ def diary(folder: Path) -> list[dict[str, Any]]:
     return sorted(notes, key=lambda note: note["at"])
 
 
-def rows_per_epoch(folder: Path) -> dict[int, list[int]]:
-    """Return the rows that count: those of steps that no later start repeated."""
+def rows_per_epoch(folder: Path, stages: int = 1) -> dict[int, list[int]]:
+    """Return the rows that count: those of steps that no later start repeated. All stages read the same rows."""
     counted: dict[tuple[int, int], tuple[int, list[int]]] = {}
-    for note in diary(folder):
+    for note in [item for item in diary(folder) if item["rank"] % stages == 0]:
         if "start" in note:
             counted = {key: item for key, item in counted.items() if key[0] <= note["start"]}
         elif "rows" in note:  # there may be several notes per update
@@ -166,6 +173,7 @@ class Campaign:
         raylets: the cluster, or None for the local engine.
         overrides: overrides of the run.
         environment: environment variables of its driver.
+        workers: number of its workers.
     """
 
     folder: Path
@@ -173,6 +181,7 @@ class Campaign:
     raylets: Any
     overrides: Sequence[str]
     environment: Mapping[str, str]
+    workers: int = 2
     recoveries: list[tuple[str, float]] = field(default_factory=list)
     output: str = ""
 
@@ -186,6 +195,7 @@ class Campaign:
         try:
             for kind in kinds:
                 self._steps(self.random.randint(2, 9), driver)
+                time.sleep(self.random.uniform(0, 0.2))  # otherwise, always at the beginning of a step
                 at = time.time()
                 if kind in ("driver", "server"):
                     os.kill(driver.pid if kind == "driver" else self._server(), signal.SIGKILL)
@@ -233,7 +243,7 @@ class Campaign:
 
     def _worker(self, rank: int | None = None) -> dict[str, Any]:
         """Return the last note of a rank, by default a random one."""
-        rank = self.random.randint(0, 1) if rank is None else rank
+        rank = self.random.randrange(self.workers) if rank is None else rank
         return [note for note in diary(self.folder) if "start" in note and note["rank"] == rank][-1]
 
     def _server(self) -> int:
@@ -249,7 +259,7 @@ class Campaign:
 
     def _kill_while_saving(self, driver: "subprocess.Popen[bytes]") -> None:
         checkpoints = run_of(self.folder) / "checkpoints"
-        sharded = any(item.startswith("cfg.strategy=") for item in self.overrides)
+        sharded = "cfg.strategy=fsdp" in self.overrides
         pid = self._worker(rank=None if sharded else 0)["pid"]  # without shards, rank 0 writes everything
         wait_for(lambda: any(checkpoints.glob(".*.part-*/*")), every_s=0.001)
         time.sleep(self.random.uniform(0, 0.02))
@@ -301,18 +311,20 @@ def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
         print(f"{engine}, {strategy}: {len(kinds)} kills: the same weights, metrics and rows as without")
 
 
-def verdict(disturbed: Path, undisturbed: Path, epochs: int) -> list[str]:
+def verdict(disturbed: Path, undisturbed: Path, epochs: int, stages: int = 1) -> list[str]:
     """Return the differences between a killed run and an undisturbed one."""
     problems = [
         f"state differs at {item}"
         for item in differences(final_state(run_of(undisturbed)), final_state(run_of(disturbed)))
     ]
-    if reports(run_of(undisturbed)) != reports(run_of(disturbed)):
+    wanted, found = (reports(run_of(folder)) for folder in (undisturbed, disturbed))
+    # In the order of steps: replicas record an average at once, and what the loop records is exchanged later.
+    if sorted(wanted, key=lambda line: line["step"]) != sorted(found, key=lambda line: line["step"]):
         problems.append("metrics.jsonl differs")
     for name in ("train/mse", "val/mse", "lr/adam"):
         if points(run_of(undisturbed), name) != points(run_of(disturbed), name):
             problems.append(f"TensorBoard shows another {name}")
-    rows = rows_per_epoch(disturbed)
+    rows = rows_per_epoch(disturbed, stages)
     problems += [
         f"epoch {epoch}: rows {rows.get(epoch)}" for epoch in range(epochs) if rows.get(epoch) != list(range(61))
     ]

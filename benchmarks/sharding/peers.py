@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from src.workload import CHECKPOINTS, LEARNING_RATE, Gpt, Record, Tokens, loss_of, step
+from src.workload import CHECKPOINTS, LEARNING_RATE, Gpt, Record, Tokens, step
 
 
 @dataclass
@@ -104,7 +104,7 @@ def accelerate(settings: Settings) -> None:
     loader = DataLoader(settings.dataset(), settings.batch_size, shuffle=True)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     for tokens, targets in loader:
-        accelerator.backward(loss_of(network, tokens, targets))
+        accelerator.backward(network(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
         record.tick()
@@ -140,7 +140,7 @@ def lightning(settings: Settings) -> None:
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, index):
-            return loss_of(self.network, *batch)
+            return self.network(*batch)
 
         def on_train_batch_end(self, outputs, batch, index):
             record.tick()

@@ -21,6 +21,7 @@ class TrainConfig(mlx_runtime.TrainConfig):
     num_epochs: int = 1
     keep_checkpoints: int = CHECKPOINTS
     checkpoint: bool = False
+    waits: tuple[int, ...] = ()  # numbers of steps after which the benchmark changes something
     out: Path = Path("measured.json")
 
 
@@ -52,9 +53,11 @@ class Experiment(BaseModule):
         record, network = Record(), prepare_model(self.models.net)
         self.models.net = network
         (train,) = self.generate_loaders(dataset_shards=dataset_shards)
-        for batch in train:
+        for number, batch in enumerate(train, 1):
             step(network, self.optimizers.adam, batch["input"], batch["target"])
             record.tick()
+            if number in self.cfg.waits:
+                record.wait(self.cfg.out.with_suffix(".waits"))
         record.trained()
         if self.cfg.checkpoint:
             record.checkpoints(self.begin_checkpoint, self.restore_checkpoint)

@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens (n, context) int64 → logits (n, context, vocabulary)."""
+    """Tokens (n, context) int64 and the next ones → their mean loss. Stages of a pipeline need not exchange logits."""
 
     def __init__(self, layers: int = 2, width: int = 64, heads: int = 4):
         baseline.setdefault(os.getpid(), memory_mb()["RssAnon"])
@@ -76,11 +76,11 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     def init_weights(self) -> None:
         """Initialize weights that may be shards of the whole ones."""
@@ -94,13 +94,9 @@ class Gpt(nn.Module):
 
 
 def step(network: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    loss_of(network, tokens, targets).backward()
+    network(tokens, targets).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def loss_of(network: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten())
 
 
 def memory_mb() -> dict[str, float]:
@@ -123,13 +119,23 @@ class Record:
     """What a contender measures in one run. Every worker makes the same calls."""
 
     def __init__(self) -> None:
-        self._ticks: list[float] = []
+        self._ticks: list[list[float]] = [[]]
         self._seconds: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
 
     def tick(self) -> None:
         """Record the end of a step."""
-        self._ticks.append(time.perf_counter())
+        self._ticks[-1].append(time.perf_counter())
+
+    def wait(self, marker: Path) -> None:
+        """Create a file, and wait until the benchmark has removed it. Steps after it are measured separately."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            marker.touch()
+        while marker.exists():
+            time.sleep(0.01)
+        dist.barrier()
+        self._ticks.append([time.perf_counter()])
 
     def trained(self) -> None:
         """Record the end of all steps."""
@@ -158,12 +164,13 @@ class Record:
         self._peaks["restoring"] = peak_mb()
 
     def write(self, out: Path) -> None:
-        """Store the seconds of the median step, and the worst of all workers in everything else. Only rank 0 writes."""
+        """Store the seconds of steps of rank 0, and the worst of all workers in everything else. Only rank 0 writes."""
         own, workers = (self._seconds, self._peaks), [None] * dist.get_world_size()
         dist.all_gather_object(workers, own)
         seconds, peaks = ({key: max(item[part][key] for item in workers) for key in own[part]} for part in range(2))
-        steps = [after - before for before, after in pairwise(self._ticks[WARM - 1 :])]
-        if steps:
-            seconds["step"] = statistics.median(steps)
+        steps = [[after - before for before, after in pairwise(part)] for part in self._ticks]
+        if warm := steps[0][WARM - 1 :]:
+            seconds["step"] = statistics.median(warm)
         if dist.get_rank() == 0:
-            out.write_text(json.dumps({"seconds": seconds, "peak_mb": peaks}))
+            each = [item[1] for item in workers]
+            out.write_text(json.dumps({"seconds": seconds, "peak_mb": peaks, "peaks_mb": each, "steps": steps}))

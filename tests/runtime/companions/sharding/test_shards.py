@@ -285,7 +285,7 @@ def test_shards_on_an_object_store(s3: str, tmp_path: Path) -> None:
 def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Either of two workers is killed at different moments; the other one notices, and readers find whole ones.
 
-    KILLS=12 in `make chaos`.
+    KILLS=20 in `make chaos`.
     """
     saved, streams = (
         CheckpointStore(str(tmp_path / "checkpoints")),

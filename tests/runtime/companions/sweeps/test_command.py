@@ -253,7 +253,7 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
 def test_a_driver_killed_at_random_moments_finds_what_an_undisturbed_one_does(
     experiment: Make, mlx: Mlx, start: Start, tmp_path: Path
 ) -> None:
-    """Up to twice; KILLS=12 in `make chaos`."""
+    """Up to twice; KILLS=20 in `make chaos`."""
     folder = experiment("faults")
     arguments = [LR, "--folds=3", "cfg.checkpoint_every_steps=2", *COMMON, "cfg.num_epochs=3"]
     undisturbed = Path(shutil.copytree(folder, tmp_path / "undisturbed"))

@@ -1,0 +1,128 @@
+"""Machines with slow links, in network namespaces of this one, which needs root, and runs on them."""
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from commands import BIN, Command, RunError, environment, mlx
+
+DEVICE = "eth0"
+"""Network interface of each machine."""
+
+MOST_S = 1800
+"""Maximum time of a run."""
+
+
+class Network:
+    """Machines that are joined by a switch, and have no other connections.
+
+    Links have no latency beyond that of queues, which need the kernel module `sch_netem`.
+
+    Args:
+        names: namespaces of the machines.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(len(names))]
+
+    def within(self, number: int, command: Command) -> Command:
+        """Return a command that runs on a machine."""
+        return ["ip", "netns", "exec", self.names[number], *command]
+
+    def sent(self) -> list[int]:
+        """Return the bytes that each machine has sent."""
+        counters = (Path(f"/sys/class/net/{name}/statistics/rx_bytes") for name in self.names)
+        return [int(counter.read_text()) for counter in counters]
+
+    def limit(self, number: int, mbit: float | None) -> None:
+        """Limit the link of a machine in both directions, to Mbit/s; None removes the limit."""
+        for prefix in (["ip", "netns", "exec", self.names[number]], []):
+            command = [*prefix, "tc", "qdisc", "replace", "dev", DEVICE if prefix else self.names[number], "root"]
+            if mbit is None:
+                _run(*command, "pfifo_fast")
+            else:
+                burst = max(32_000, int(mbit * 1e6 / 8 * 0.005))  # the timer of the kernel has a resolution of 4 ms
+                _run(*command, "tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms")
+
+
+@contextmanager
+def network(count: int) -> Iterator[Network]:
+    """Yield a network of this many machines, and remove it afterwards."""
+    prefix = f"b{os.getpid()}"
+    names = [f"{prefix}n{number}" for number in range(count)]
+    with ExitStack() as stack:
+        _run("ip", "link", "add", prefix, "type", "bridge")
+        stack.callback(_run, "ip", "link", "delete", prefix)
+        _run("ip", "link", "set", prefix, "up")
+        made = Network(names)
+        for name, address in zip(names, made.addresses, strict=True):
+            _run("ip", "netns", "add", name)
+            stack.callback(_run, "ip", "netns", "delete", name)
+            _run("ip", "link", "add", name, "type", "veth", "peer", "name", DEVICE, "netns", name)
+            stack.callback(_run, "ip", "link", "delete", name)
+            _run("ip", "link", "set", name, "master", prefix, "up")
+            inside = ["ip", "-netns", name]
+            _run(*inside, "address", "add", f"{address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                _run(*inside, "link", "set", device, "up")
+        yield made
+
+
+def train(
+    machines: Network,
+    workers: int,
+    folder: Path,
+    overrides: Sequence[str],
+    look: Callable[[str], object],
+    variables: Mapping[str, str] | None = None,
+) -> None:
+    """Run an experiment with the engine `nodes`, with one worker on each of the first machines.
+
+    Args:
+        machines: at least as many as workers.
+        workers: number of workers.
+        folder: of the experiment.
+        overrides: of its config.
+        look: called repeatedly while it trains, with what it has printed.
+        variables: further environment variables.
+
+    Raises:
+        RunError: a process failed.
+    """
+    settings = environment(folder) | {"MLX_JOIN_KEY": os.urandom(16).hex()} | dict(variables or {})
+    del settings["GLOO_SOCKET_IFNAME"]
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent, ExitStack() as stack:
+        nodes = Path(parent) / "nodes.json"
+        listed = [machines.addresses[rank] + ("" if rank else ":29500") for rank in range(workers)]
+        nodes.write_text(json.dumps({str(rank): {"IP": address} for rank, address in enumerate(listed)}))
+        first = mlx("cfg.engine=nodes", f"cfg.nodes={nodes}", f"cfg.start_workers={workers}", *overrides)
+        others = [[BIN / "mlx", "train", "join", nodes, "--name", f"node_{rank}"] for rank in range(1, workers)]
+        printed = stack.enter_context((Path(parent) / "printed").open("w+"))
+        processes = []
+        for number, command in enumerate([first, *others]):
+            process = subprocess.Popen(
+                list(map(str, machines.within(number, command))),
+                cwd=folder,
+                env=settings,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        until = time.monotonic() + MOST_S
+        while processes[0].poll() is None and time.monotonic() < until:
+            look(Path(printed.name).read_text())
+            time.sleep(0.01)
+        if any(process.wait(60) for process in processes):
+            raise RunError(first, Path(printed.name).read_text())
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
