@@ -23,6 +23,11 @@ def data_parallel_group(topology: Topology) -> Any:
     return mine
 
 
+def group_size(group: Any) -> int:
+    """Return the number of workers in a process group; 1 without one."""
+    return 1 if group is None else torch.distributed.get_world_size(group)
+
+
 def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
     """Return each flag on which all workers agree, None where they differ. The collective runs on `device`."""
     if not torch.distributed.is_initialized():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed import Topology, data_parallel_group
+from mlx_runtime.distributed import Topology, data_parallel_group, group_size
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import (
     AnyMetric,
@@ -50,8 +50,7 @@ class MetricSync:
 
     def __init__(self, topology: Topology) -> None:
         self._group = data_parallel_group(topology)
-        self._rank = topology.data_parallel_rank
-        self._world_size = 1 if self._group is None else torch.distributed.get_world_size(self._group)
+        self._rank, self._world_size = topology.data_parallel_rank, group_size(self._group)
         self._buffer_bytes = BUFFER_BYTES
         self._in_flight: tuple[Any, list[torch.Tensor], bytes] | None = None
         self._local: list[SyncMessage] = []
