@@ -19,6 +19,7 @@ from parts import (
     planning,
     reading,
     replicas,
+    schedules,
     serving,
     sharding,
     starting,
@@ -41,6 +42,7 @@ PARTS = {
     "memory": memory,
     "planning": planning,
     "replicas": replicas,
+    "schedules": schedules,
     "serving": serving,
     "sweeps": sweeps,
 }
