@@ -343,13 +343,13 @@ def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> Non
     folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
     shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
     bind(mlx, folder)
-    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=bf16", "cfg.debug.limit_eval_batches=2")
-    schedule = ("cfg.fragments.schedule=zero_bubble", "cfg.checkpoint_every_steps=4")
+    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=bf16", "cfg.debug.limit_batches=8")
+    schedule = ("cfg.fragments.schedule=zero_bubble", "cfg.checkpoint_every_steps=2")
     for words in (
-        ("cfg.name=straight", "cfg.max_steps=10", *schedule),
-        ("cfg.name=resumed", "cfg.max_steps=4", *schedule),
-        ("cfg.name=resumed", "cfg.max_steps=10", "cfg.resume=run_001", *schedule),
-        ("cfg.name=gpipe", "cfg.max_steps=10"),
+        ("cfg.name=straight", "cfg.max_steps=4", *schedule),
+        ("cfg.name=resumed", "cfg.max_steps=2", *schedule),
+        ("cfg.name=resumed", "cfg.max_steps=4", "cfg.resume=run_001", *schedule),
+        ("cfg.name=gpipe", "cfg.max_steps=4"),
     ):
         done = mlx(folder, "train", "run", *fixed, *words)
         assert done.returncode == 0, done.stdout + done.stderr
