@@ -24,6 +24,7 @@ from parts import (
     planning,
     reading,
     replicas,
+    schedules,
     serving,
     sharding,
     starting,
@@ -48,6 +49,7 @@ PARTS = {
     "links": links,
     "fragments": fragments,
     "replicas": replicas,
+    "schedules": schedules,
     "serving": serving,
     "sweeps": sweeps,
 }

@@ -16,13 +16,14 @@ from mlx_runtime.companions import COMPANIONS
 
 pytestmark = pytest.mark.process
 
-MAX_MODULES, MAX_LINES = 99, 15_260
+MAX_MODULES, MAX_LINES = 98, 15_200
 """Of a run in one process. The goal is 80 and 11,500; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
     *("runs.outputs", "runs.queries", "runs.remote"),
     *("tracking.tables", "training.engines.local", "training.processes", "training.watchdog"),
+    *("training.loop.leftovers", "training.loop.weighting"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""
 

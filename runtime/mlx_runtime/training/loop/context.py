@@ -1,7 +1,7 @@
 """The state that the parts of a session share: the run, its progress, and the objects of the experiment."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -113,3 +113,8 @@ class RunContext:
     @cached_property
     def checkpoints(self) -> CheckpointStore:
         return CheckpointStore(self.folder.checkpoints)
+
+
+def params_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

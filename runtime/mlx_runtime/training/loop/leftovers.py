@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.errors import MlxError
-from mlx_runtime.training.loop.optimization import params_of
+from mlx_runtime.training.loop.context import params_of
 
 
 class Leftovers:

@@ -1,7 +1,7 @@
 """Updates of models: gradients in which all rows have the same weight, across workers and steps; loss scaling, clipping
 and inspection; half precision and compilation."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mlx_runtime.data import WorkerPass
 from mlx_runtime.distributed import is_sharded, local_part, unwrap
 from mlx_runtime.errors import MlxError, suggest
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.loop.context import RunContext
+from mlx_runtime.training.loop.context import RunContext, params_of
 from mlx_runtime.training.loop.losses import Mean
 from mlx_runtime.training.loop.reporting import Reporter
 
@@ -316,11 +316,6 @@ class Optimization:
 
 def _do_nothing() -> None:
     pass
-
-
-def params_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> None:

@@ -14,6 +14,9 @@ class Strategy(Protocol):
 
     Parts of a model that this worker does not hold may be on the meta device, so that names and shapes are the same on
     all workers.
+
+    A strategy that owns the backward pass has an attribute `schedule` with a method like
+    `companions/fragments/schedules.py: Schedule.step`, which `BaseModule.forward_backward` calls.
     """
 
     topology: Topology

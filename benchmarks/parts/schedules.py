@@ -1,0 +1,207 @@
+"""Schedules of pipelines: against torch's driven by hand, and the share of time that stages are idle against theory."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from page import table
+from torch import nn
+from torch.distributed import pipelining
+
+import mlx_runtime
+from mlx_runtime.distributed import Topology
+from mlx_runtime.sections import Fragments
+from mlx_runtime.training.strategies import strategy_of
+
+TITLE = "Schedules of pipelines"
+
+SLEEP_S = 0.01
+"""Time of a block that sleeps, for each of: forward, gradients of inputs, gradients of weights."""
+
+WIDTH, BLOCKS, ROWS = 768, 8, 256
+MICROBATCHES = 8
+
+HAND: dict[str, Any] = {
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.second(self.first(x).relu())
+        return made
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(SLEEP_S)
+        return gradient, None
+
+
+class Sleeping(nn.Module):
+    """Takes as long on a busy machine as on an idle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sleep: Any = _Sleep.apply
+        made: torch.Tensor = sleep(x, SLEEP_S) * sleep(self.weight, 0.0)
+        return made
+
+
+def computing() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def sleeping() -> nn.Module:
+    return nn.Sequential(*(Sleeping() for _ in range(BLOCKS)))
+
+
+class Models:
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+
+def section(rounds: int, only: Collection[str]) -> str:
+    """Ignores `only`."""
+    ratios = _on_workers(2, _ratios, 10 * rounds)
+    rows = [[f"`{kind}`", f"{value:.3f}x ({low:.3f}-{high:.3f})"] for kind, (value, low, high) in ratios.items()]
+    idle = []
+    for stages in (2, 4):
+        for kind, found in _on_workers(stages, _idle, rounds).items():
+            idle.append([f"{stages}", f"`{kind}`", f"{100 * found:.1f} %", f"{100 * _theory(kind, stages):.1f} %"])
+    return f"""Time of `self.forward_backward` against the same schedule of torch, driven by hand with the same blocks:
+{BLOCKS} residual blocks of width {WIDTH} on two workers, {ROWS} rows in {MICROBATCHES} microbatches. Medians of
+{10 * rounds} ratios of alternating steps, with the quartiles.
+
+{table(["schedule", "against torch"], rows)}
+
+Share of a step in which a worker is idle: {BLOCKS} blocks that sleep instead of computing, so that other load on the
+machine hardly matters, for {1000 * SLEEP_S:.0f} ms forward and twice as long backward. In theory, it is
+(S - 1) / (M + S - 1) for S workers and M = {MICROBATCHES} microbatches; with two stages per worker, M counts twice; if
+the gradients of weights fill bubbles, a worker waits for a third of that time only. Exchanges are on top.
+
+{table(["workers", "schedule", "idle", "theory"], idle)}
+"""
+
+
+def _theory(kind: str, stages: int) -> float:
+    rounds = MICROBATCHES * (2 if kind in ("interleaved", "zero_bubble") else 1)
+    waits = (stages - 1) / (3 if kind == "zero_bubble" else 1)
+    return waits / (rounds + waits)
+
+
+def _on_workers(count: int, work: Callable[[int, int], Any], rounds: int) -> Any:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        torch.multiprocessing.start_processes(
+            _worked, (count, work, rounds, folder), nprocs=count, start_method="spawn"
+        )
+        return torch.load(Path(folder) / "found.pt", weights_only=False)
+
+
+def _worked(rank: int, count: int, work: Callable[[int, int], Any], rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    found = work(rank, rounds)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(rank: int, kind: str, model: str, batch: torch.Tensor) -> Callable[[], None]:
+    """Return a step of ours."""
+    torch.manual_seed(0)
+    cfg = mlx_runtime.TrainConfig(
+        strategy="pipeline",
+        fragments=Fragments(schedule=kind, microbatches=MICROBATCHES),  # type: ignore[arg-type]
+    )
+    size = dist.get_world_size()
+    made: Any = strategy_of(cfg, Topology(rank, size, torch.device("cpu"), rank, size), None)
+    net = made.build({"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.{model}"}}).net
+    scale = torch.ones(())
+
+    def step() -> None:
+        if kind == "gpipe":
+            net(batch).square().mean().backward()
+        else:
+            made.schedule.step(
+                lambda part: (net(part["x"]).square().mean(), None),
+                {"x": batch},
+                scale=scale,
+                factor=lambda weight: 1.0,
+                metrics={},
+            )
+
+    return step
+
+
+def _by_hand(rank: int, kind: str, batch: torch.Tensor) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model, workers = list(computing().children()), dist.get_world_size()
+    count = workers * (1 if kind == "1f1b" else 2)
+    size = BLOCKS // count
+    parts = {at: nn.Sequential(*model[at * size : (at + 1) * size]) for at in range(rank, count, workers)}
+    stages: Any = [pipelining.PipelineStage(part, at, count, torch.device("cpu")) for at, part in parts.items()]
+    schedule = HAND[kind](
+        stages[0] if kind == "1f1b" else stages, MICROBATCHES, loss_fn=lambda output, _: output.square().mean()
+    )
+
+    def step() -> None:
+        losses: list[torch.Tensor] = []
+        given = (batch,) if rank == 0 else ()
+        schedule.step(*given, target=batch, losses=losses, return_outputs=False)
+        value = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(value, workers - 1)  # with ours, all workers know it, too
+
+    return step
+
+
+def _ratios(rank: int, rounds: int) -> dict[str, tuple[float, float, float]]:
+    batch, found = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)), {}
+    for kind in HAND:
+        ours, hand = _step(rank, kind, "computing", batch), _by_hand(rank, kind, batch)
+        for _ in range(2):
+            _timed(ours), _timed(hand)
+        ratios = [_timed(ours) / _timed(hand) for _ in range(rounds)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        found[kind] = middle, low, high
+    return found
+
+
+def _idle(rank: int, rounds: int) -> dict[str, float]:
+    found, workers = {}, dist.get_world_size()
+    busy = 3 * SLEEP_S * MICROBATCHES * BLOCKS / workers
+    for kind in ("gpipe", *HAND):
+        step = _step(rank, kind, "sleeping", torch.ones(MICROBATCHES, 4))
+        _timed(step)
+        found[kind] = 1 - busy / min(_timed(step) for _ in range(rounds))
+    return found
+
+
+def _timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - started
