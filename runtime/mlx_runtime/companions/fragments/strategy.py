@@ -260,7 +260,7 @@ class Pipeline:
     def peers_of(self, models: Mapping[str, nn.Module], names: Collection[str]) -> list[tuple[Any, list[str]]]:
         """Group names of tensors, like `net.0.weight`, by the process groups of the workers that hold them."""
         own = {id(item.model): item for item in self._holders}
-        everyone = tuple(self.topology.order)
+        everyone = tuple(rank for ranks in self.topology.replicas for rank in ranks)
         found: dict[Any, list[str]] = {ranks: [] for ranks in (*self._links.peers, everyone)}
         for title, model in models.items():
             for path, _ in tensors_of(model, aliases=True):
