@@ -117,7 +117,13 @@ class RayCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(
-        self, cpus: int = 1, environment: Mapping[str, str] | None = None, *, gpus: int = 0, **resources: float
+        self,
+        cpus: int = 1,
+        environment: Mapping[str, str] | None = None,
+        *,
+        gpus: int = 0,
+        labels: Mapping[str, str] | None = None,
+        **resources: float,
     ) -> None:
         """Start a raylet. Its GPUs are only numbers, which Ray assigns to workers."""
         given = json.dumps(resources)
@@ -125,6 +131,7 @@ class RayCluster:
             self._start(
                 *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
                 f"--resources={given}",
+                *([f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}"] if labels else []),
                 f"--temp-dir={self.folder}/{len(self.raylets)}",  # otherwise each of them would forward all logs
                 environment=environment or {},
             )
@@ -197,9 +204,9 @@ def _members(mark: str) -> set[int]:
 
 @contextlib.contextmanager
 def cluster(environment: Mapping[str, str], token: str | None = None, raylets: int = 2) -> Iterator[RayCluster]:
-    """Yield a cluster of a head and raylets with two CPUs each, and one custom resource per raylet."""
+    """Yield a cluster of a head and raylets with two CPUs each, and one custom resource and one label per raylet."""
     with RayCluster(environment, token) as made:
         for number in range(raylets):
-            made.add(cpus=2, **{f"node{number}": 1.0})
+            made.add(cpus=2, labels={"node": f"node_{number}", "bandwidth": "100"}, **{f"node{number}": 1.0})
             made.wait(number + 1)
         yield made

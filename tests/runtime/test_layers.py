@@ -107,6 +107,7 @@ HOMES = {
         "companions.stores.object_store",
     },
     "ray": {
+        "companions.fragments.surveying",
         "companions.notebook.actors",
         "companions.notebook.inputs",
         "companions.notebook.tuning",

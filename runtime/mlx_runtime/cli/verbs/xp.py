@@ -163,7 +163,7 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
             queue.state(job["id"])
             return cast("Dashboard", queue)  # has the same methods
         return None
-    addresses = companions.part("ray")
+    addresses = companions.part("ray.addresses")
     if not addresses.is_trusted(job["address"]):
         if record.get("status") in records.LIVING:  # the stored log of any other run is complete
             addresses.note_untrusted(job["address"])

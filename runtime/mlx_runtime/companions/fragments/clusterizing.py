@@ -18,7 +18,8 @@ from mlx_runtime import companions
 from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
 from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
-from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
+from mlx_runtime.companions.fragments.surveying import survey
+from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, flops_per_s, trace
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
@@ -100,6 +101,21 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
     return [
         Machine(node.name, node.ram * 1e9 * (1 - RESERVE), node.bandwidth * 1e6 / 8, node.speed or 1.0)
         for node in listed
+    ]
+
+
+def cluster_machines(ray_address: str | None, cfg: Any) -> list[Machine]:
+    """Return the machines of a Ray cluster, with speeds relative to this one."""
+    found = survey(ray_address, cfg)
+    here = flops_per_s(torch.device("cpu")) if any("speed" not in node for node in found) else 1.0
+    return [
+        Machine(
+            node["name"],
+            node["ram"] * 1e9 * (1 - RESERVE),
+            node["bandwidth"] * 1e6 / 8,
+            node["speed"] if "speed" in node else node["flops_per_s"] / here,
+        )
+        for node in found
     ]
 
 
@@ -186,20 +202,20 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
-def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | None) -> str:
+def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | None, *, on_ray: bool = False) -> str:
     """Return the command that trains with a plan, or the reason why none does.
 
-    `listed` are all machines in order, those in the file `nodes` or, without one, parts of this machine.
+    `listed` are all machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
     """
     if max(map(len, found.clusters)) == 1:
         return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
     engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
-    ordered = order == [item.name for item in listed]
+    ordered = on_ray or order == [item.name for item in listed]
     sort = "" if ordered else f"; first list only these nodes in order: {', '.join(order)}"
     words = [
         *engine,
         f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
         f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
     ]
-    return f"next: mlx train run {' '.join(words)}{sort}"
+    return f"next: mlx train {'launch' if on_ray else 'run'} {' '.join(words)}{sort}"

@@ -7,11 +7,13 @@ import click
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.errors import UsageError
 
 
 @click.command("clusterize", context_settings=commands.OVERRIDES)
 @options.debug
 @click.option("--nodes", metavar="FILE", type=options.PAGE, help="Like nodes.json. Default: workers of this machine.")
+@click.option("--ray-address", metavar="URL", help="Plan for the nodes of this cluster, like http://head:8265.")
 @click.option("--model", metavar="NAME", type=options.word, help="Model in Models. Default: the largest.")
 @click.option("--clusters", metavar="K", type=click.IntRange(min=1), help="Number of clusters. Default: the fastest.")
 @click.option(
@@ -34,6 +36,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 @click.argument("overrides", nargs=-1)
 def train_clusterize(
     nodes: Path | None,
+    ray_address: str | None,
     model: str | None,
     clusters: int | None,
     microbatches: int | None,
@@ -49,6 +52,8 @@ def train_clusterize(
 
     Rows come from the experiment's own loader, with its batch_size per cluster.
     """
+    if nodes is not None and ray_address is not None:
+        raise UsageError("--nodes and --ray-address both name the machines; use one of them")
     words = [*overrides, *commands.variant_words(variants)]
     _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")
     import torch
@@ -64,11 +69,12 @@ def train_clusterize(
     config = load_config(experiment, words)
     cfg = config.cfg
     torch.set_num_threads(cfg.cpus_per_worker)
-    machines = (
-        clusterizing.machines_of(nodes)
-        if nodes is not None
-        else clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
-    )
+    if ray_address is not None:
+        machines = clusterizing.cluster_machines(ray_address, cfg)
+    elif nodes is not None:
+        machines = clusterizing.machines_of(nodes)
+    else:
+        machines = clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
     call = capture(experiment, config, model)
     traced = trace(call.model, call.args, call.kwargs, call.optimizers)
     found = plan(
@@ -82,6 +88,7 @@ def train_clusterize(
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
     if not dry_run:
+        on_ray = ray_address is not None
         file = output or CONF.with_name(FILE)
         write(file, call.name, found)
-        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines, nodes)}")
+        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines, nodes, on_ray=on_ray)}")

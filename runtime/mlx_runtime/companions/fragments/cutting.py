@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mlx_runtime.companions.fragments.scripted import OpenedModule
 from mlx_runtime.errors import ConfigError
 
 
@@ -39,19 +40,21 @@ def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
-            if below in chosen:
-                found.append(below)
-            elif any(block.startswith(f"{below}.") for block in chosen) or _is_list(child):
+            whole = below in chosen or (isinstance(child, OpenedModule) and not child.is_open)
+            if not whole and (any(block.startswith(f"{below}.") for block in chosen) or _has_units(child)):
                 visit(child, below)
-            elif next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
+            elif whole or next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
                 found.append(below)
 
     visit(model, "")
     return found
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called itself
+def _has_units(module: nn.Module) -> bool:
+    """Return True for lists of modules, which are never called, and for the graphs of scripts."""
+    if isinstance(module, OpenedModule):
+        return next(module.parameters(recurse=False), None) is None
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def cut(name: str, model: nn.Module, blocks: Sequence[str], stages: int, ends: Sequence[int] | None = None) -> Cut:

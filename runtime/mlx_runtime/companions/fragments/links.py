@@ -96,6 +96,12 @@ class Links:
         dist.broadcast(value, self.rank_of(stage), group=self._pipeline)
         return value
 
+    def share(self, value: Any, stage: int) -> Any:
+        """Return an object that a stage has. Every worker must call this."""
+        shared = [value]
+        dist.broadcast_object_list(shared, self.rank_of(stage), group=self._pipeline, device=self.device)
+        return shared[0]
+
     def sum_over_stages(self, value: torch.Tensor, *, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         dist.all_reduce(value, op, group=self._pipeline)
         return value

@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.holders import Holders
 from mlx_runtime.companions.fragments.links import Journey, Links
-from mlx_runtime.companions.fragments.tensors import Execution, Shapes, Spec, StageTensor, check_traceable
+from mlx_runtime.companions.fragments.tensors import (
+    Execution,
+    Shapes,
+    Spec,
+    StageTensor,
+    ValueDependentError,
+    check_traceable,
+)
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed.randomness import random_state, set_random_state, set_seed
 from mlx_runtime.errors import MlxError
@@ -37,6 +44,7 @@ class Pipelined:
         self.execution: Execution | None = None  # during a forward pass
         self.infers = False  # a unit runs on fake tensors
         self._received: dict[Any, list[Any]] = {}  # what a microbatch receives, by kinds of inputs
+        self._unknown: set[str] = set()  # units with shapes that depend on values
 
     def __deepcopy__(self, memo: Any) -> "Pipelined":
         return self
@@ -81,7 +89,12 @@ class Pipelined:
         shared = [item for item in params if isinstance(item[2], StageTensor)]
         trained = tuple((param.spec if isinstance(param, StageTensor) else param).requires_grad for *_, param in params)
         case, stage = (path, unit.training, trained), self.cut.units[path]
-        shape = self.shapes.infer(case, infer, args, kwargs, title)
+        shape = None
+        if path not in self._unknown:
+            try:
+                shape = self.shapes.infer(case, infer, args, kwargs, title)
+            except ValueDependentError:
+                self._unknown.add(path)
         for _, _, param in shared:
             self.execution.bring(param, stage)
         try:
@@ -119,7 +132,7 @@ class Pipelined:
                     if known is not None and ahead < len(parts) and alike[ahead] == alike[0]:
                         links.expect(*known)
                 journey.received.clear()
-                self.execution = execution = Execution(links.stage, self.shapes, journey.transfer, draws)
+                self.execution = execution = Execution(links.stage, self.shapes, journey.transfer, draws, links.share)
                 for tensor in loose:
                     tensor.runner = execution
                 given = [
@@ -131,7 +144,7 @@ class Pipelined:
                     outputs.append(tree_flatten(forward(*run_args, **run_kwargs)))
                 finally:
                     self.execution = None
-                if number == 1 and alike[1] == alike[0]:
+                if number == 1 and alike[1] == alike[0] and not self._unknown:
                     self._received[case] = list(journey.received)
         rows = [_rows(part) for part in parts]
         joined = self._join(journey, [leaves for leaves, _ in outputs], rows)

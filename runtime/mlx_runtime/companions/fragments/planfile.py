@@ -80,7 +80,7 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
     """
     if fragments.plan is None:
         return Layout(topology.replicas)
-    names, facts = gather(os.environ.get(NODE_NAME)), {}
+    names, facts = gather(os.environ.get(NODE_NAME) or None), {}
     if names is not None:
         try:
             facts = asdict(_layout(Path(fragments.plan), fragments.stages, names))

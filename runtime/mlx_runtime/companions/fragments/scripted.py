@@ -26,9 +26,25 @@ def opened(model: nn.Module) -> nn.Module:
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, ScriptModule):
         return OpenedModule(model)
-    for name, child in model.named_children():
-        if isinstance(child, ScriptModule):
-            setattr(model, name, OpenedModule(child))
+    for module in [*model.modules()]:
+        for name, child in module.named_children():
+            if isinstance(child, ScriptModule) and not isinstance(module, ScriptModule):
+                setattr(module, name, OpenedModule(child))
+    return model
+
+
+def taken(model: nn.Module) -> nn.Module:
+    """Return the opened model with parameters of its own, which can be moved; those of its scripts are freed."""
+    model = opened(model)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, OpenedModule):
+            for name, param in module.named_parameters(recurse=False):
+                made[id(param)] = own = made.get(id(param), nn.Parameter(param.detach(), param.requires_grad))
+                module._parameters[name] = own
+    for module in model.modules():
+        if isinstance(module, OpenedModule):
+            module.free()
     return model
 
 
@@ -60,6 +76,7 @@ class OpenedModule(nn.Module):
         if not self.is_open:
             if script.training != self.training:
                 script.train(self.training)
+            self._bind()
             return script(*args, **kwargs)
         _, *wanted = script.forward.schema.arguments  # type: ignore[attr-defined]
         given = dict(zip((item.name for item in wanted), args, strict=False)) | kwargs
@@ -71,6 +88,21 @@ class OpenedModule(nn.Module):
             values.update(zip(names, found if len(names) > 1 else [found], strict=True))
         outputs = [values[item.debugName()] for item in script.graph.outputs()]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def free(self) -> None:
+        """Let go of the parameters of the script."""
+        (script,) = self._script
+        for name in self._parameters:
+            script._c.setattr(name, torch.empty(0))
+
+    def _bind(self) -> None:
+        """Give the script the tensors of this module, which may have been moved, or replaced for a call."""
+        (script,) = self._script
+        for name, item in (self._parameters | self._buffers).items():
+            script._c.setattr(name, item)
+        for child in self.children():
+            assert isinstance(child, OpenedModule)
+            child._bind()
 
 
 def _is_known(node: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
+from mlx_runtime.companions.fragments.scripted import taken
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.errors import ConfigError
@@ -77,6 +78,12 @@ class Pipeline:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
         return stages
 
+    @staticmethod
+    def nodes_of(cfg: Any) -> list[str]:
+        """Return the names of the nodes for which a plan is made, by rank; none without a plan."""
+        plan = _plan(cfg)
+        return plan.nodes if plan is not None else []
+
     def __init__(self, cfg: Any, topology: Topology) -> None:
         from mlx_runtime.companions.fragments.planfile import layout_of
 
@@ -99,9 +106,9 @@ class Pipeline:
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self.topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
-        models = members(group, nn.Module)
-        _check_scripts(models)
+        models = {name: taken(model) for name, model in members(group, nn.Module).items()}
         for name, model in models.items():
+            setattr(group, name, model)
             if topology.writes and name in deferred:
                 place(model, _CPU)
                 initialize(name, model, _CPU)
@@ -344,17 +351,6 @@ def _check_same(models: Mapping[str, nn.Module], topology: Topology) -> None:
     different = sorted({name for name, _ in broadcast(own).items() ^ own.items()})
     if different:
         raise ConfigError(f"rank {topology.rank} and rank 0 have built different models: {', '.join(different):.300}")
-
-
-def _check_scripts(models: Mapping[str, nn.Module]) -> None:
-    for name, model in models.items():
-        for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                title = f"models.{name}.{path}" if path else f"models.{name}"
-                raise ConfigError(
-                    f"{title} is a ScriptModule, whose parts run outside of Python, so it cannot be moved to a stage; "
-                    "build the model from its Python code, or use cfg.strategy=ddp"
-                )
 
 
 def _check_unshared(models: Mapping[str, nn.Module]) -> None:

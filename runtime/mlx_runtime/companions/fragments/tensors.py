@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from mlx_runtime.errors import MlxError
 
@@ -37,6 +37,10 @@ class _Changed(NamedTuple):
 
     argument: int
     spec: Spec
+
+
+class ValueDependentError(MlxError):
+    """The shapes of a result depend on values, so they are not known before it is computed."""
 
 
 class Runner(Protocol):
@@ -107,7 +111,8 @@ class Shapes:
         `title` names the operation in errors.
 
         Raises:
-            MlxError: the result depends on values.
+            ValueDependentError: the result depends on values.
+            MlxError: the operation changes a tensor that all stages have.
         """
         leaves, structure = tree_flatten((args, kwargs))
         kind = self._device.type
@@ -131,9 +136,10 @@ class Shapes:
             try:
                 result = func(*fake_args, **fake_kwargs)
             except RuntimeError as error:
-                if type(error).__module__ != "torch._subclasses.fake_tensor":
+                in_script = "TorchScript interpreter" in str(error)  # whose errors have no class of their own
+                if type(error).__module__ != "torch._subclasses.fake_tensor" and not in_script:
                     raise
-                raise MlxError(
+                raise ValueDependentError(
                     f"the model cannot be cut at {title}, which depends on values that only one stage has ({error}); "
                     "move it into a block, or compute it from the inputs of the model"
                 ) from error
@@ -143,15 +149,7 @@ class Shapes:
                     "allocate it with h.new_zeros, where h is an output of a block, or use torch.stack"
                 )
         outputs, form = tree_flatten(result)
-        positions = {id(fake): place for place, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
-        found = [
-            item
-            if not isinstance(item, torch.Tensor)
-            else _Changed(positions[id(item)], Spec.of(item))
-            if id(item) in positions
-            else Spec.of(item)
-            for item in outputs
-        ]
+        found = _described(outputs, fakes)
         if case is not None and all(isinstance(item, (Spec, _Changed, torch.Size, *_PLAIN)) for item in found):
             self._known[case] = found, form
         return found, form
@@ -167,6 +165,19 @@ class Shapes:
         with self._mode:
             made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
             return made.requires_grad_(spec.requires_grad)
+
+
+def _described(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Any]:
+    """Return outputs with `Spec` in place of tensors, and `_Changed` for inputs that were changed in place."""
+    positions = {id(item): place for place, item in enumerate(inputs) if isinstance(item, torch.Tensor)}
+    return [
+        item
+        if not isinstance(item, torch.Tensor)
+        else _Changed(positions[id(item)], Spec.of(item))
+        if id(item) in positions
+        else Spec.of(item)
+        for item in outputs
+    ]
 
 
 def _version(item: torch.Tensor) -> int:
@@ -190,11 +201,19 @@ class Execution:
         transfer: Called with a value, or None where it is not, its spec, and the sending and receiving stages; returns
             the value on the receiver.
         drawing: Returns a context in which a stage draws random numbers.
+        share: Called with an object and the stage that has it; returns it on all stages.
     """
 
-    def __init__(self, stage: int, shapes: Shapes, transfer: Callable[..., Any], drawing: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        stage: int,
+        shapes: Shapes,
+        transfer: Callable[..., Any],
+        drawing: Callable[[], Any],
+        share: Callable[[Any, int], Any],
+    ) -> None:
         self.stage, self.shapes = stage, shapes
-        self._transfer, self._drawing = transfer, drawing
+        self._transfer, self._drawing, self._share = transfer, drawing, share
         self._current = 0  # stage of the last operation
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -212,10 +231,19 @@ class Execution:
         return self.run_at(stage, func, args, kwargs, (result, form), title)
 
     def run_at(
-        self, stage: int, func: Callable[..., Any], args: Any, kwargs: Any, shape: tuple[list[Any], Any], title: str
+        self,
+        stage: int,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        shape: tuple[list[Any], Any] | None,
+        title: str,
     ) -> Any:
-        """Run an operation at a stage, given the shape of its result. `title` names it in errors."""
-        result, form = shape
+        """Run an operation at a stage, given the shape of its result. `title` names it in errors.
+
+        Without a shape, which then depends on values, all stages wait for it.
+        """
+        result, form = shape or ([], tree_structure(()))
         self._current = stage
         leaves, structure = tree_flatten((args, kwargs))
         for item in leaves:
@@ -226,8 +254,14 @@ class Execution:
             given = [item.value if isinstance(item, StageTensor) else item for item in leaves]
             real_args, real_kwargs = tree_unflatten(given, structure)
             with self._drawing():
-                values = tree_leaves(func(*real_args, **real_kwargs))
-            self._check(title, values, result)
+                values, own = tree_flatten(func(*real_args, **real_kwargs))
+            if shape is None:
+                result, form = _described(values, given), own
+            else:
+                self._check(title, values, result)
+        if shape is None:
+            result, form = self._share((result, form), stage)
+            values = values or [None] * len(result)
         made = []
         for item, value in zip(result, values, strict=True):
             if isinstance(item, _Changed) and isinstance(leaves[item.argument], StageTensor):

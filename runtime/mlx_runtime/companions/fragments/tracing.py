@@ -250,7 +250,7 @@ def _seconds(
         with _unchanged(model), temporary_seed(0):
             rounds = [_timed(model, args, kwargs, found.names, device) for _ in range(ROUNDS + 1)][1:]
         return [min(times) for times in zip(*rounds, strict=True)], []  # others may use this machine, too
-    rate = _flops_per_s(device)
+    rate = flops_per_s(device)
     note = f"times are estimated from FLOPs, at {rate / 1e9:,.0f} GFLOP/s as measured here, because {why}"
     return [3 * flops / rate for flops in found.flops], [note]  # the backward pass takes twice the forward pass
 
@@ -334,7 +334,7 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _flops_per_s(device: torch.device) -> float:
+def flops_per_s(device: torch.device) -> float:
     """Measure products of matrices."""
     size = 1024
     matrix = torch.ones(size, size, device=device)

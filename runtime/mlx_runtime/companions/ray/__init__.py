@@ -7,11 +7,12 @@ prepare_ray()  # before anything in this companion imports Ray
 
 __all__, __getattr__ = door(
     __name__,
-    "cluster_storage commands jobs launch preflight private",
-    addresses="Address is_trusted note_untrusted",
+    "addresses cluster_storage commands jobs launch preflight private",
+    addresses="Address",
     dashboard="Dashboard job_statuses",
     datajob="DataJob refuse_present run_job",
     doctor="checks",
+    node_names="named_nodes",
     reservation="release",
     start="on_ray start_ray",
     stream_reader="StreamReader stream_readers",

@@ -1,13 +1,12 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.companions.ray.addresses import Address as Address
-from mlx_runtime.companions.ray.addresses import is_trusted as is_trusted
-from mlx_runtime.companions.ray.addresses import note_untrusted as note_untrusted
 from mlx_runtime.companions.ray.dashboard import Dashboard as Dashboard
 from mlx_runtime.companions.ray.dashboard import job_statuses as job_statuses
 from mlx_runtime.companions.ray.datajob import DataJob as DataJob
 from mlx_runtime.companions.ray.datajob import refuse_present as refuse_present
 from mlx_runtime.companions.ray.datajob import run_job as run_job
 from mlx_runtime.companions.ray.doctor import checks as checks
+from mlx_runtime.companions.ray.node_names import named_nodes as named_nodes
 from mlx_runtime.companions.ray.reservation import release as release
 from mlx_runtime.companions.ray.start import on_ray as on_ray
 from mlx_runtime.companions.ray.start import start_ray as start_ray

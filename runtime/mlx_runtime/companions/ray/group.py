@@ -5,7 +5,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,13 @@ from ray.exceptions import RayError
 from mlx_runtime.companions.ray import autoscaler
 from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.jobs import run_titles
+from mlx_runtime.companions.ray.node_names import named_nodes, selectors
 from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
 from mlx_runtime.events import Notice
 from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, StopAsked, backend_of
+from mlx_runtime.training.engines.local import NODE_NAME
 from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
 from mlx_runtime.training.strategies import strategy_class
 
@@ -70,6 +72,9 @@ class RayGroup(RestartingGroup):
         self._wait_s = cfg.elastic.wait_s if self._grows else 0.0  # for all workers, at the first start
         self._failed_starts = 0
         self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
+        nodes_of: Callable[[Any], list[str]] = getattr(strategy_class(cfg.strategy), "nodes_of", lambda _: [])
+        self._nodes = nodes if least == most == len(nodes := nodes_of(cfg)) else []  # of a plan, by rank
+        self._places = selectors(self._nodes)
         self._start()
 
     def poll(self) -> bool:
@@ -116,7 +121,9 @@ class RayGroup(RestartingGroup):
     def _start(self) -> None:
         """Reserve resources; `poll` starts the workers once there is room."""
         self._attempt: Attempt | None = None
-        self._reservation = Reservation(self._title, self._resources, *self._sizes)
+        if self._places:
+            self._places = selectors(self._nodes, patient=True)
+        self._reservation = Reservation(self._title, self._resources, *self._sizes, self._places)
 
     def _kill(self) -> None:
         self._kill_workers()
@@ -151,10 +158,11 @@ class RayGroup(RestartingGroup):
         self._attempt = Attempt(workers, calls)
 
     def _train(self, attempt: Attempt) -> None:
-        """Let the actors train, those on the same machine with consecutive ranks."""
+        """Let the actors train, those on the same machine with consecutive ranks, unless a plan has placed them."""
         seats: dict[int, Seat] = attempt.values
         hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
-        order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
+        order = sorted(seats, key=lambda number: (not self._places and hosts.index(seats[number].host), number))
+        names = {str(facts["NodeID"]): name for name, facts in named_nodes().items()}
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
             here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
@@ -167,6 +175,7 @@ class RayGroup(RestartingGroup):
                 "LOCAL_WORLD_SIZE": len(here),
                 "MASTER_ADDR": seats[0].host,
                 "MASTER_PORT": seats[0].port,
+                NODE_NAME: names.get(seats[number].node, ""),
             }
             if not self._cluster.use_gpu:
                 variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides only those of workers that it assigns others

@@ -22,16 +22,18 @@ class Reservation:
     """Resources for `least` workers, reserved at once, and then for more of them, `step` by `step`, up to `most`.
 
     Ray queues the requests of all jobs; for those that wait, an autoscaler starts nodes. `title` names the run, and
-    `each` are the resources of a worker.
+    `each` are the resources of a worker, and `places` the label selectors of the nodes of the first ones, or empty.
     """
 
-    def __init__(self, title: str, each: Mapping[str, float], least: int, most: int, step: int) -> None:
+    def __init__(
+        self, title: str, each: Mapping[str, float], least: int, most: int, step: int, places: list[dict[str, str]]
+    ) -> None:
         self._name = f"{PREFIX}{title}:{uuid.uuid4().hex}"
         self._each, self._steps, self._step = dict(each), (most - least) // step, step
         self._groups: list[Any] = []
         self._pending: dict[Any, Any] = {}  # by the reference that Ray completes
         self.since: float | None = None  # when the first workers got room
-        self._request(least, "")
+        self._request(least, "", places or None)
 
     @property
     def complete(self) -> bool:
@@ -62,8 +64,8 @@ class Reservation:
             with contextlib.suppress(Exception):  # of various types, if the cluster is gone
                 remove_placement_group(group)
 
-    def _request(self, workers: int, suffix: str) -> None:
-        group = placement_group([self._each] * workers, name=self._name + suffix)
+    def _request(self, workers: int, suffix: str, places: list[dict[str, str]] | None = None) -> None:
+        group = placement_group([self._each] * workers, name=self._name + suffix, bundle_label_selector=places)
         self._pending[group.ready()] = group
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import Mlx, edit
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
 import mlx_runtime
 from mlx_runtime import open_run
@@ -139,8 +139,27 @@ def convolutions() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def scripted() -> Any:
-    return torch.jit.script(Transformer().blocks[0].mix)  # type: ignore[no-untyped-call]
+class Gate(nn.Linear):
+    """Cannot be opened as a script, because it has a branch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = linear(x, self.weight, self.bias)
+        if bool(y.sum() > 0):
+            y = y.relu()
+        return y
+
+
+class Scripted(nn.Module):
+    """A model of which a part is a script, with blocks that decide by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Sequential(nn.Linear(5, 6), Gate(6, 6), nn.BatchNorm1d(6), nn.ReLU(), Gate(6, 6))
+        self.features = torch.jit.script(layers)  # type: ignore[no-untyped-call]
+        self.gate, self.head = Gate(6, 6), nn.Linear(6, 12)
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.gate(self.features(rows.float()))).unsqueeze(1).expand(-1, 5, -1)}
 
 
 class Models:
@@ -234,6 +253,19 @@ def stages(rank: int) -> Any:
 
 
 @work
+def scripts(rank: int) -> Any:
+    """A model with a script, trained in a pipeline and in one process."""
+    torch.manual_seed(0)
+    made = strategy(rank, microbatches=1)
+    model = made.build(node(Scripted)).net
+    states = whole_states(made, model, trained(model, made, tokens()))
+    torch.manual_seed(0)
+    alone = Scripted()
+    trained(alone, None, tokens())
+    return made.described(), states["models"]["net"], dict(alone.state_dict())
+
+
+@work
 def in_replicas(rank: int) -> Any:
     """Two pipelines of two stages, with half of the rows each."""
     torch.manual_seed(0)
@@ -319,7 +351,6 @@ def others(rank: int) -> Any:
         (Choosy, lambda model: model(tokens())),
         (Transformer, lambda model: model.embed(tokens())),
         (Filling, lambda model: model(tokens(), lambda x, shape: torch.zeros(shape))),
-        (scripted, None),
     ):
         try:
             call(strategy(rank).build(node(kind)).net)  # type: ignore[no-untyped-call]
@@ -460,16 +491,23 @@ def test_inputs_get_gradients_and_the_loop_draws_the_same_numbers(on_workers: di
     assert first["lines"][1].startswith("small: whole on the last stage; ")
 
 
+def test_scripts_are_cut_between_their_modules(on_workers: dict[str, list[Any]]) -> None:
+    lines, states, alone = on_workers["scripts"][0]
+    assert lines[0].startswith("net: pipeline of 2 stages with ")
+    assert states.keys() == alone.keys()
+    for name, item in alone.items():
+        assert torch.allclose(states[name], item, atol=1e-6), name
+
+
 def test_what_cannot_be_cut_is_refused(on_workers: dict[str, list[Any]]) -> None:
     for found in on_workers["others"]:
-        choice, part, filled, script, few, compiled, *recomputed = found["errors"]
+        choice, part, filled, few, compiled, *recomputed = found["errors"]
         assert choice.startswith("the model cannot be cut at __bool__, which depends on values that only one stage has")
         assert part.startswith("models.net.embed was called outside of the forward pass of models.net")
         assert filled.startswith(
             "the model cannot be cut at __setitem__, which runs at one stage, and changes a tensor"
         )
         assert few.startswith("models.net cannot be cut into 2 stages: it has 0 blocks. Name smaller modules")
-        assert script.startswith("models.net is a ScriptModule")
         assert compiled.endswith("cfg.compile compiles whole models; set it to false")
         assert ["models.net.head.weight" in recomputed[0], "models.net.embed.weight" in recomputed[1]] == [True, True]
 

@@ -7,13 +7,39 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster_users import TOKEN, Types, until
+from cluster_users import TOKEN, Types, User, until
 from clusters import RayCluster
 from conftest import Mlx, edit
 
 from mlx_runtime.storage import storage_at
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+
+def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster) -> None:
+    """Each stage trains on the node that the plan names: here, in another order than Ray's."""
+    done = user.types("train", "clusterize", f"--ray-address={ray_cluster.url}", "--clusters=1", "--all-nodes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    following = re.search(r"next: mlx train launch (cfg.start_workers=2 cfg.strategy=pipeline .*)", done.stdout)
+    assert following is not None
+    file = user.folder / "src" / "fragments.json"
+    plan = json.loads(file.read_text())
+    root, leaf = plan["clusters"][0]["stages"]
+    assert {root["node"], leaf["node"]} == {"node_0", "node_1"}
+    root["node"], leaf["node"] = "node_1", "node_0"
+    file.write_text(json.dumps(plan))
+    loop = user.folder / "src" / "experiment.py"
+    line = "        self.models.net = prepare_model(self.models.net)  # DDP\n"
+    code = '        import ray\n\n        print("on", ray.get_runtime_context().get_node_labels()["node"])\n'
+    edit(loop, line, code + line)
+    words = [*following[1].split(), "cfg.num_epochs=1"]
+    done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank, node in enumerate(("node_1", "node_0")):
+        assert f"on {node}\n" in (user.folder / f"runs/digits/run_001/logs/rank_{rank}.log").read_text()
+    file.write_text(file.read_text().replace("node_1", "node_7"))
+    done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
+    assert (done.returncode, "error: the plan has a stage on node node_7, but the" in done.stdout) == (1, True)
 
 
 class TestDataJobs:
