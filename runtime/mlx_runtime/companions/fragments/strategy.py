@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from mlx_runtime import companions
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
 from mlx_runtime.distributed import Topology, broadcast, gather
@@ -23,6 +24,7 @@ from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import size_text
 from mlx_runtime.training.loop import HALF
 from mlx_runtime.training.strategies import (
+    allocate,
     blocks_of,
     build_models,
     check_values,
@@ -93,7 +95,7 @@ class Pipeline:
         self.notice = self._layout.notice
         self._lines: list[str] = []
         self._holders: list[Any] = []  # by model
-        after_import("ray.train", _keep_cut_models)
+        after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
     @cached_property
     def _links(self) -> Any:
@@ -174,7 +176,7 @@ class Pipeline:
             name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in loose
         }
         for path, stage in sorted(made.units.items(), key=lambda item: item[1] == links.stage):  # may share tensors
-            _move(model.get_submodule(path), topology.device if stage == links.stage else torch.device("meta"))
+            allocate(model.get_submodule(path), topology.device if stage == links.stage else torch.device("meta"))
         placed: dict[int, torch.Tensor] = {}
         for name, tensor in before.items():
             if id(tensor) not in placed:
@@ -284,12 +286,6 @@ class Pipeline:
         return tuple(self._lines)
 
 
-def _keep_cut_models() -> None:
-    from mlx_runtime.companions.ray.private import keep_sharded_models
-
-    keep_sharded_models()
-
-
 def _plan(cfg: Any) -> Any:
     """Return the plan of a run, or None if it has none, or if it cannot be read, which workers report."""
     from mlx_runtime.companions.fragments.planfile import read
@@ -299,16 +295,6 @@ def _plan(cfg: Any) -> Any:
     with contextlib.suppress(ConfigError):
         return read(Path(cfg.fragments.plan))
     return None
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Allocate a module's tensors on a device; tied ones stay tied."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.to_empty(device=device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 class AbsentTensor(torch.Tensor):

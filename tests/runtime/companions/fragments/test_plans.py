@@ -102,53 +102,6 @@ def test_no_other_plan_of_few_machines_is_faster(seed: int, all_nodes: bool) -> 
             assert not (all_nodes and found.idle)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_clusters_with_the_same_cuts(seed: int) -> None:
-    """Checked against all groups of machines by stage, whose slowest and smallest machine counts."""
-    blocks, machines = case(seed, machines=4 + seed % 2, blocks=5, memory=7)
-    found = plan(blocks, machines, clusters=2, same_cuts=True, average_every=10**9)
-    check(found)
-    assert len({tuple(stage.last for stage in stages) for stages in found.clusters}) == 1
-    assert len(found.clusters) == 2
-    best = [float("inf")]
-    for count in range(1, len(machines) // 2 + 1):
-        for order in itertools.permutations(machines, 2 * count):
-            groups = [order[index : index + 2] for index in range(0, len(order), 2)]
-            weakest = [
-                Machine(
-                    "",
-                    min(item.memory for item in group),
-                    min(item.bandwidth for item in group),
-                    min(item.speed for item in group),
-                )
-                for group in groups
-            ]
-            for cuts in itertools.combinations(range(1, len(blocks)), count - 1):
-                stages = stages_of(blocks, weakest, [0, *cuts])
-                if all(stage.memory <= stage.machine.memory for stage in stages):
-                    best.append(max(stage.compute_s + stage.transfer_s for stage in stages) * (3 + count) / 4)
-    assert slowest(found) <= min(best) * (1 + 1e-9) < float("inf")
-    assert slowest(found) >= slowest(plan(blocks, machines, clusters=2)) * (1 - 1e-9)
-
-
-def test_a_machine_that_belongs_to_no_group_is_idle() -> None:
-    machines = [
-        Machine("small", 1e9, bandwidth=1e9),
-        Machine("a", 4e9, bandwidth=1e6),
-        Machine("b", 4e9, bandwidth=1e6),
-    ]
-    found = plan(BLOCKS, machines, clusters=2, same_cuts=True)
-    assert [machine.name for machine in found.idle] == ["small"]
-
-
-def test_many_machines_with_the_same_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "SEARCH_STAGES", 3000)
-    blocks, machines = case(2, machines=31, blocks=60, memory=12)
-    found = plan(blocks, machines, clusters=3, same_cuts=True)
-    check(found)
-    assert len({tuple(stage.last for stage in stages) for stages in found.clusters}) == 1
-
-
 def test_the_number_of_clusters_with_the_most_batches_per_second_is_chosen() -> None:
     blocks, machines = case(3, machines=5, blocks=12, memory=4)
     found = plan(blocks, machines, average_every=100)
@@ -227,7 +180,6 @@ BLOCKS = [Block(name, 10**6, 10**9, seconds=1) for name in ("embed", "layers.0",
             {"clusters": 1, "all_nodes": True},
             "4 nodes are too many for 3 blocks in 1 cluster; omit --all-nodes, or 1",
         ),
-        ([4e9] * 3, {"clusters": 2, "all_nodes": True, "same_cuts": True}, "2 clusters, each with the whole model, do"),
         (
             [4e9] * 9,
             {"clusters": 2, "all_nodes": True},
