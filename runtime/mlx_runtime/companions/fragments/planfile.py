@@ -83,7 +83,7 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
     names, facts = gather(os.environ.get(NODE_NAME) or None), {}
     if names is not None:
         try:
-            facts = asdict(_layout(Path(fragments.plan), fragments.stages, names))
+            facts = asdict(layout_for(Path(fragments.plan), fragments.stages, names))
         except ConfigError as error:
             facts = {"error": str(error)}
     facts = broadcast(facts)
@@ -92,7 +92,8 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
     return Layout(**facts | {"ranks": tuple(map(tuple, facts["ranks"]))})
 
 
-def _layout(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
+def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
+    """Return the pipelines of a plan, given the machine of each worker by name, or None where it is unknown."""
     found, notice = read(path), None
     for own in found.pipelines:
         if stages is not None and len(own) != stages:

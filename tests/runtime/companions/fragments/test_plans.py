@@ -1,13 +1,15 @@
 """Plans of fragments: the best clusters, orders and cuts, within the memory of each machine."""
 
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from mlx_runtime.companions.fragments import planning
+from mlx_runtime.companions.fragments import planfile, planning
 from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, stages_of
 from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.errors import ConfigError
@@ -193,3 +195,32 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     machines = [Machine(f"node_{index}", size) for index, size in enumerate(memory)]
     with pytest.raises(ConfigError, match=message):
         plan(BLOCKS, machines, **settings)  # type: ignore[arg-type]
+
+
+def test_fewer_workers_are_planned_for_again(tmp_path: Path) -> None:
+    """By the name of their machine; a worker on an unknown one counts as the weakest of all."""
+    machines = [Machine("a", 4e9), Machine("b", 2e9, speed=0.5), Machine("c", 4e9)]
+    file = tmp_path / "plan.json"
+    planfile.write(file, "net", plan(BLOCKS, machines, clusters=1, all_nodes=True, average_every=5))
+    whole = planfile.layout_for(file, None, ["a", "b", "c"])
+    assert whole.notice is None
+    assert sorted(rank for ranks in whole.ranks for rank in ranks) == [0, 1, 2]
+    left = planfile.layout_for(file, None, ["c", "a"])
+    expected = plan(BLOCKS, [machines[2], machines[0]], average_every=5, all_nodes=True)
+    names = [["ca"[rank] for rank in ranks] for ranks in left.ranks]
+    wanted = {
+        tuple(stage.machine.name for stage in stages): [stage.last for stage in stages] for stages in expected.clusters
+    }
+    assert {tuple(own): list(ends) for own, ends in zip(names, left.ends, strict=True)} == wanted
+    assert left.notice is not None
+    assert left.notice.startswith("planned   again for 2 of 3 workers: ")
+    assert planfile.layout_for(file, None, ["a", None]).notice is not None
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        planfile.layout_for(file, None, [None])
+    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 4; set cfg.start_workers=3"):
+        planfile.layout_for(file, None, [None] * 4)
+    document = json.loads(file.read_text())
+    del document["costs"]
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 2"):
+        planfile.layout_for(file, None, ["c", "a"])
