@@ -59,6 +59,8 @@ class Pipeline:
         if fragments.stages == 1:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         plan = _plan(cfg)
+        if plan is not None and cfg.elastic.keep_global_batch:
+            return "cfg.elastic.keep_global_batch counts equal pipelines; remove it, or cfg.fragments.plan"
         if plan is not None and cfg.start_workers % plan.workers:
             return (
                 f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
@@ -74,7 +76,7 @@ class Pipeline:
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
         if cfg.fragments.plan is not None:
-            return 1  # see the constructor: pipelines may differ
+            return 1  # the constructor reads the plan, because pipelines may differ
         stages: int = cfg.fragments.stages or workers
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
