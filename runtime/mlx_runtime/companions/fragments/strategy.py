@@ -93,7 +93,10 @@ class Pipeline:
 
         self._cfg, self._layout = cfg, layout_of(cfg.fragments, topology)
         ranks = self._layout.ranks
-        self.topology = replace(topology, model_parallel_size=max(map(len, ranks)), replica_ranks=ranks)
+        size = max(map(len, ranks))
+        if size == 1 and cfg.replicas.every is None:  # `prepare_model` must not average gradients, too
+            topology = replace(topology, replicate=_unchanged)
+        self.topology = replace(topology, model_parallel_size=size, replica_ranks=ranks)
         self.notice = self._layout.notice
         self._lines: list[str] = []
         self._holders: list[Any] = []  # by model
@@ -286,6 +289,10 @@ class Pipeline:
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+def _unchanged(model: nn.Module, **_: Any) -> nn.Module:
+    return model
 
 
 def _plan(cfg: Any) -> Any:
