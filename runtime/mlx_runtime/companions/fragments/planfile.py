@@ -99,7 +99,7 @@ def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> L
         if stages is not None and len(own) != stages:
             cure = "use cfg.strategy=ddp" if len(own) == 1 else "leave out cfg.fragments.stages"
             raise ConfigError(f"{path} has a cluster of {len(own)} stages, and the run of {stages}; {cure}")
-    if len(names) % found.workers and len(names) < len(found.nodes) and found.costs:
+    if found.costs and len(names) < len(found.nodes) and (len(names) % found.workers or any(names)):
         before = found
         found, names = again(found, names)
         shape = " and ".join(" + ".join(str(count) for count in _sizes(own)) for own in found.pipelines)
