@@ -88,8 +88,8 @@ class Fragments(Section):
 
     Attributes:
         stages: number of workers that hold one replica of the models together; None means all of them.
-        plan: file of `mlx train clusterize` with the blocks of each stage, which needs `stages`; None means stages of
-            about equal numbers of parameters.
+        plan: file of `mlx train clusterize` with the pipelines and the blocks of each stage; None means stages of about
+            equal numbers of parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
         schedule: order in which stages train microbatches; all but `gpipe` need `self.forward_backward`.
         chunks: stages per worker with the schedules `interleaved` and `zero_bubble`.

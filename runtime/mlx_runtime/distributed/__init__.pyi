@@ -5,7 +5,6 @@ from mlx_runtime.distributed.collectives import data_parallel_group as data_para
 from mlx_runtime.distributed.collectives import gather as gather
 from mlx_runtime.distributed.collectives import group_size as group_size
 from mlx_runtime.distributed.collectives import mean_of as mean_of
-from mlx_runtime.distributed.collectives import sync_buffers as sync_buffers
 from mlx_runtime.distributed.handshake import listening_sockets as listening_sockets
 from mlx_runtime.distributed.messages import decode as decode
 from mlx_runtime.distributed.messages import encode as encode

@@ -1,7 +1,6 @@
 """Collectives on plain values and tensors. Every worker must call them; without a process group they are local."""
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,20 +57,6 @@ def broadcast(value: Any) -> Any:
     content = _tensor(message, int(size))
     torch.distributed.broadcast(content, src=0)
     return decode(content.numpy().tobytes())
-
-
-def sync_buffers(models: Iterable[torch.nn.Module]) -> None:
-    """Fill the saved buffers of replicated models with those of rank 0. Every worker must call this.
-
-    DDP does so before each forward pass, but not for models and parts of models that are called without it.
-    """
-    from mlx_runtime.distributed.torch_private import broadcast_tensors
-
-    modules = [module for model in models for module in model.modules()]
-    held = [(part, *item) for part in modules for item in part.named_buffers(recurse=False)]
-    saved = [buffer.data for part, name, buffer in held if name not in part._non_persistent_buffers_set]
-    if saved:
-        broadcast_tensors(saved)
 
 
 def gather(value: Any) -> list[Any] | None:

@@ -57,9 +57,9 @@ class Topology:
         return len(self.replicas)
 
     @property
-    def order(self) -> list[int]:
-        """Ranks of all workers, replica by replica."""
-        return [rank for ranks in self.replicas for rank in ranks]
+    def model_parallel_rank(self) -> int:
+        """Rank among the workers that share this replica of the model."""
+        return self.replicas[self.data_parallel_rank].index(self.rank)
 
     @property
     def writes(self) -> bool:

@@ -4,7 +4,7 @@ import datetime
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +50,18 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
     """Fill tensors of any types with the values of rank 0, in few collectives. Every worker must call this."""
     group: Any = torch.distributed.group.WORLD
     torch.distributed._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def sync_buffers(models: Iterable[torch.nn.Module]) -> None:
+    """Fill the saved buffers of replicated models with those of rank 0. Every worker must call this.
+
+    DDP does so before each forward pass, but not for models and parts of models that are called without it.
+    """
+    modules = [module for model in models for module in model.modules()]
+    held = [(part, *item) for part in modules for item in part.named_buffers(recurse=False)]
+    saved = [buffer.data for part, name, buffer in held if name not in part._non_persistent_buffers_set]
+    if saved:
+        broadcast_tensors(saved)
 
 
 def drop_unreduced_gradients(model: Any) -> None:

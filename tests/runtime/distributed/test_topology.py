@@ -26,6 +26,12 @@ def test_consecutive_ranks_hold_a_replica_together() -> None:
     assert [item.writes for item in workers] == [True, False, False, False]
 
 
+def test_replicas_may_have_different_numbers_of_ranks_in_any_order() -> None:
+    workers = [Topology(rank, 4, CPU, model_parallel_size=3, replica_ranks=((2, 0, 3), (1,))) for rank in range(4)]
+    assert [(item.data_parallel_rank, item.model_parallel_rank) for item in workers] == [(0, 1), (1, 0), (0, 0), (0, 2)]
+    assert {item.data_parallel_size for item in workers} == {2}
+
+
 def test_collectives_without_a_group_are_local() -> None:
     assert agree([True, False], CPU) == [True, False]
     assert broadcast("value") == "value"

@@ -40,7 +40,6 @@ def clusterize(
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
-    same_cuts: bool = False,
     name: str = "net",
     output: str | Path | None = FILE,
 ) -> Plan:
@@ -61,7 +60,6 @@ def clusterize(
         clusters: number of clusters, which hold the whole model each; None for the most batches per second.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
-        same_cuts: cut all clusters at the same blocks, as `cfg.strategy=pipeline` needs.
         name: name of the model in `Models`, for the file.
         output: file for the plan; None writes none.
 
@@ -81,7 +79,6 @@ def clusterize(
         clusters=clusters,
         average_every=average_every,
         all_nodes=all_nodes,
-        same_cuts=same_cuts,
     )
     show(found, traced, rows_of(example_args, example_kwargs))
     if output is not None:
@@ -210,12 +207,12 @@ def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | 
     if max(map(len, found.clusters)) == 1:
         return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
     engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
-    order = [stage.machine.name for cluster in found.clusters for stage in cluster]  # as ranks
-    ordered = on_ray or order == [item.name for item in listed]
-    sort = "" if ordered else f"; first list only these nodes in order: {', '.join(order)}"
+    order = [stage.machine.name for cluster in found.clusters for stage in cluster]
+    wanted = [item.name for item in listed if item.name in order]
+    left_out = "" if on_ray or len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
     words = [
         *engine,
         f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
         f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
     ]
-    return f"next: mlx train {'launch' if on_ray else 'run'} {' '.join(words)}{sort}"
+    return f"next: mlx train {'launch' if on_ray else 'run'} {' '.join(words)}{left_out}"

@@ -29,7 +29,6 @@ from mlx_runtime.errors import UsageError
     help="Steps between two averages of the clusters. Default: cfg.replicas.every, or 1.",
 )
 @click.option("--all-nodes", is_flag=True, help="Leave no node idle.")
-@click.option("--same-cuts", is_flag=True, help="Cut all clusters at the same blocks, as cfg.strategy=pipeline needs.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
 @click.option("-o", "--output", metavar="FILE", type=options.PAGE, help="Default: fragments.json beside conf.yaml.")
 @commands.variant_option
@@ -42,7 +41,6 @@ def train_clusterize(
     microbatches: int | None,
     average_every: int | None,
     all_nodes: bool,
-    same_cuts: bool,
     dry_run: bool,
     output: Path | None,
     variants: tuple[str, ...],
@@ -84,7 +82,6 @@ def train_clusterize(
         clusters=clusters,
         average_every=average_every or cfg.replicas.every or 1,
         all_nodes=all_nodes,
-        same_cuts=same_cuts,
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
     if not dry_run:

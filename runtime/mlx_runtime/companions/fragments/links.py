@@ -38,7 +38,7 @@ class Links:
         self._traffic = traffic
         self.pipelines: Sequence[Ranks] = topology.replicas
         self._ranks = self.pipelines[topology.data_parallel_rank]
-        self.stages, self.stage = len(self._ranks), self._ranks.index(topology.rank)
+        self.stages, self.stage = len(self._ranks), topology.model_parallel_rank
         self.device = topology.device
         self.replicas = len(self.pipelines)
         self.syncs = True  # average gradients over replicas in the next backward passes

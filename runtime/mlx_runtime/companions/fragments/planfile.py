@@ -80,10 +80,10 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
     """
     if fragments.plan is None:
         return Layout(topology.replicas)
-    names, facts = gather(os.environ.get(NODE_NAME)), {}
+    names, facts = gather(os.environ.get(NODE_NAME) or None), {}
     if names is not None:
         try:
-            facts = asdict(_layout(Path(fragments.plan), fragments.stages, names))
+            facts = asdict(layout_for(Path(fragments.plan), fragments.stages, names))
         except ConfigError as error:
             facts = {"error": str(error)}
     facts = broadcast(facts)
@@ -92,13 +92,14 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
     return Layout(**facts | {"ranks": tuple(map(tuple, facts["ranks"]))})
 
 
-def _layout(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
+def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
+    """Return the pipelines of a plan, given the machine of each worker by name, or None where it is unknown."""
     found, notice = read(path), None
     for own in found.pipelines:
         if stages is not None and len(own) != stages:
             cure = "use cfg.strategy=ddp" if len(own) == 1 else "leave out cfg.fragments.stages"
             raise ConfigError(f"{path} has a cluster of {len(own)} stages, and the run of {stages}; {cure}")
-    if len(names) % found.workers and len(names) < len(found.nodes) and found.costs:
+    if found.costs and len(names) < len(found.nodes) and (len(names) % found.workers or any(names)):
         before = found
         found, names = again(found, names)
         shape = " and ".join(" + ".join(str(count) for count in _sizes(own)) for own in found.pipelines)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mlx_runtime import companions
 from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
 from mlx_runtime.distributed import Topology, broadcast, group_size
@@ -73,7 +74,7 @@ def topology_of(cfg: Any, topology: Topology) -> Topology:
     """Return the position of a worker whose models `prepare_model` does not wrap as usual."""
     if cfg.replicas.every is not None and cfg.replicas.meet is not None:
         return topology  # the workers of one replica
-    after_import("ray.train", _replicate_with_ray)
+    after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
     make = EqualAtFirst() if cfg.replicas.every is not None else compressed_gradients(cfg.replicas.traffic)
     return replace(topology, replicate=make)
 
@@ -90,12 +91,6 @@ class EqualAtFirst:
         if not self.restored:
             broadcast_tensors([item.data for item in (*model.parameters(), *model.buffers())])
         return model
-
-
-def _replicate_with_ray() -> None:
-    from mlx_runtime import companions
-
-    companions.part("ray.private").keep_sharded_models()
 
 
 @contextlib.contextmanager

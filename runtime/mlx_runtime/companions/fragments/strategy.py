@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from mlx_runtime import companions
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
 from mlx_runtime.distributed import Topology, broadcast, gather
@@ -23,6 +24,7 @@ from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import size_text
 from mlx_runtime.training.loop import HALF
 from mlx_runtime.training.strategies import (
+    allocate,
     blocks_of,
     build_models,
     check_values,
@@ -57,6 +59,8 @@ class Pipeline:
         if fragments.stages == 1:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         plan = _plan(cfg)
+        if plan is not None and cfg.elastic.keep_global_batch:
+            return "cfg.elastic.keep_global_batch counts equal pipelines; remove it, or cfg.fragments.plan"
         if plan is not None and cfg.start_workers % plan.workers:
             return (
                 f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
@@ -82,7 +86,7 @@ class Pipeline:
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
         if cfg.fragments.plan is not None:
-            return 1  # see the constructor: pipelines may differ
+            return 1  # the constructor reads the plan, because pipelines may differ
         stages: int = cfg.fragments.stages or workers
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
@@ -100,12 +104,15 @@ class Pipeline:
 
         self._cfg, self._layout = cfg, layout_of(cfg.fragments, topology)
         ranks = self._layout.ranks
-        self.topology = replace(topology, model_parallel_size=max(map(len, ranks)), replica_ranks=ranks)
+        size = max(map(len, ranks))
+        if size == 1 and cfg.replicas.every is None:  # `prepare_model` must not average gradients, too
+            topology = replace(topology, replicate=_unchanged)
+        self.topology = replace(topology, model_parallel_size=size, replica_ranks=ranks)
         self.notice = self._layout.notice
         self._lines: list[str] = []
         self._holders: list[Any] = []  # by model
         self._scheduled: list[Any] = []  # models with their stages, for schedules that own the backward pass
-        after_import("ray.train", _keep_cut_models)
+        after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
     @cached_property
     def _links(self) -> Any:
@@ -200,7 +207,7 @@ class Pipeline:
             name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in loose
         }
         for path, stage in sorted(made.units.items(), key=lambda item: item[1] == links.stage):  # may share tensors
-            _move(model.get_submodule(path), topology.device if stage == links.stage else torch.device("meta"))
+            allocate(model.get_submodule(path), topology.device if stage == links.stage else torch.device("meta"))
         placed: dict[int, torch.Tensor] = {}
         for name, tensor in before.items():
             if id(tensor) not in placed:
@@ -293,7 +300,7 @@ class Pipeline:
     def peers_of(self, models: Mapping[str, nn.Module], names: Collection[str]) -> list[tuple[Any, list[str]]]:
         """Group names of tensors, like `net.0.weight`, by the process groups of the workers that hold them."""
         own = {id(item.model): item for item in self._holders}
-        everyone = tuple(self.topology.order)
+        everyone = tuple(rank for ranks in self.topology.replicas for rank in ranks)
         found: dict[Any, list[str]] = {ranks: [] for ranks in (*self._links.peers, everyone)}
         for title, model in models.items():
             for path, _ in tensors_of(model, aliases=True):
@@ -332,10 +339,8 @@ def _check_microbatches(fragments: Any, stages: int) -> None:
             )
 
 
-def _keep_cut_models() -> None:
-    from mlx_runtime.companions.ray.private import keep_sharded_models
-
-    keep_sharded_models()
+def _unchanged(model: nn.Module, **_: Any) -> nn.Module:
+    return model
 
 
 def _plan(cfg: Any) -> Any:
@@ -347,16 +352,6 @@ def _plan(cfg: Any) -> Any:
     with contextlib.suppress(ConfigError):
         return read(Path(cfg.fragments.plan))
     return None
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Allocate a module's tensors on a device; tied ones stay tied."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.to_empty(device=device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 class AbsentTensor(torch.Tensor):

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from mlx_runtime.companions.ray import autoscaler
 from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.jobs import run_titles
-from mlx_runtime.companions.ray.node_names import selectors
+from mlx_runtime.companions.ray.node_names import named_nodes, selectors
 from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
@@ -162,6 +162,7 @@ class RayGroup(RestartingGroup):
         seats: dict[int, Seat] = attempt.values
         hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
         order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
+        names = {str(facts["NodeID"]): name for name, facts in named_nodes().items()}
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
             here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
@@ -174,9 +175,8 @@ class RayGroup(RestartingGroup):
                 "LOCAL_WORLD_SIZE": len(here),
                 "MASTER_ADDR": seats[0].host,
                 "MASTER_PORT": seats[0].port,
+                NODE_NAME: names.get(seats[number].node, ""),
             }
-            if self._places:
-                variables[NODE_NAME] = self._nodes[number]
             if not self._cluster.use_gpu:
                 variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides only those of workers that it assigns others
             gpus = [gpu for rank in here for gpu in seats[order[rank]].gpus]

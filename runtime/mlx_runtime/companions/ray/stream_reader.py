@@ -269,5 +269,5 @@ def stream_readers(
         for name, node in nodes.items():
             assigners[name] = start_assigner(node, name, seed, project, topology, actors[name])
     broadcast(None)  # all have started
-    copy = topology.replicas[topology.data_parallel_rank].index(topology.rank)
+    copy = topology.model_parallel_rank
     return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name, copy) for name in nodes}

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from mlx_runtime import companions
 from mlx_runtime.companions.sharding.sharing import (
     AsIfWhole,
     check_same,
@@ -91,7 +92,7 @@ class FSDP:
         self.notice = (
             "cfg.sharding.offload=cpu has no effect: models are on the CPU already" if without_effect else None
         )
-        after_import("ray.train", _keep_sharded_models)
+        after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
     def build(self, node: Mapping[str, Any]) -> Any:
 
@@ -227,12 +228,6 @@ class HSDP(FSDP):
         if workers % size:
             raise ConfigError(f"cfg.sharding.shard_size is {size}; under hsdp, it must divide the {workers} workers")
         return workers // size, size
-
-
-def _keep_sharded_models() -> None:
-    from mlx_runtime.companions.ray.private import keep_sharded_models
-
-    keep_sharded_models()
 
 
 def _check_unshared(

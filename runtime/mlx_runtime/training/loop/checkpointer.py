@@ -123,13 +123,10 @@ class Checkpointer:
     def _state(self, ranks: list[Any], groups: State) -> State:
         """Return the content of a checkpoint, given the states of each rank and of groups."""
         context = self._context
-        topology, order = context.topology, context.topology.order
-        state: State = {"ranks": [ranks[rank] for rank in order], "replica_sizes": [*map(len, topology.replicas)]}
-        state |= {
-            "global_step": context.progress.global_step,
-            "seed": context.cfg.seed,
-            "world_size": len(order),
-        } | groups
+        replicas = context.topology.replicas
+        state: State = {"ranks": [ranks[rank] for item in replicas for rank in item], "world_size": len(ranks)}
+        state |= {"replica_sizes": [*map(len, replicas)], "seed": context.cfg.seed} | groups
+        state["global_step"] = context.progress.global_step
         state["config"] = dict(context.shown_config)
         state["on_device"] = checkpoints.on_device(context.groups["tools"])
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
@@ -353,9 +350,10 @@ class Checkpointer:
                 text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
                 self._reporter.events.notice(text)
             return
+        own = _replicas(state)[topology.data_parallel_rank][topology.model_parallel_rank]
         saved = {
             name: self._with_settings(state, name.removeprefix("tools."), part) if name.startswith("tools.") else part
-            for name, part in state["ranks"][topology.order.index(topology.rank)].get("per_worker", {}).items()
+            for name, part in own.get("per_worker", {}).items()
         }
         moved = {f"tools.{name}": topology.device for name in state["on_device"]}
         for text in checkpoints.load_into(group, saved, "per_worker", only=only, moved=moved):
@@ -363,7 +361,7 @@ class Checkpointer:
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
-        return [*map(len, self._context.topology.replicas)] == _replica_sizes(state)
+        return [*map(len, self._context.topology.replicas)] == [*map(len, _replicas(state))]
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
@@ -375,27 +373,27 @@ class Checkpointer:
 
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if `metrics`, metrics of this rank; after a change of size, mergeable ones."""
-        topology, ranks = self._context.topology, state["ranks"]
-        replicas = topology.data_parallel_size
+        topology, before = self._context.topology, _replicas(state)
+        number, position = topology.data_parallel_rank, topology.model_parallel_rank
         if self._has_sizes_of(state):
-            randomness.load_random_state_dict(ranks[topology.order.index(topology.rank)]["random"], topology.device)
+            randomness.load_random_state_dict(before[number][position]["random"], topology.device)
         else:
-            randomness.set_seed(mix_seeds(state["seed"], topology.data_parallel_rank, state["global_step"]))
-        place, sizes = topology.replicas[topology.data_parallel_rank].index(topology.rank), _replica_sizes(state)
-        of_replicas = [ranks[sum(sizes[:number]) + place % size] for number, size in enumerate(sizes)]
-        mine = of_replicas[topology.data_parallel_rank :: replicas]
+            randomness.set_seed(mix_seeds(state["seed"], number, state["global_step"]))
+        of_replicas = [ranks[position % len(ranks)] for ranks in before]
+        mine = of_replicas[number :: topology.data_parallel_size]
         for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
             saved, group = mine[0][name], self._context.groups[name]
-            if replicas < len(of_replicas):
+            if topology.data_parallel_size < len(of_replicas):
                 saved = checkpoints.merge_ranks([part[name] for part in mine], group)
                 for item, metric in checkpoints.members(group).items():
-                    if item in ranks[0][name] and is_metric(metric) and not is_mergeable(metric):
+                    if item in of_replicas[0][name] and is_metric(metric) and not is_mergeable(metric):
                         saved.pop(item, None)  # on all workers, or its value would cover only some
                         text = f"{name}.{item} starts over: its states of several workers cannot be merged"
                         self._reporter.events.notice(text)
             checkpoints.load_into(group, saved, name, only=set(saved))
 
 
-def _replica_sizes(state: State) -> list[int]:
-    size = state.get("model_parallel_size", 1)  # in checkpoints of earlier versions
-    return state.get("replica_sizes") or [size] * (len(state["ranks"]) // size)
+def _replicas(state: State) -> list[list[State]]:
+    """Return the states of the workers of each replica."""
+    ranks = iter(state["ranks"])
+    return [[next(ranks) for _ in range(size)] for size in state.get("replica_sizes") or [1] * len(state["ranks"])]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data import Batch, Loader, WorkerPass, trains
-from mlx_runtime.distributed import agree, gather, is_sharded, sync_buffers, whole
+from mlx_runtime.distributed import agree, gather, is_sharded, whole
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport, WarningNotice
@@ -350,6 +350,8 @@ class Session:
     def sync_buffers(self) -> None:
         """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
         if self.replicated:
+            from mlx_runtime.distributed.torch_private import sync_buffers  # here: a single worker does without
+
             sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:

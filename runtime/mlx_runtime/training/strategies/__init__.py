@@ -14,7 +14,7 @@ __all__, __getattr__ = door(
     __name__,
     base="Strategy StrategyClass",
     blocks="blocks_of repeated_blocks select_modules without_shared",
-    building="build_models check_values deferred_models initialize place",
+    building="allocate build_models check_values deferred_models initialize place",
     ddp="DDP",
     recomputation="recompute_blocks",
     selection="own_strategies problems strategy_class strategy_of",

@@ -5,6 +5,7 @@ from mlx_runtime.training.strategies.blocks import blocks_of as blocks_of
 from mlx_runtime.training.strategies.blocks import repeated_blocks as repeated_blocks
 from mlx_runtime.training.strategies.blocks import select_modules as select_modules
 from mlx_runtime.training.strategies.blocks import without_shared as without_shared
+from mlx_runtime.training.strategies.building import allocate as allocate
 from mlx_runtime.training.strategies.building import build_models as build_models
 from mlx_runtime.training.strategies.building import check_values as check_values
 from mlx_runtime.training.strategies.building import deferred_models as deferred_models

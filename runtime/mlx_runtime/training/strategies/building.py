@@ -104,15 +104,20 @@ def check_values(name: str, model: nn.Module, *, elsewhere: bool = False) -> Non
 def place(model: nn.Module, device: torch.device, *, offloads: bool = False) -> None:
     """Move a model to a device, or allocate its memory there. Shards that are offloaded are on the CPU."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
-        try:
-            model.to_empty(device=torch.device("cpu") if offloads else device)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        allocate(model, torch.device("cpu") if offloads else device)
         _move_buffers(model, device)
     elif not is_sharded(model):  # FSDP has moved sharded ones
         model.to(device)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Allocate the tensors of a module on a device, without values. Tied ones stay tied."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def initialize(name: str, model: nn.Module, device: torch.device) -> None:

@@ -1,13 +1,15 @@
 """Plans of fragments: the best clusters, orders and cuts, within the memory of each machine."""
 
 import itertools
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-from mlx_runtime.companions.fragments import planning
+from mlx_runtime.companions.fragments import planfile, planning
 from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, stages_of
 from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.errors import ConfigError
@@ -102,53 +104,6 @@ def test_no_other_plan_of_few_machines_is_faster(seed: int, all_nodes: bool) -> 
             assert not (all_nodes and found.idle)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_clusters_with_the_same_cuts(seed: int) -> None:
-    """Checked against all groups of machines by stage, whose slowest and smallest machine counts."""
-    blocks, machines = case(seed, machines=4 + seed % 2, blocks=5, memory=7)
-    found = plan(blocks, machines, clusters=2, same_cuts=True, average_every=10**9)
-    check(found)
-    assert len({tuple(stage.last for stage in stages) for stages in found.clusters}) == 1
-    assert len(found.clusters) == 2
-    best = [float("inf")]
-    for count in range(1, len(machines) // 2 + 1):
-        for order in itertools.permutations(machines, 2 * count):
-            groups = [order[index : index + 2] for index in range(0, len(order), 2)]
-            weakest = [
-                Machine(
-                    "",
-                    min(item.memory for item in group),
-                    min(item.bandwidth for item in group),
-                    min(item.speed for item in group),
-                )
-                for group in groups
-            ]
-            for cuts in itertools.combinations(range(1, len(blocks)), count - 1):
-                stages = stages_of(blocks, weakest, [0, *cuts])
-                if all(stage.memory <= stage.machine.memory for stage in stages):
-                    best.append(max(stage.compute_s + stage.transfer_s for stage in stages) * (3 + count) / 4)
-    assert slowest(found) <= min(best) * (1 + 1e-9) < float("inf")
-    assert slowest(found) >= slowest(plan(blocks, machines, clusters=2)) * (1 - 1e-9)
-
-
-def test_a_machine_that_belongs_to_no_group_is_idle() -> None:
-    machines = [
-        Machine("small", 1e9, bandwidth=1e9),
-        Machine("a", 4e9, bandwidth=1e6),
-        Machine("b", 4e9, bandwidth=1e6),
-    ]
-    found = plan(BLOCKS, machines, clusters=2, same_cuts=True)
-    assert [machine.name for machine in found.idle] == ["small"]
-
-
-def test_many_machines_with_the_same_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "SEARCH_STAGES", 3000)
-    blocks, machines = case(2, machines=31, blocks=60, memory=12)
-    found = plan(blocks, machines, clusters=3, same_cuts=True)
-    check(found)
-    assert len({tuple(stage.last for stage in stages) for stages in found.clusters}) == 1
-
-
 def test_the_number_of_clusters_with_the_most_batches_per_second_is_chosen() -> None:
     blocks, machines = case(3, machines=5, blocks=12, memory=4)
     found = plan(blocks, machines, average_every=100)
@@ -227,7 +182,6 @@ BLOCKS = [Block(name, 10**6, 10**9, seconds=1) for name in ("embed", "layers.0",
             {"clusters": 1, "all_nodes": True},
             "4 nodes are too many for 3 blocks in 1 cluster; omit --all-nodes, or 1",
         ),
-        ([4e9] * 3, {"clusters": 2, "all_nodes": True, "same_cuts": True}, "2 clusters, each with the whole model, do"),
         (
             [4e9] * 9,
             {"clusters": 2, "all_nodes": True},
@@ -241,3 +195,32 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
     machines = [Machine(f"node_{index}", size) for index, size in enumerate(memory)]
     with pytest.raises(ConfigError, match=message):
         plan(BLOCKS, machines, **settings)  # type: ignore[arg-type]
+
+
+def test_fewer_workers_are_planned_for_again(tmp_path: Path) -> None:
+    """By the name of their machine; a worker on an unknown one counts as the weakest of all."""
+    machines = [Machine("a", 4e9), Machine("b", 2e9, speed=0.5), Machine("c", 4e9)]
+    file = tmp_path / "plan.json"
+    planfile.write(file, "net", plan(BLOCKS, machines, clusters=1, all_nodes=True, average_every=5))
+    whole = planfile.layout_for(file, None, ["a", "b", "c"])
+    assert whole.notice is None
+    assert sorted(rank for ranks in whole.ranks for rank in ranks) == [0, 1, 2]
+    left = planfile.layout_for(file, None, ["c", "a"])
+    expected = plan(BLOCKS, [machines[2], machines[0]], average_every=5, all_nodes=True)
+    names = [["ca"[rank] for rank in ranks] for ranks in left.ranks]
+    wanted = {
+        tuple(stage.machine.name for stage in stages): [stage.last for stage in stages] for stages in expected.clusters
+    }
+    assert {tuple(own): list(ends) for own, ends in zip(names, left.ends, strict=True)} == wanted
+    assert left.notice is not None
+    assert left.notice.startswith("planned   again for 2 of 3 workers: ")
+    assert planfile.layout_for(file, None, ["a", None]).notice is not None
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        planfile.layout_for(file, None, [None])
+    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 4; set cfg.start_workers=3"):
+        planfile.layout_for(file, None, [None] * 4)
+    document = json.loads(file.read_text())
+    del document["costs"]
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 2"):
+        planfile.layout_for(file, None, ["c", "a"])

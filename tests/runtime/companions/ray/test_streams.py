@@ -1,6 +1,6 @@
 """Streams of Ray Data, assigned in this process to the readers of two workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,7 +54,7 @@ def with_ray() -> Iterator[None]:
 ASSIGNERS: list[StreamAssigner] = []
 
 
-def assign(name: str = "train", copies: int = 1, **arguments: object) -> StreamAssigner:
+def assign(name: str = "train", copies: Sequence[int] = (), **arguments: object) -> StreamAssigner:
     assigner = StreamAssigner({"_target_": f"{__name__}.Numbers", **arguments}, name, 0, Path(__file__).parent, copies)
     ASSIGNERS.append(assigner)
     return assigner
@@ -65,19 +65,21 @@ def loaders(
     name: str = "train",
     batch_size: int = 50,
     ahead: int | None = None,
-    copies: int = 1,
+    replicas: tuple[tuple[int, ...], ...] = (),
     **arguments: object,
 ) -> list[Loader]:
-    assigner = assign(name, copies, batch_size=batch_size, **arguments)
+    size = len([rank for ranks in replicas for rank in ranks]) or workers
+    topologies = [Topology(rank, size, torch.device("cpu"), replica_ranks=replicas) for rank in range(size)]
+    assigner = assign(name, [*map(len, replicas)], batch_size=batch_size, **arguments)
     group = SimpleNamespace(**{name: Numbers(batch_size)})
     return [
         DatasetShard(
             name,
             group,
-            Topology(rank, workers * copies, torch.device("cpu"), model_parallel_size=copies),
-            stream=StreamReader(assigner, name, rank % copies),
+            topology,
+            stream=StreamReader(assigner, name, topology.model_parallel_rank),
         ).iter_torch_batches(prefetch_batches=ahead)
-        for rank in range(workers * copies)
+        for topology in topologies
     ]
 
 
@@ -102,10 +104,12 @@ def test_every_row_once_in_equal_steps_and_in_another_order_each_epoch() -> None
 
 
 def test_workers_that_hold_a_replica_together_read_the_same_rows() -> None:
-    replicas = loaders(copies=2)
-    for seen in (together(replicas), together(replicas)):
-        assert seen[0] == seen[1] != seen[2] == seen[3]
-        assert sorted(row for batches in seen[::2] for batch in batches for row in batch) == list(range(ROWS))
+    """Replicas may have different numbers of workers, which leave each pass."""
+    replicas = loaders(replicas=((0, 2, 3), (1,)))
+    for seen in (together(replicas), together(replicas), together(replicas)):
+        assert seen[0] == seen[2] == seen[3] != seen[1]
+        assert sorted(row for batches in seen[:2] for batch in batches for row in batch) == list(range(ROWS))
+    assert len(ASSIGNERS[-1]._passes) == 1
 
 
 def test_a_set_that_is_not_trained_on_comes_in_its_own_order() -> None:
