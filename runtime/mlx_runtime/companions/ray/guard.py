@@ -103,6 +103,7 @@ class Guard:
         words = shlex.split(details.entrypoint)
         most, died = int(words[words.index(supervision.__name__) + 1]), stored.get("retries", 0) + 1
         claimed, names = folder.attempts(), folder.names()
+        folder.path.mkdir(parents=True, exist_ok=True)  # with a URI, another node may have the working copy
         if RunFolder.STOP in names or died > most:
             record = records.Record(folder, stored, attempt=claimed, waits_for=None)
             folder.withdraw(RunFolder.STOP)
@@ -117,9 +118,7 @@ class Guard:
         title = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{folder.experiment}-{folder.name}")
         job = next(name for number in itertools.count(claimed + 1) if (name := f"{title}.{number}") not in taken)
         before = supervision.with_attempt(stored, why)
-        facts: dict[str, Any] = dict.fromkeys(("boot", "pid", "pid_started", "host", "waits_for")) | {
-            "status": "PENDING"
-        }
+        facts: dict[str, Any] = dict.fromkeys(("boot", "pid", "pid_started", "host", "waits_for"))
         facts |= {"status": "PENDING", "start": documents.now(), "attempt": claimed}
         facts |= {"retries": died, "job": launched | {"id": job}}
         record = records.Record(folder, before, **facts)
@@ -153,7 +152,7 @@ def _reason(lost: JobDetails | None) -> str:
 
 
 def start(location: str) -> None:
-    """Start the guard of a folder on the cluster of this job, unless there is one."""
+    """Start the guard of a folder on the cluster of this job, in place of an earlier one."""
     ray.init(logging_level="ERROR", log_to_driver=False)
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
