@@ -52,7 +52,7 @@ format: $(VENV)/.dev ## fix style, formatting and the stubs of doors for `make c
 bench: $(VENV)/.bench ## compare with torchrun, Accelerate and Lightning, and write docs/benchmarks.md; an hour
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; half an hour
+chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; an hour
 	$(BIN)/python tests/faults.py $(ARGS)
 	KILLS=20 $(BIN)/python -m pytest tests/runtime/companions -k "random_moments or killed_while_saving or before_any_write"
 

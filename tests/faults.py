@@ -96,6 +96,12 @@ def reports(run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(CLOCKS)} for line in lines]
 
 
+def reports_by_step(run: Path) -> list[dict[str, Any]]:
+    """Return `reports` in the order of steps: averages of replicas are written at once, and other metrics later."""
+    lines = [{key: value for key, value in line.items() if key != "training_iteration"} for line in reports(run)]
+    return sorted(lines, key=lambda line: line["step"])
+
+
 def points(run: Path, name: str) -> list[tuple[int, float]]:
     """Return the steps and values of a scalar, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -311,15 +317,15 @@ def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
         print(f"{engine}, {strategy}: {len(kinds)} kills: the same weights, metrics and rows as without")
 
 
-def verdict(disturbed: Path, undisturbed: Path, epochs: int, stages: int = 1) -> list[str]:
-    """Return the differences between a killed run and an undisturbed one."""
+def verdict(
+    disturbed: Path, undisturbed: Path, epochs: int, stages: int = 1, read: Callable[[Path], list[Any]] = reports
+) -> list[str]:
+    """Return the differences between a killed run and an undisturbed one, whose metrics `read` returns."""
     problems = [
         f"state differs at {item}"
         for item in differences(final_state(run_of(undisturbed)), final_state(run_of(disturbed)))
     ]
-    wanted, found = (reports(run_of(folder)) for folder in (undisturbed, disturbed))
-    # In the order of steps: replicas record an average at once, and what the loop records is exchanged later.
-    if sorted(wanted, key=lambda line: line["step"]) != sorted(found, key=lambda line: line["step"]):
+    if read(run_of(undisturbed)) != read(run_of(disturbed)):
         problems.append("metrics.jsonl differs")
     for name in ("train/mse", "val/mse", "lr/adam"):
         if points(run_of(undisturbed), name) != points(run_of(disturbed), name):

@@ -85,6 +85,8 @@ def section(rounds: int, only: Collection[str]) -> str:
             cells.append(f"{seconds:.2f} s{ratio}")
         peak = " / ".join(f"{item:,.0f}" for item in runs[0].peaks)
         rows.append([size, CONTENDERS[name][0], peak, f"{max(runs[0].sent):,.1f}", *cells])
+    absent = [contender for contender in contenders if contender not in found]
+    left_out = f"\nNot measured: {', '.join(absent)}.\n" if absent else ""
     loads = sorted(item for runs in found.values() for run in runs for item in run.loads)
     titles = [f"{speed} Mbit/s" if speed else "unlimited" for speed in SPEEDS]
     head = ["parameters", "", "MB per rank", "MB sent per step", *titles]
@@ -92,16 +94,16 @@ def section(rounds: int, only: Collection[str]) -> str:
 namespaces with `cfg.engine=nodes`: one worker with one thread on each. Pipelines split the rows into 4 microbatches,
 the others between workers. Links have the given speed in both directions, and no latency. They are limited after {WARM}
 steps, so that figures exclude the start, in which weights are sent. Steps are medians of up to 5 at each speed, fewer
-where they take long, and one where they take minutes; without a limit and at 1000 Mbit/s in medians of {rounds}
+where they take long, and one where they take minutes; without a limit and at 1000 Mbit/s in medians of up to {rounds}
 alternating rounds. Ratios are to `ddp`. Memory is the peak as in *Sharding*, also with
 `MALLOC_MMAP_THRESHOLD_=1000000`. What is sent is counted at the links, for the machine that sends most.
 
 {table(head, rows)}
 
 Both cores were shared with other work: the load was {median(loads):.0f} in the median ({loads[0]:.0f}-{loads[-1]:.0f}).
-Steps without a limit scatter with it; those at 20 Mbit/s are times of transfers. Three stages share two cores, so that
-only their memory and transfers are those of three machines.
-"""
+Steps of pipelines, and those of others over fast links, scatter with it; most of what DDP and FSDP take over slow links
+are transfers. Three stages share two cores, so that only their memory and transfers are those of three machines.
+{left_out}"""
 
 
 def _step(runs: Sequence[Found], place: int) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Mlx
-from faults import REPLICAS, Campaign, run_of, verdict
+from faults import REPLICAS, Campaign, reports, reports_by_step, run_of, verdict
 
 pytestmark = [pytest.mark.kills, pytest.mark.timeout(1800)]
 
@@ -39,6 +39,7 @@ def test_runs_killed_at_random_moments_equal_undisturbed_ones(
     workers = 4 if kind == "pipelines" else 2
     campaign = Campaign(disturbed, KILLS, None, [*overrides, "cfg.pause_s=0.03"], environment, workers)
     assert campaign.carry_out(parts) == 0, campaign.output
-    assert verdict(disturbed, undisturbed, epochs, stages=1 if kind == "averaged" else 2) == []
+    stages, read = (1, reports_by_step) if kind == "averaged" else (2, reports)
+    assert verdict(disturbed, undisturbed, epochs, stages, read) == []
     record = json.loads((run_of(disturbed) / "run.json").read_text())
     assert len(record["attempts"]) == sum(part in ("driver", "server") for part in parts)
