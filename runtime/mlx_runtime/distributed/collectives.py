@@ -16,7 +16,7 @@ def data_parallel_group(topology: Topology) -> Any:
     """
     if not torch.distributed.is_initialized():
         return None
-    positions = itertools.zip_longest(*topology.replicas)
+    positions = itertools.zip_longest(*map(sorted, topology.replicas))  # rank 0 is in a group with all replicas
     groups = [[rank for rank in ranks if rank is not None] for ranks in positions]
     mine, _ = torch.distributed.new_subgroups_by_enumeration(groups, backend="gloo")  # type: ignore[no-untyped-call]
     return mine

@@ -49,9 +49,8 @@ class MetricSync:
     """Exchange of messages between all replicas of the model, one at a time. Every worker must construct it."""
 
     def __init__(self, topology: Topology) -> None:
-        self._group = data_parallel_group(topology)
-        self._rank = topology.data_parallel_rank
-        self._world_size = 1 if self._group is None else torch.distributed.get_world_size(self._group)
+        group = self._group = data_parallel_group(topology)
+        self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
         self._buffer_bytes = BUFFER_BYTES
         self._in_flight: tuple[Any, list[torch.Tensor], bytes] | None = None
         self._local: list[SyncMessage] = []

@@ -422,7 +422,8 @@ def _traffic_of(period: Period) -> Sequence[Mapping[str, Any]] | None:
 
 def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
     """Return the mean of a vector over a process group, and the bytes that this worker has sent."""
-    size = torch.distributed.get_world_size(group)
+    group = group or torch.distributed.group.WORLD
+    size = group.size()
     payload = compressor.compress(difference)
     sent = sum(item.nbytes for item in payload.values())
     if compressor.kind is None:
