@@ -50,7 +50,8 @@ class MetricSync:
 
     def __init__(self, topology: Topology) -> None:
         group = self._group = data_parallel_group(topology)
-        self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
+        self._rank: int = 0 if group is None else group.rank()
+        self._world_size: int = 1 if group is None else group.size()
         self._buffer_bytes = BUFFER_BYTES
         self._in_flight: tuple[Any, list[torch.Tensor], bytes] | None = None
         self._local: list[SyncMessage] = []
