@@ -5,7 +5,7 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     "randomness torch_private",
-    collectives="agree broadcast data_parallel_group gather group_size mean_of",
+    collectives="agree broadcast data_parallel_group gather mean_of",
     handshake="listening_sockets",
     messages="decode encode",
     peers="lost_peer",

@@ -3,7 +3,6 @@ from mlx_runtime.distributed.collectives import agree as agree
 from mlx_runtime.distributed.collectives import broadcast as broadcast
 from mlx_runtime.distributed.collectives import data_parallel_group as data_parallel_group
 from mlx_runtime.distributed.collectives import gather as gather
-from mlx_runtime.distributed.collectives import group_size as group_size
 from mlx_runtime.distributed.collectives import mean_of as mean_of
 from mlx_runtime.distributed.handshake import listening_sockets as listening_sockets
 from mlx_runtime.distributed.messages import decode as decode

@@ -16,15 +16,10 @@ def data_parallel_group(topology: Topology) -> Any:
     """
     if not torch.distributed.is_initialized():
         return None
-    positions = itertools.zip_longest(*topology.replicas)
+    positions = itertools.zip_longest(*map(sorted, topology.replicas))  # rank 0 is in a group with all replicas
     groups = [[rank for rank in ranks if rank is not None] for ranks in positions]
     mine, _ = torch.distributed.new_subgroups_by_enumeration(groups, backend="gloo")  # type: ignore[no-untyped-call]
     return mine
-
-
-def group_size(group: Any) -> int:
-    """Return the number of workers in a process group; 1 without one."""
-    return 1 if group is None else torch.distributed.get_world_size(group)
 
 
 def agree(flags: list[bool], device: torch.device) -> list[bool | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed import Topology, data_parallel_group, group_size
+from mlx_runtime.distributed import Topology, data_parallel_group
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import (
     AnyMetric,
@@ -49,8 +49,9 @@ class MetricSync:
     """Exchange of messages between all replicas of the model, one at a time. Every worker must construct it."""
 
     def __init__(self, topology: Topology) -> None:
-        self._group = data_parallel_group(topology)
-        self._rank, self._world_size = topology.data_parallel_rank, group_size(self._group)
+        group = self._group = data_parallel_group(topology)
+        self._rank: int = 0 if group is None else group.rank()
+        self._world_size: int = 1 if group is None else group.size()
         self._buffer_bytes = BUFFER_BYTES
         self._in_flight: tuple[Any, list[torch.Tensor], bytes] | None = None
         self._local: list[SyncMessage] = []

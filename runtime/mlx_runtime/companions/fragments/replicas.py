@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
-from mlx_runtime.distributed import Topology, broadcast, group_size
+from mlx_runtime.distributed import Topology, broadcast
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
@@ -421,9 +421,9 @@ def _traffic_of(period: Period) -> Sequence[Mapping[str, Any]] | None:
 
 
 def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
-    """Return the mean of a vector over a process group, None for all workers, and the bytes that this one has sent."""
+    """Return the mean of a vector over a process group, and the bytes that this worker has sent."""
     group = group or torch.distributed.group.WORLD
-    size = group_size(group)
+    size = group.size()
     payload = compressor.compress(difference)
     sent = sum(item.nbytes for item in payload.values())
     if compressor.kind is None:

@@ -21,6 +21,7 @@ from mlx_runtime.distributed.randomness import load_random_state_dict, random_st
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage import size_text
 from mlx_runtime.training.loop import HALF
 from mlx_runtime.training.strategies import (
@@ -418,7 +419,7 @@ def _line(name: str, model: nn.Module, made: Any, stages: int) -> str:
     if "" in made.units:
         return f"{name}: whole on the last stage; {size_text(sum(sizes))}"
     return (
-        f"{name}: pipeline of {stages} stages with {' + '.join(map(str, blocks))} blocks; "
+        f"{name}: pipeline of {plural(stages, 'stage')} with {' + '.join(map(str, blocks))} blocks; "
         f"{' + '.join(map(size_text, sizes))}"
     )
 

@@ -26,7 +26,7 @@ from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.averaging import saved_tensors
 from mlx_runtime.companions.fragments.cutting import balanced
 from mlx_runtime.companions.fragments.planfile import read
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed import Topology, data_parallel_group
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.sections import Fragments
 from mlx_runtime.training.strategies import Strategy, problems, strategy_of
@@ -309,7 +309,9 @@ def planned(rank: int) -> Any:
             optimizer = trained(model, made, rows.chunk(2)[made.topology.data_parallel_rank], clip=0.5)
             held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
             states = whole_states(made, model, optimizer)
-            found[name, nodes] = {"states": states, "held": held, "replicas": made.topology.replicas}
+            together = dist.get_process_group_ranks(data_parallel_group(made.topology))
+            replicas = made.topology.replicas
+            found[name, nodes] = {"states": states, "held": held, "replicas": replicas, "together": together}
         file.unlink()
     os.environ.pop("MLX_NODE", None)
     return found
@@ -444,6 +446,7 @@ def test_pipelines_of_a_plan_are_cut_differently(on_workers: dict[str, list[Any]
         assert len(optimizers) == len([*Transformer().parameters()])
         for rank in ranks:
             assert all(torch.equal(found[title], item) for title, item in rank["held"].items())
+        assert [len({*ranks[0]["together"]} & {*own}) for own in ranks[0]["replicas"]] == [1, 1]  # for its metrics
 
 
 def test_pipelines_that_use_different_parameters_have_equal_gradients(on_workers: dict[str, list[Any]]) -> None:

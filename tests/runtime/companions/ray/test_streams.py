@@ -109,7 +109,6 @@ def test_workers_that_hold_a_replica_together_read_the_same_rows() -> None:
     for seen in (together(replicas), together(replicas), together(replicas)):
         assert seen[0] == seen[2] == seen[3] != seen[1]
         assert sorted(row for batches in seen[:2] for batch in batches for row in batch) == list(range(ROWS))
-    assert len(ASSIGNERS[-1]._passes) == 1
 
 
 def test_a_set_that_is_not_trained_on_comes_in_its_own_order() -> None:
