@@ -82,8 +82,9 @@ class Guard:
         if supervision.__name__ not in shlex.split(details.entrypoint):  # launched again, without retries
             return True
         if not details.status.is_terminal():
-            return False
-        if details.status != JobStatus.FAILED or details.driver_exit_code not in (None, *KILLED):
+            if _lost_node(details) is None:  # a new head would list the job as running for ever
+                return False
+        elif details.status != JobStatus.FAILED or details.driver_exit_code not in (None, *KILLED):
             return True
         status, stopped = stored["status"], stored.get("stop_reason") in (None, signal.SIGTERM.name)
         if status not in records.LIVING and not (status == "STOPPED" and stopped):
@@ -143,12 +144,17 @@ class Guard:
             return None
 
 
+def _lost_node(details: JobDetails) -> str | None:
+    """Return the address of the node of a driver if it has been lost."""
+    nodes = {node["NodeID"]: node for node in ray.nodes() if not node["Alive"]}
+    node = nodes.get(details.driver_node_id or "")
+    return str(node["NodeManagerAddress"]) if node else None
+
+
 def _reason(lost: JobDetails | None) -> str:
     """Return the error of an attempt whose job was lost."""
-    for node in ray.nodes():
-        if lost and node["NodeID"] == lost.driver_node_id and not node["Alive"]:
-            return f"the node {node['NodeManagerAddress']} of the driver was lost"
-    return "the job of the driver was killed"
+    address = _lost_node(lost) if lost else None
+    return f"the node {address} of the driver was lost" if address else "the job of the driver was killed"
 
 
 def start(location: str) -> None:
