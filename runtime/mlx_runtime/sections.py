@@ -101,7 +101,7 @@ class Fragments(Section):
     microbatches: int = at_least(1, 4)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe"
     chunks: int = at_least(1, 2)
-    traffic: Literal["bf16", "fp16"] | None = None
+    traffic: Literal["bf16", "fp16", "int8"] | None = None
 
 
 @dataclass(frozen=True)

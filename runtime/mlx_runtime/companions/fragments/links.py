@@ -6,7 +6,7 @@ two workers always meet, whatever the loss depends on.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
+from mlx_runtime.companions.fragments.wire import Feedback, Wire
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
 
@@ -31,11 +32,11 @@ class Links:
 
     Args:
         topology: Position of this worker. Each of its replicas is a pipeline, whose ranks are in the order of stages.
-        traffic: Type in which float32 values travel between stages; None leaves them as they are.
+        traffic: Form in which float32 values travel between stages; see `Wire`.
     """
 
-    def __init__(self, topology: Topology, traffic: torch.dtype | None = None) -> None:
-        self._traffic = traffic
+    def __init__(self, topology: Topology, traffic: str | None = None) -> None:
+        self.wire = Wire(traffic)
         self.pipelines: Sequence[Ranks] = topology.replicas
         self._ranks = self.pipelines[topology.data_parallel_rank]
         self.stages, self.stage = len(self._ranks), topology.model_parallel_rank
@@ -56,10 +57,10 @@ class Links:
         """Return the rank of a stage in this pipeline."""
         return self._ranks[stage]
 
-    def send(self, value: torch.Tensor, stage: int) -> None:
-        """Send a tensor in the background."""
-        value = value.detach().to(self.type_of(value.dtype)).contiguous()
-        self._sending.append((dist.isend(value, self.rank_of(stage)), value))
+    def send(self, value: torch.Tensor, stage: int, feedback: Feedback | None = None, point: Hashable = None) -> None:
+        """Send a tensor in the background. `feedback` and `point` are those of `Wire.pack`."""
+        packed = self.wire.pack(value.detach(), feedback, point)
+        self._sending.append((dist.isend(packed, self.rank_of(stage)), packed))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
         early = self._early[stage]
@@ -72,18 +73,14 @@ class Links:
                 "branch into a block, or set cfg.fragments.microbatches=1"
             )
         work.wait()
-        value: torch.Tensor = received.to(dtype)
-        return value
+        return self.wire.unpack(received, shape, dtype)
 
     def expect(self, *messages: Message) -> None:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
         for shape, dtype, stage in messages:
-            received = torch.empty(shape, dtype=self.type_of(dtype), device=self.device)
+            received = self.wire.empty(shape, dtype, self.device)
             work = dist.irecv(received, self.rank_of(stage))
             self._early[stage].append((work, received, (shape, dtype, stage)))
-
-    def type_of(self, dtype: torch.dtype) -> torch.dtype:
-        return self._traffic if self._traffic is not None and dtype == torch.float32 else dtype
 
     def wait(self) -> None:
         """Wait until everything is sent."""
@@ -179,6 +176,7 @@ class Journey:
         self.received: list[Message] = []  # by this worker in the forward pass, to be emptied by the caller
         self._returning: list[Message] = []  # gradients of what this worker has sent
         self._tokens: list[torch.Tensor] = []
+        self._feedback: Feedback = {}  # of gradients, from one microbatch to the next
         self.inputs: Sequence[torch.Tensor] = inputs
         if self.grad:
             root = torch.zeros((), device=links.device, requires_grad=True)
@@ -201,7 +199,7 @@ class Journey:
         with torch.enable_grad():
             if links.stage == target:
                 received: torch.Tensor
-                received, token = _receive(links, spec, source, self._begin)
+                received, token = _receive(links, spec, source, self._begin, self._feedback, len(self.received))
                 self._tokens.append(token)
                 return received
             self._returning.append((spec.shape, spec.dtype, target))
@@ -257,14 +255,16 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, links: Links, spec: Spec, stage: int, begin: torch.Tensor) -> Any:
-        ctx.links, ctx.stage = links, stage
+    def forward(
+        ctx: Any, links: Links, spec: Spec, stage: int, begin: torch.Tensor, feedback: Feedback, point: int
+    ) -> Any:
+        ctx.links, ctx.stage, ctx.feedback, ctx.point = links, stage, feedback, point
         return links.receive(spec.shape, spec.dtype, stage), torch.zeros((), device=links.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
-        ctx.links.send(gradient, ctx.stage)
-        return None, None, None, None
+        ctx.links.send(gradient, ctx.stage, ctx.feedback, ctx.point)
+        return None, None, None, None, None, None
 
 
 class _Join(torch.autograd.Function):

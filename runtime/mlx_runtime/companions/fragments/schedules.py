@@ -334,7 +334,7 @@ class _Passes:
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
         """Return tensors without values like those that cross the cut after a stage."""
         specs = [self._crossings[at].spec for at in self._across[stage]]
-        wire = self._schedule.links.type_of
+        wire = self._schedule.links.wire.type_of
         return tuple(
             torch.empty(spec.shape, dtype=wire(spec.dtype), device="meta", requires_grad=spec.requires_grad)
             for spec in specs
@@ -407,7 +407,7 @@ class _Passes:
             values = [item.value if isinstance(item, StageTensor) else item for item in outputs]
             self._results[at] = tree_unflatten(values, structure)
             return tuple(item.value for item in tensors)
-        return tuple(_own(known[number], links.type_of(known[number].dtype)) for number in self._across[stage])
+        return tuple(_own(known[number], links.wire.type_of(known[number].dtype)) for number in self._across[stage])
 
     def _loss_of(self, _: Any, number: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss of a microbatch, on the last stage."""

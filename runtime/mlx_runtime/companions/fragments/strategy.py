@@ -23,7 +23,6 @@ from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage import size_text
-from mlx_runtime.training.loop import HALF
 from mlx_runtime.training.strategies import (
     allocate,
     blocks_of,
@@ -66,6 +65,11 @@ class Pipeline:
             return (
                 f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
                 f"to {plan.workers}, or plan again with `mlx train clusterize cfg.fragments.plan=null`"
+            )
+        if fragments.traffic == "int8" and fragments.schedule != "gpipe":
+            return (
+                f"cfg.fragments.schedule={fragments.schedule} sends tensors as torch does, so cfg.fragments.traffic is "
+                "bf16, fp16 or null; or set the schedule to gpipe"
             )
         if fragments.schedule == "zero_bubble" and cfg.activation_checkpointing:
             return (
@@ -119,7 +123,7 @@ class Pipeline:
     def _links(self) -> Any:
         from mlx_runtime.companions.fragments.links import Links
 
-        links = Links(self.topology, HALF.get(self._cfg.fragments.traffic))
+        links = Links(self.topology, self._cfg.fragments.traffic)
         links.syncs = self._cfg.replicas.every is None
         return links
 

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     actors = [actor_on(node) for node in alive]
-    refs = [actor.describe.remote(question, number) for number, actor in enumerate(actors)]
+    trains = [bool(node["Resources"].get("CPU")) for node in alive]
+    refs = [actor.describe.remote(question, number, trains=trains[number]) for number, actor in enumerate(actors)]
     done, _ = ray.wait(refs, num_returns=len(refs), timeout=question["seconds"])
     nodes, peers, with_gpus = [], [], []
     for ref, node, actor in zip(refs, alive, actors, strict=True):
@@ -90,11 +92,14 @@ def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
 class _Node:
     """The actor that answers for a node, in the same environment as workers of the run."""
 
-    def describe(self, question: dict[str, Any], number: int) -> dict[str, Any]:
-        """Describe the node: version of `python`, problems with `torch` and `storage` (or None), `unset` variables."""
+    def describe(self, question: dict[str, Any], number: int, *, trains: bool) -> dict[str, Any]:
+        """Describe the node: version of `python`, problems with `torch` and `storage` (or None), `unset` variables.
+
+        On a node without CPUs, torch is only looked for, because importing it takes a second of a CPU.
+        """
         return {
             "python": platform.python_version(),
-            "torch": _torch_problem(),
+            "torch": _torch_problem() if trains or find_spec("torch") is None else None,
             "storage": _storage_problem(question, number),
             "unset": [name for name in question["variables"] if not os.environ.get(name)],
         }

@@ -241,6 +241,10 @@ def stages(rank: int) -> Any:
         optimizer = trained(model, made, tokens(), clip=0.5)
         found[microbatches] = whole_states(made, model, optimizer)
     found["lines"] = made.described()
+    torch.manual_seed(0)
+    rounding = strategy(rank, microbatches=3, traffic="int8")
+    rounded = rounding.build(node(Transformer)).net
+    found["int8"] = whole_states(rounding, rounded, trained(rounded, rounding, tokens(), clip=0.5))
     found["alone"] = one_process(clip=0.5)
     states = [found[1] if rank == 0 else None]
     dist.broadcast_object_list(states)
@@ -394,6 +398,10 @@ def test_stages_train_like_one_process(on_workers: dict[str, list[Any]]) -> None
         for name, item in wanted.items():
             if isinstance(item, torch.Tensor):
                 assert torch.allclose(made[name], item, rtol=tolerance, atol=tolerance), (microbatches, name)
+    errors = {
+        name: (found["int8"]["models"]["net"][name] - item).abs().max() for name, item in model.named_parameters()
+    }
+    assert 0 < max(errors.values()) < 0.01, errors
     expected_logits = model.eval()(tokens())["logits"]
     assert torch.allclose(on_workers["stages"][1]["evaluated"], expected_logits, atol=1e-5)
     assert found["lines"] == ("net: pipeline of 2 stages with 2 + 3 blocks; 624 bytes + 432 bytes",)
