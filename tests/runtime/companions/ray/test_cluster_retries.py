@@ -2,11 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 
 import pytest
-from cluster_users import LONG, User, until
+from cluster_users import LONG, TOKEN, User, until
 from clusters import RayCluster
 from faults import differences, final_state
 
@@ -45,3 +46,56 @@ class TestRetries:
         until(lambda: ray_cluster.get("/api/jobs/paused-run_001")["status"] == "STOPPED")
         record = user.record(name="paused")
         assert (record["status"], len(record["attempts"]), record["attempt"]) == ("STOPPED", 1, 1)
+
+
+class TestLostNodes:
+    """Drivers whose job is lost, and that come back in another one."""
+
+    def test_a_driver_comes_back_on_another_node(self, environment: dict[str, str], user: User) -> None:
+        variables = environment | {"RAY_JOB_ALLOW_DRIVER_ON_WORKER_NODES": "1"}
+        with RayCluster(variables, TOKEN, one_folder=True) as cluster:
+            cluster.add()
+            cluster.wait(1)
+            name = launched_on_a_worker(user, cluster)
+            until(lambda: guards(cluster))
+            cluster.remove()
+            resumed(user, name)
+            record = user.record(name=name)
+            assert (record["retries"], record["job"]["id"]) == (1, f"{name}-run_001.2")
+            (first,) = record["attempts"]
+            assert (first["status"], first["job"]["id"]) == ("FAILED", f"{name}-run_001")
+            assert re.fullmatch(r"the node \S+ of the driver was lost", first["error"])
+            log = (user.folder / "runs" / name / "run_001" / "logs" / "driver.log").read_text()
+            assert re.search(r"of the driver was lost; retry 1 of 1 begins at .*\nrestored  ", log, re.DOTALL)
+            assert user.types("xp", "stop", name, "latest").returncode == 0
+            until(lambda: not guards(cluster))  # the run has ended, so it has, too
+
+
+def launch(user: User, cluster: RayCluster, name: str) -> None:
+    """Launch a run that trains in its driver, and wait until it has a checkpoint."""
+    words = (f"--name={name}", "--retries=1", "cfg.start_workers=0", "cfg.checkpoint_every_steps=5", *LONG)
+    done = user.types("train", "launch", "--ray-address", cluster.url, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    until(lambda: user.record(name=name).get("latest"))
+
+
+def launched_on_a_worker(user: User, cluster: RayCluster) -> str:
+    """Launch runs until Ray, which chooses a node at random, puts a driver on a raylet. Return the name of its run."""
+    for number in range(10):
+        launch(user, cluster, name := f"lost{number}")
+        nodes = [item["raylet"] for item in cluster.get("/nodes?view=summary")["data"]["summary"]]
+        (head,) = [node["nodeId"] for node in nodes if "node:InternalHead" in node["resourcesTotal"]]
+        if cluster.get(f"/api/jobs/{name}-run_001")["driver_node_id"] != head:
+            return name
+        assert user.types("xp", "stop", name, "latest").returncode == 0
+    raise AssertionError("no driver on a raylet")
+
+
+def resumed(user: User, name: str) -> None:
+    until(lambda: (found := user.record(name=name))["attempt"] == 2 and found["status"] == "RUNNING")
+
+
+def guards(cluster: RayCluster) -> int:
+    """Return the number of guards on a cluster."""
+    found = cluster.get("/api/v0/actors?limit=100")["data"]["result"]["result"]
+    return sum(item["state"] == "ALIVE" and item["class_name"] == "Guard" for item in found)
