@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.topology import Topology, entered
 
 
 def data_parallel_group(topology: Topology) -> Any:
@@ -32,12 +32,17 @@ def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
 
 
 def mean_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a tensor over all workers. The collective runs on its device, without waiting for it."""
+    """Return the mean of a tensor over the replicas of the model, whose workers all have the replica's value.
+
+    The collective runs on its device, without waiting for it.
+    """
     if not torch.distributed.is_initialized():
         return value
-    total = value.clone()
+    total, count, place = value.clone(), torch.distributed.get_world_size(), entered()
+    if place is not None and len({*map(len, place.replicas)}) > 1:
+        total, count = total / len(place.replicas[place.data_parallel_rank]), place.data_parallel_size
     torch.distributed.all_reduce(total)
-    return total / torch.distributed.get_world_size()
+    return total / count
 
 
 def broadcast(value: Any) -> Any:

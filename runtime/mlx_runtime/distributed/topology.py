@@ -67,6 +67,11 @@ class Topology:
         return self.rank == 0
 
 
+def entered() -> Topology | None:
+    """Return the position of this process; None outside of workers."""
+    return _current
+
+
 def current(name: str) -> Topology:
     """Return the position of this process.
 
