@@ -35,7 +35,7 @@ def section(rounds: int, only: Collection[str]) -> str:
     without = "" if "torchrun-grouped" in found else " Without transformers, which was not installed."
     return f"""Tokens per second of both workers, without padding. A transformer with two layers of width 64 learns
 {texts:,} docstrings of Python's standard library, of up to 512 bytes, which are the tokens; 16 texts per worker
-and step. Medians of {rounds} alternating rounds, with the least and the greatest ratio.{without}
+and step. Medians of {rounds} alternating rounds, with the minimum and maximum ratio.{without}
 
 {table(["", "speed", "of a batch are tokens"], rows)}
 """

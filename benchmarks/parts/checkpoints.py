@@ -27,7 +27,7 @@ def section(rounds: int, only: Collection[str]) -> str:
             print(row(rows[-1]), flush=True)
     head = ["parameters", "state, MB", "epoch, s", "with a checkpoint", "blocking the loop"]
     return f"""One checkpoint per epoch of a model with Adam. Two workers keep all cores busy, so writing in the
-background slows them down. Medians of four epochs each, with the least and the greatest ratio of two epochs.
+background slows them down. Medians of four epochs each, with the minimum and maximum ratio of two epochs.
 
 {table(head, rows)}
 

@@ -77,7 +77,7 @@ def section(rounds: int, only: Collection[str]) -> str:
     return f"""The experiment of *Starting*, and a function that trains the same network, as jobs on a running cluster:
 a head and two nodes with two CPUs each, all on this machine. CPU seconds are those of all processes of the cluster,
 daemons included, but not of the command that submits the job and follows it. Medians of {rounds} alternating rounds,
-with the least and the greatest ratio.
+with the minimum and maximum ratio.
 
 {table(head, rows)}
 """

@@ -132,7 +132,7 @@ def section(rounds: int, only: Collection[str]) -> str:
     return f"""The same small experiment, measured from the start of the process: 2,048 images, a small network, Adam, a
 loss and a metric of TorchMetrics, one epoch, with metrics and a checkpoint at the end; one thread per process. mlx also
 writes TensorBoard events and the record of the run. Runs from Python are measured from the call of `run()`, after the
-import of the experiment. Medians of {rounds} alternating rounds, with the least and the greatest ratio.
+import of the experiment. Medians of {rounds} alternating rounds, with the minimum and maximum ratio.
 
 {table(["two workers", *head[1:]], rows(two, TWO_WORKERS))}
 

@@ -68,7 +68,7 @@ def section(rounds: int, only: Collection[str]) -> str:
         rows.append([CONTENDERS[name], *(compared(own, by_hand, at_most=goal) for own, by_hand, goal in ratios)])
     return f"""{len(RATES)} learning rates for the experiment of the first section: {EPOCHS} epochs each, in one process
 per trial, with one thread. mlx writes a record, metrics and checkpoints for each trial. Medians of {rounds} alternating
-rounds, with the least and the greatest ratio.
+rounds, with the minimum and maximum ratio.
 
 {table(["", "all trials", "CPU seconds of all processes"], rows)}
 

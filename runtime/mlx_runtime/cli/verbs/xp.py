@@ -38,6 +38,9 @@ def stop(folder: RunFolder) -> str:
     record = records.load_record(folder)
     status = records.status_of(record, job_status(record))
     if status not in records.LIVING and not drivers.claiming_driver(folder, record):
+        if record["status"] in records.LIVING and status == "FAILED":  # a guard may be about to submit its job again
+            records.Record(folder, record).finish("STOPPED", stop_reason="mlx xp stop")
+            return f"{title} had lost its job, and is STOPPED"
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := _dashboard(record)) is not None:
         dashboard.stop(record["job"]["id"])

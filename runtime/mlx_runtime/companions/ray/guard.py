@@ -51,22 +51,34 @@ class Guard:
         self._location = location
         context = ray.get_runtime_context()
         self._address, self._actor = context.gcs_address, context.current_actor
+        self._lost: tuple[str, float] | None = None  # the job that is lost, and when that was noticed
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def ready(self) -> None:
         """Return when the actor runs."""
 
     def _watch(self) -> None:
-        answered = time.monotonic()
+        answered, problem = time.monotonic(), ""
         while time.monotonic() - answered < supervision.PATIENCE_S:
             try:
                 if self._has_ended():
                     break
                 answered = time.monotonic()
             except Exception as error:  # Ray and the storage raise various types while they do not answer
-                print(f"guard of {self._location}: {short_message(error)}", file=sys.stderr, flush=True)
+                problem = short_message(error)
+                print(f"guard of {self._location}: {problem}", file=sys.stderr, flush=True)
             time.sleep(POLL_S)
+        else:
+            with contextlib.suppress(Exception):
+                self._give_up(problem)
         ray.kill(self._actor, no_restart=True)
+
+    def _give_up(self, problem: str) -> None:
+        """Record that a run could not be submitted again."""
+        folder = named_run(self._location, "", "")
+        stored = records.load_record(folder)
+        if stored["status"] == "PENDING" and stored.get("retries"):
+            records.Record(folder, stored).finish("FAILED", error=f"its job could not be submitted again: {problem}")
 
     def _has_ended(self) -> bool:
         """Return True if the run has ended for good. Submit its job again if that is lost."""
@@ -77,8 +89,12 @@ class Guard:
             return True
         client = JobSubmissionClient(self._address)  # each time, because a new head may have another address
         details = self._details(client, job["id"])
-        if details is None:  # this actor was lost before it could submit that job
-            return not stored.get("retries") or self._submit(client, folder, stored, None)
+        if details is None:  # the last submission has failed, or this actor was lost before it
+            if not stored.get("retries"):
+                return True
+            launched = client.get_job_info(_launched()["id"])
+            _submit(client, job["id"], launched)
+            return False
         if supervision.__name__ not in shlex.split(details.entrypoint):  # launched again, without retries
             return True
         if not details.status.is_terminal():
@@ -92,17 +108,16 @@ class Guard:
         alive = status in records.LIVING and status != "PENDING" and is_alive(stored)
         if alive or drivers.claiming_driver(folder, stored):
             return False  # until its lease has expired
-        return self._submit(client, folder, stored, details)
+        return self._submit_again(client, folder, stored, details)
 
-    def _submit(
-        self, client: JobSubmissionClient, folder: RunFolder, stored: Mapping[str, Any], lost: JobDetails | None
+    def _submit_again(
+        self, client: JobSubmissionClient, folder: RunFolder, stored: Mapping[str, Any], lost: JobDetails
     ) -> bool:
-        """Submit the job of a run again, and record that it is pending. Return True if the run has ended instead."""
-        launched = Settings.read().job
-        assert launched is not None, "this actor inherits the environment of a job"
-        why, details = _reason(lost), lost or client.get_job_info(launched["id"])
-        words = shlex.split(details.entrypoint)
+        """Record that a run is pending, and submit its job again. Return True if the run has ended instead."""
+        words, why = shlex.split(lost.entrypoint), _reason(lost)
         most, died = int(words[words.index(supervision.__name__) + 1]), stored.get("retries", 0) + 1
+        if self._lost is None or self._lost[0] != stored["job"]["id"]:
+            self._lost = stored["job"]["id"], time.monotonic()
         claimed, names = folder.attempts(), folder.names()
         folder.path.mkdir(parents=True, exist_ok=True)  # with a URI, another node may have the working copy
         if RunFolder.STOP in names or died > most:
@@ -113,25 +128,17 @@ class Guard:
             else:
                 record.finish("FAILED", error=f"{why}, after {most} of {most} retries")
             return True
-        if stored["status"] == "PENDING":  # the last job has not even begun
-            time.sleep(supervision.pause_s(died))
+        if stored["status"] == "PENDING" and time.monotonic() < self._lost[1] + supervision.pause_s(died):
+            return False  # the job has not even begun
         taken = {item.submission_id for item in client.list_jobs()}
         title = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{folder.experiment}-{folder.name}")
         job = next(name for number in itertools.count(claimed + 1) if (name := f"{title}.{number}") not in taken)
-        before = supervision.with_attempt(stored, why)
         facts: dict[str, Any] = dict.fromkeys(("boot", "pid", "pid_started", "host", "waits_for"))
         facts |= {"status": "PENDING", "start": documents.now(), "attempt": claimed}
-        facts |= {"retries": died, "job": launched | {"id": job}}
-        record = records.Record(folder, before, **facts)
-        environment = dict(details.runtime_env or {})
-        environment["env_vars"] = environment.get("env_vars", {}) | {"MLX_JOB": job}
-        try:
-            client.submit_job(
-                entrypoint=details.entrypoint, submission_id=job, runtime_env=environment, metadata=details.metadata
-            )
-        except BaseException:
-            record.update(**{name: stored.get(name) for name in {*facts, "attempts"} & stored.keys()})
-            raise
+        facts |= {"retries": died, "job": _launched() | {"id": job}}
+        records.Record(folder, supervision.with_attempt(stored, why), **facts)
+        if records.load_record(folder)["job"]["id"] == job:  # otherwise, another driver has just claimed the run
+            _submit(client, job, lost)
         return False
 
     def _details(self, client: JobSubmissionClient, job: str) -> JobDetails | None:
@@ -151,10 +158,27 @@ def _lost_node(details: JobDetails) -> str | None:
     return str(node["NodeManagerAddress"]) if node else None
 
 
-def _reason(lost: JobDetails | None) -> str:
+def _reason(lost: JobDetails) -> str:
     """Return the error of an attempt whose job was lost."""
-    address = _lost_node(lost) if lost else None
-    return f"the node {address} of the driver was lost" if address else "the job of the driver was killed"
+    if address := _lost_node(lost):
+        return f"the node {address} of the driver was lost"
+    if lost.driver_exit_code in KILLED:
+        return "the job of the driver was killed"
+    return f"the job of the driver has failed: {(lost.message or 'without a message').strip().splitlines()[0]}"
+
+
+def _launched() -> dict[str, str]:
+    """Return the job that has started the guard."""
+    launched = Settings.read().job
+    assert launched is not None, "this actor inherits the environment of a job"
+    return launched
+
+
+def _submit(client: JobSubmissionClient, job: str, like: JobDetails) -> None:
+    """Submit a job like an earlier one."""
+    environment = dict(like.runtime_env or {})
+    environment["env_vars"] = environment.get("env_vars", {}) | {"MLX_JOB": job}
+    client.submit_job(entrypoint=like.entrypoint, submission_id=job, runtime_env=environment, metadata=like.metadata)
 
 
 def start(location: str) -> None:

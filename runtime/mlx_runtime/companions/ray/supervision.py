@@ -102,7 +102,9 @@ class Supervisor:
         """Return the exit code of the last driver, as a shell does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        stored = _patiently(self._stored)
+        stored, own = _patiently(self._stored), Settings.read().job
+        if own is not None and (stored.get("job") or own)["id"] != own["id"]:
+            return self._give_up(0)
         if retries := stored.get("retries", 0):  # a guard has submitted this job
             self._died = self._short = retries
             self._pause(stored["attempts"][-1]["error"], _patiently(self._folder.attempts), stored)

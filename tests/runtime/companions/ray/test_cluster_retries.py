@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from cluster_users import LONG, TOKEN, User, until
@@ -67,8 +68,12 @@ class TestLostNodes:
             assert re.fullmatch(r"the node \S+ of the driver was lost", first["error"])
             log = (user.folder / "runs" / name / "run_001" / "logs" / "driver.log").read_text()
             assert re.search(r"of the driver was lost; retry 1 of 1 begins at .*\nrestored  ", log, re.DOTALL)
-            assert user.types("xp", "stop", name, "latest").returncode == 0
+            driver = Path(f"/proc/{record['pid']}/stat").read_text()
+            os.kill(int(driver.rpartition(")")[2].split()[1]), signal.SIGKILL)  # its parent
             until(lambda: not guards(cluster))  # the run has ended, so it has, too
+            record = user.record(name=name)
+            assert record["status"] == "FAILED"
+            assert record["error"] == "the job of the driver was killed, after 1 of 1 retries"
 
 
 def launch(user: User, cluster: RayCluster, name: str) -> None:
