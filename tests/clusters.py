@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from leftovers import kill, marked
+from packages import install, program
 
 START_S = 300
 
@@ -73,10 +74,11 @@ class RayCluster:
             (config := self.folder / "autoscaler.yaml").write_text(json.dumps(self._autoscaler(self.grows_to)))
             scaling = [f"--autoscaling-config={config}"]
             self._env |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-        self.head = self._start(
+        self._head_options = (
             *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0", *scaling),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
         )
+        self.head = self._start(*self._head_options)
         try:
             self.wait(0)
         except BaseException:
@@ -149,6 +151,12 @@ class RayCluster:
         """Kill all processes of the head at once, as if its machine were lost."""
         self._end(self.head)
 
+    def restart_head(self) -> None:
+        """Kill all processes of the head at once, and start it again."""
+        self.kill_head()
+        (self.folder / "ray_current_cluster").unlink()  # otherwise Ray refuses to start, as the raylets name that head
+        self.head = self._start(*self._head_options)
+
     def wait(self, nodes: int) -> None:
         """Wait until that many raylets have joined the head, and it accepts jobs."""
         until = time.monotonic() + START_S
@@ -203,6 +211,19 @@ def _members(mark: str) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+@contextlib.contextmanager
+def redis() -> Iterator[str]:
+    """Start a Redis that keeps its data in memory. Yield its address."""
+    install(("redis-tools",), ("redis-check-rdb",))  # the program of the server; redis-server would start a service
+    (port,) = free_ports(1)
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    with subprocess.Popen(command, executable=program("redis-check-rdb"), stdout=subprocess.DEVNULL) as process:
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.terminate()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster_users import LONG, TOKEN, User, until
-from clusters import RayCluster
+from clusters import RayCluster, redis
 from faults import differences, final_state
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -74,6 +74,20 @@ class TestLostNodes:
             record = user.record(name=name)
             assert record["status"] == "FAILED"
             assert record["error"] == "the job of the driver was killed, after 1 of 1 retries"
+
+    def test_a_driver_on_the_head_comes_back_with_it(self, environment: dict[str, str], user: User) -> None:
+        with redis() as address:
+            variables = environment | {"RAY_REDIS_ADDRESS": address}
+            with RayCluster(variables, TOKEN) as cluster:
+                cluster.add()
+                cluster.wait(1)
+                launch(user, cluster, "headless")
+                until(lambda: guards(cluster))
+                cluster.restart_head()
+                cluster.wait(1)
+                resumed(user, "headless")
+                assert user.record(name="headless")["retries"] == 1
+                assert user.types("xp", "stop", "headless", "latest").returncode == 0
 
 
 def launch(user: User, cluster: RayCluster, name: str) -> None:
