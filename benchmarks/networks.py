@@ -120,7 +120,10 @@ def train(
         while processes[0].poll() is None and time.monotonic() < until:
             look(Path(printed.name).read_text())
             time.sleep(0.01)
-        if any(process.wait(60) for process in processes):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(60)
+        if any(process.poll() != 0 for process in processes):
             raise RunError(first, Path(printed.name).read_text())
 
 
