@@ -1,5 +1,6 @@
 """Machines with slow links, in network namespaces of this one, which needs root, and runs on them."""
 
+import contextlib
 import json
 import os
 import subprocess

@@ -100,9 +100,10 @@ alternating rounds. Ratios are to `ddp`. Memory is the peak as in *Sharding*, al
 
 {table(head, rows)}
 
-The load of the machine was {median(loads):.0f} in the median ({loads[0]:.0f}-{loads[-1]:.0f}), by these and other processes.
-Steps of pipelines, and those of others over fast links, vary with the load; most of what DDP and FSDP take over slow links
-are transfers. Three stages share two cores, so that only their memory and transfers are those of three machines.
+The load of the machine was {median(loads):.0f} in the median ({loads[0]:.0f}-{loads[-1]:.0f}), by these and other
+processes. Steps of pipelines, and those of others over fast links, vary with the load; most of what DDP and FSDP take
+over slow links are transfers. Three stages share two cores, so that only their memory and transfers are those of three
+machines.
 {left_out}"""
 
 
