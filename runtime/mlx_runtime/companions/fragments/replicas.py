@@ -383,6 +383,8 @@ class Common:
             if fields.pop("held", "") != self._averages.held:
                 self._averages._session.reporter.events.notice(_STARTS_OVER)
                 fields = {key: fields[key] for key in ("steps", "rounds")}
+            if "traffic" in fields:
+                fields["traffic"] = _listed(fields["traffic"])
             self._averages.periods[name] = Period(**fields)
 
 
@@ -419,11 +421,16 @@ class Own:
                 live[name].copy_(item)
         made.states = dict(state["optimizers"])  # the loop may still load those of rank 0, when it adds objects
         for name, item in state["traffic"].items():
-            made.periods.setdefault(name, Period()).traffic = item
+            made.periods.setdefault(name, Period()).traffic = _listed(item)
 
 
 def _traffic_of(period: Period) -> Sequence[Mapping[str, Any]] | None:
     return [item.state_dict() for item in period.compressors] if period.compressors else period.traffic
+
+
+def _listed(traffic: Any) -> Any:
+    """Return the states of compressors in a checkpoint; an earlier version had a single one."""
+    return [traffic] if isinstance(traffic, Mapping) else traffic
 
 
 def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:
