@@ -23,6 +23,7 @@ from mlx_runtime.errors import ConfigError, RunFinished
 from mlx_runtime.runs import claim_run, records
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, load_into, state_of
 from mlx_runtime.storage.secrets import HIDDEN
+from mlx_runtime.training.loop.checkpointer import states_by_replica
 from mlx_runtime.training.resuming import (
     changes,
     changes_since,
@@ -84,6 +85,19 @@ class Settings(mlx_runtime.TrainConfig):
 
 def node(cls: type, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{HERE}.{cls.__name__}", **arguments}
+
+
+def test_the_workers_of_replicas_in_checkpoints_of_now_and_before() -> None:
+    """Before replicas could have different sizes, a checkpoint had that of all of them."""
+    ranks = [{"rank": rank} for rank in range(4)]
+    for fields, sizes in (
+        ({"replica_sizes": [3, 1]}, [3, 1]),
+        ({"model_parallel_size": 2}, [2, 2]),
+        ({}, [1, 1, 1, 1]),
+    ):
+        found = states_by_replica({"ranks": ranks, **fields})
+        assert [len(item) for item in found] == sizes
+        assert [state for item in found for state in item] == ranks
 
 
 def test_changes_from_the_run_of_a_checkpoint(tmp_path: Path) -> None:

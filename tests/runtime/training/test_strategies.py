@@ -15,12 +15,14 @@ from sessions import ALONE
 from torch import nn
 
 from mlx_runtime import TrainConfig
+from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.loop.assembly import build_experiment
+from mlx_runtime.sections import Elastic, Fragments
+from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.training.strategies.base import Strategy
 from mlx_runtime.training.strategies.blocks import planned_blocks, repeated_blocks, select_modules, without_shared
 from mlx_runtime.training.strategies.ddp import DDP
-from mlx_runtime.training.strategies.selection import strategy_of
+from mlx_runtime.training.strategies.selection import strategy_class, strategy_of
 
 pytestmark = pytest.mark.pure
 
@@ -251,6 +253,25 @@ def test_without_workers_models_are_not_sharded() -> None:
     strategy = strategy_of(TrainConfig(strategy="fsdp"), ALONE, TREE["models"])
     assert isinstance(strategy, DDP)
     assert strategy.notice == "without workers, models are whole: fsdp has no effect"
+
+
+@pytest.mark.parametrize(("stages", "pipelines"), [(None, 1), (2, 2)])
+def test_the_global_batch_counts_the_pipelines_of_all_workers(stages: int | None, pipelines: int) -> None:
+    """Without `cfg.fragments.stages`, two of four workers form one pipeline, as all four did."""
+    cut, elastic = Fragments(stages=stages), Elastic(min_workers=2, keep_global_batch=True)
+    cfg = TrainConfig(strategy="pipeline", start_workers=4, elastic=elastic, fragments=cut)
+    kind = strategy_class("pipeline")
+    left = Topology(0, 2, torch.device("cpu"), model_parallel_size=kind.model_parallel_size(cfg, 2))  # type: ignore[call-arg, arg-type]
+    strategy: Any = SimpleNamespace(topology=left, model_parallel_size=kind.model_parallel_size)
+    job: Any = SimpleNamespace(
+        tree={"datasets": {"train": {"_target_": "builtins.dict"}}},
+        project=None,
+        prepared={},
+        subsets={},
+        cluster=SimpleNamespace(in_driver=False),
+    )
+    shards = dataset_shards(cfg, SimpleNamespace(train={}), job, strategy, lambda loader: loader)
+    assert shards.train.options.wanted_workers == pipelines
 
 
 def test_sharding_is_imported_only_by_runs_that_shard() -> None:

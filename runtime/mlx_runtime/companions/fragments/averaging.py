@@ -21,13 +21,14 @@ class Tensors:
 
     def __init__(self, models: Mapping[str, Any], optimizer: Optimizer) -> None:
         trained = {id(item) for group in optimizer.param_groups for item in group["params"]}
+        self._count = 0
         self.params: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         for name, model in modules_of(models).items():
             found = {f"{name}.{path}": item for path, item in model.named_parameters() if id(item) in trained}
-            found = {path: item for path, item in found.items() if not item.is_meta}  # held by another worker
-            if found:
-                self.params |= found
+            self._count += len(found)
+            if found:  # also if other workers hold all of them, because each averages the buffers that it holds
+                self.params |= {path: item for path, item in found.items() if not item.is_meta}
                 self.buffers |= {
                     path: item
                     for path, item in saved_tensors({name: model}, buffers=True).items()
@@ -42,14 +43,20 @@ class Tensors:
         return found
 
     def __len__(self) -> int:
-        return len(self.params)
+        """Number of parameters, with those that other workers hold."""
+        return self._count
 
     @property
     def all(self) -> dict[str, torch.Tensor]:
         return self.params | self.buffers
 
     def vector(self) -> torch.Tensor:
-        return torch.cat([item.detach().reshape(-1).to(_wide(item)) for item in self.all.values()])
+        return self.join(self.all)
+
+    def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a vector, given its parts by name of their tensor."""
+        found = [parts[name].detach().reshape(-1).to(_wide(item)) for name, item in self.all.items()]
+        return torch.cat(found) if found else torch.empty(0)
 
     @property
     def exact(self) -> int:

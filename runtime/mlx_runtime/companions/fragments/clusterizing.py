@@ -1,6 +1,7 @@
 """From a model and nodes to a plan: its table, and its file."""
 
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -199,20 +200,37 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
-def next_step(found: Plan, file: Path, listed: Sequence[Machine], nodes: Path | None, *, on_ray: bool = False) -> str:
+def next_step(
+    found: Plan,
+    file: Path,
+    listed: Sequence[Machine],
+    nodes: Path | None,
+    ray_address: str | None = None,
+    every: int | None = None,
+) -> str:
     """Return the command that trains with a plan, or the reason why none does.
 
-    `listed` are all machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
+    Args:
+        found: The plan.
+        file: Its file.
+        listed: All machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
+        nodes: File with the machines.
+        ray_address: Address of the cluster.
+        every: `cfg.replicas.every` without an override.
     """
+    several = len(found.clusters) > 1 and found.average_every != (every or 1)
+    averages = [f"cfg.replicas.every={found.average_every}"] if several else []
     if max(map(len, found.clusters)) == 1:
-        return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
+        return f"each cluster is one node, so train with {' '.join(['cfg.strategy=ddp', *averages])}, without this plan"
     engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]
     wanted = [item.name for item in listed if item.name in order]
-    left_out = "" if on_ray or len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
+    left_out = "" if ray_address is not None or len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
     words = [
         *engine,
         f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
         f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
+        *averages,
     ]
-    return f"next: mlx train {'launch' if on_ray else 'run'} {' '.join(words)}{left_out}"
+    verb = "run" if ray_address is None else f"launch --ray-address {shlex.quote(ray_address)}"
+    return f"next: mlx train {verb} {' '.join(words)}{left_out}"

@@ -85,7 +85,7 @@ def train_clusterize(
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
     if not dry_run:
-        on_ray = ray_address is not None
         file = output or CONF.with_name(FILE)
         write(file, call.name, found)
-        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, machines, nodes, on_ray=on_ray)}")
+        step = clusterizing.next_step(found, file, machines, nodes, ray_address, cfg.replicas.every)
+        click.echo(f"wrote {file}; {step}")

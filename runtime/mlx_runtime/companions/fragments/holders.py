@@ -28,11 +28,14 @@ class Holders:
 
     def of(self, name: str) -> Ranks:
         """Return the ranks that hold a tensor, by pipeline. All of them hold buffers outside of units."""
-        pipelines = self._links.pipelines
-        stages = [cut.stage_of(name) for cut in self._cuts]
+        pipelines, stages = self._links.pipelines, self.stages_of(name)
         if None in stages:
             return tuple(rank for ranks in pipelines for rank in ranks)
         return tuple(ranks[stage] for ranks, stage in zip(pipelines, stages, strict=True) if stage is not None)
+
+    def stages_of(self, name: str) -> list[int | None]:
+        """Return the stage of each pipeline that holds a tensor; None for a buffer outside of units."""
+        return [cut.stage_of(name) for cut in self._cuts]
 
     def grouped(self, tensors: Mapping[str, Tensor]) -> list[tuple[Ranks, list[Tensor]]]:
         """Group tensors of this worker by holders, in an order that is the same on all workers."""

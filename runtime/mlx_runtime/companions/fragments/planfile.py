@@ -12,9 +12,33 @@ from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, roles
 from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, Kind, from_json, list_of, misfit
+from mlx_runtime.storage.local import read_regular
 from mlx_runtime.training.engines.local import NODE_NAME
 
+FILE_BYTES = 16 << 20
+
 _COSTS = [item.name for item in fields(Block) if item.name not in ("name", "source")]
+
+_LIST = Kind("a list", lambda value: isinstance(value, list))
+_ABOVE = Kind("a whole number above 0", lambda value: COUNT.fits(value) and value > 0)
+_AMOUNT = Kind("a number, 0 or more", lambda value: NUMBER.fits(value) and 0 <= value < 1e18)
+_RATE = Kind("a number above 0", lambda value: NUMBER.fits(value) and 0 < value < 1e18)
+
+_FIELDS = {
+    "model": TEXT,
+    "blocks": list_of(TEXT),
+    "clusters": _LIST,
+    "costs": _LIST,
+    "machines": _LIST,
+    "microbatches": _ABOVE,
+    "average_every": _ABOVE,
+}
+_CLUSTER = {"stages": _LIST}
+_STAGE = {"node": TEXT.or_null(), "first": COUNT, "last": COUNT}
+_COST = dict.fromkeys(_COSTS, _AMOUNT)
+_MACHINE = {"name": TEXT, "memory": _AMOUNT, "bandwidth": _RATE.or_null(), "speed": _RATE}
+_OPTIONAL = ("node", "speed", *_COSTS)
 
 
 @dataclass(frozen=True)
@@ -158,26 +182,30 @@ def read(path: Path) -> PlanFile:
         ConfigError: it cannot be read, or its stages have gaps.
     """
     try:
-        document: Mapping[str, Any] = json.loads(path.read_text())
-        blocks = [str(item) for item in document["blocks"]]
+        if path.stat().st_size > FILE_BYTES:
+            raise ValueError(f"it has more than {FILE_BYTES} bytes")
+        document = from_json(read_regular(path, ValueError), _FIELDS, ("model", "blocks", "clusters"))
         clusters = [
-            [(str(stage.get("node")), int(stage["first"]), int(stage["last"])) for stage in item["stages"]]
-            for item in document["clusters"]
+            [(str(stage.get("node")), stage["first"], stage["last"]) for stage in _items(item, "stages", _STAGE)]
+            for item in _items(document, "clusters", _CLUSTER)
         ]
-        costs = tuple(Block(name, **item) for name, item in zip(blocks, document.get("costs", ()), strict=False))
-        machines = tuple(
-            Machine(**item | {"bandwidth": item["bandwidth"] or math.inf}) for item in document.get("machines", ())
-        )
+        blocks, costs = document["blocks"], _items(document, "costs", _COST)
+        machines = [
+            Machine(**item | {"bandwidth": item["bandwidth"] or math.inf})
+            for item in _items(document, "machines", _MACHINE)
+        ]
+        if costs and len(costs) != len(blocks):
+            raise ValueError(f"it has {len(blocks)} blocks, and costs of {len(costs)}")
         found = PlanFile(
             document["model"],
             blocks,
             [[(node, last) for node, _, last in stages] for stages in clusters],
-            costs if len(costs) == len(blocks) and machines else (),
-            machines,
-            int(document.get("microbatches", 4)),
-            int(document.get("average_every", 1)),
+            tuple(Block(name, **item) for name, item in zip(blocks, costs, strict=False)) if machines else (),
+            tuple(machines),
+            document.get("microbatches", 4),
+            document.get("average_every", 1),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"cfg.fragments.plan={path} cannot be read ({error}); `mlx train clusterize` writes one"
         ) from error
@@ -192,6 +220,15 @@ def read(path: Path) -> PlanFile:
                     f"block, and end before {len(blocks)}"
                 )
             expected = last + 1
+    return found
+
+
+def _items(document: Mapping[str, Any], name: str, shape: Mapping[str, Kind]) -> list[dict[str, Any]]:
+    """Return the items of a list, or none; raise ValueError if one lacks a field, or has a wrong one."""
+    found: list[dict[str, Any]] = document.get(name, [])
+    for number, item in enumerate(found):
+        if problem := misfit(item, shape, tuple(field for field in shape if field not in _OPTIONAL)):
+            raise ValueError(f"{name}, item {number}: {problem}")
     return found
 
 

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from mlx_runtime.training.engines import Job
 
 
+_STARTS_OVER = (
+    "replicas  start over from the weights of the first one, without outer momentum and what compression has left out: "
+    "their models are cut differently now"
+)
+
 ANSWER_S = 10.0
 """Interval at which rank 0 tells the other workers that it still waits for other replicas."""
 
@@ -237,7 +242,7 @@ class Averages:
             mean, count = _mean_of(compressor, own, group)
             pieces |= part.split(mean.to(difference.dtype))
             sent += count
-        return torch.cat([pieces[name] for name in tensors.all]).to(difference.device), sent
+        return tensors.join(pieces).to(difference.device), sent
 
     def _check_alone(self, optimizer: Optimizer) -> None:
         if any(item is not optimizer and len(self._tensors(item)) for item in self.optimizers().values()):
@@ -375,8 +380,11 @@ class Common:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, item in state.items():
             fields = dict(item)
-            if fields.pop("held", "") != self._averages.held:  # the models are cut differently now
+            if fields.pop("held", "") != self._averages.held:
+                self._averages._session.reporter.events.notice(_STARTS_OVER)
                 fields = {key: fields[key] for key in ("steps", "rounds")}
+            if "traffic" in fields:
+                fields["traffic"] = _listed(fields["traffic"])
             self._averages.periods[name] = Period(**fields)
 
 
@@ -413,11 +421,16 @@ class Own:
                 live[name].copy_(item)
         made.states = dict(state["optimizers"])  # the loop may still load those of rank 0, when it adds objects
         for name, item in state["traffic"].items():
-            made.periods.setdefault(name, Period()).traffic = item
+            made.periods.setdefault(name, Period()).traffic = _listed(item)
 
 
 def _traffic_of(period: Period) -> Sequence[Mapping[str, Any]] | None:
     return [item.state_dict() for item in period.compressors] if period.compressors else period.traffic
+
+
+def _listed(traffic: Any) -> Any:
+    """Return the states of compressors in a checkpoint; an earlier version had a single one."""
+    return [traffic] if isinstance(traffic, Mapping) else traffic
 
 
 def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:

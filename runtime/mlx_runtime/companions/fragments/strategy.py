@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -314,9 +315,9 @@ class Pipeline:
         return [(self._links.peers.get(ranks, dist.group.WORLD), items) for ranks, items in found.items() if items]
 
     def held(self) -> str:
-        """Return a digest of the names of all tensors of this worker."""
-        names = [path for item in self._holders for path, tensor in tensors_of(item.model) if not tensor.is_meta]
-        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+        """Return a digest of the stages of all tensors in each pipeline, which is the same on all workers."""
+        stages = [{name: item.stages_of(name) for name, _ in tensors_of(item.model)} for item in self._holders]
+        return hashlib.sha256(json.dumps(stages).encode()).hexdigest()
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)

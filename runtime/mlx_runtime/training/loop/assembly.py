@@ -132,13 +132,14 @@ def dataset_shards(
     arguments = streamed, job.project, topology, cfg.seed, job.cluster.in_driver
     streams = companions.part("ray").stream_readers(*arguments) if streamed else {}
     keeps_global_batch = cfg.elastic.keep_global_batch and not job.cluster.in_driver
+    wanted = cfg.start_workers // strategy.model_parallel_size(cfg, cfg.start_workers) if keeps_global_batch else None
     limits = [limit for limit in (cfg.debug.limit_batches, cfg.debug.overfit_batches) if limit is not None]
     options = LoaderOptions(
         seed=cfg.seed,
         prefetch=cfg.prefetch_batches,
         processes=reading_processes(cfg.loader),
         accumulate=cfg.accumulate_grad_batches,
-        wanted_workers=cfg.start_workers // topology.model_parallel_size if keeps_global_batch else None,
+        wanted_workers=wanted,
         limit=min(limits, default=None),
         train_limit=cfg.debug.limit_train_batches,
         eval_limit=cfg.debug.limit_eval_batches,

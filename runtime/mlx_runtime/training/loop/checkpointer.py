@@ -350,7 +350,7 @@ class Checkpointer:
                 text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
                 self._reporter.events.notice(text)
             return
-        own = _replicas(state)[topology.data_parallel_rank][topology.model_parallel_rank]
+        own = states_by_replica(state)[topology.data_parallel_rank][topology.model_parallel_rank]
         saved = {
             name: self._with_settings(state, name.removeprefix("tools."), part) if name.startswith("tools.") else part
             for name, part in own.get("per_worker", {}).items()
@@ -361,7 +361,7 @@ class Checkpointer:
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
-        return [*map(len, self._context.topology.replicas)] == [*map(len, _replicas(state))]
+        return [*map(len, self._context.topology.replicas)] == [*map(len, states_by_replica(state))]
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
@@ -373,7 +373,7 @@ class Checkpointer:
 
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if `metrics`, metrics of this rank; after a change of size, mergeable ones."""
-        topology, before = self._context.topology, _replicas(state)
+        topology, before = self._context.topology, states_by_replica(state)
         number, position = topology.data_parallel_rank, topology.model_parallel_rank
         if self._has_sizes_of(state):
             randomness.load_random_state_dict(before[number][position]["random"], topology.device)
@@ -393,7 +393,8 @@ class Checkpointer:
             checkpoints.load_into(group, saved, name, only=set(saved))
 
 
-def _replicas(state: State) -> list[list[State]]:
+def states_by_replica(state: State) -> list[list[State]]:
     """Return the states of the workers of each replica."""
-    ranks = iter(state["ranks"])
-    return [[next(ranks) for _ in range(size)] for size in state.get("replica_sizes") or [1] * len(state["ranks"])]
+    ranks, size = iter(state["ranks"]), state.get("model_parallel_size", 1)  # in checkpoints of earlier versions
+    sizes = state.get("replica_sizes") or [size] * (len(state["ranks"]) // size)
+    return [[next(ranks) for _ in range(count)] for count in sizes]

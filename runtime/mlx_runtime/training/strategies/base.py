@@ -28,6 +28,10 @@ class Strategy(Protocol):
     shards: bool
     """True if workers hold different parts of models, so that norms and states need collectives of all workers."""
 
+    def model_parallel_size(self, cfg: Any, workers: int) -> int:
+        """See `StrategyClass`."""
+        ...
+
     def build(self, node: Mapping[str, Any]) -> Any:
         """Build the group `models` from its node in conf.yaml, with models distributed across the workers.
 

@@ -12,7 +12,7 @@ from conftest import Mlx, Script
 from torch import nn
 
 from mlx_runtime import clusterize
-from mlx_runtime.companions.fragments.clusterizing import machines_of
+from mlx_runtime.companions.fragments.clusterizing import machines_of, next_step
 from mlx_runtime.errors import ConfigError, UsageError
 
 
@@ -56,6 +56,22 @@ def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, all_nodes=True, name="small", output=file)
     assert [stage.machine.name for stage in found.clusters[0]] == ["node_0", "node_1"]
     assert json.loads(file.read_text())["model"] == "small"
+
+
+@pytest.mark.pure
+def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The interval between averages unless it is that of conf.yaml, and the cluster."""
+    model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
+    settings: dict[str, Any] = {"all_nodes": True, "average_every": 10, "output": None}
+    two = clusterize(model, (torch.rand(4, 8),), nodes=4, clusters=2, **settings)
+    one = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, **settings)
+    capsys.readouterr()
+    machines = [stage.machine for stages in two.clusters for stage in stages]
+    assert next_step(two, file, machines, None).endswith("cfg.fragments.microbatches=4 cfg.replicas.every=10")
+    assert next_step(two, file, machines, None, every=10).endswith("cfg.fragments.microbatches=4")
+    assert next_step(one, file, machines[:2], None).endswith("cfg.fragments.microbatches=4")
+    on_ray = next_step(one, file, machines[:2], None, "http://head:8265")
+    assert on_ray.startswith("next: mlx train launch --ray-address http://head:8265 cfg.start_workers=2 ")
 
 
 @pytest.mark.pure

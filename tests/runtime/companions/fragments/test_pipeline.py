@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import groups
@@ -26,9 +27,11 @@ from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.averaging import saved_tensors
 from mlx_runtime.companions.fragments.cutting import balanced
 from mlx_runtime.companions.fragments.planfile import read
+from mlx_runtime.companions.fragments.replicas import Averages
 from mlx_runtime.distributed import Topology, data_parallel_group
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.sections import Fragments
+from mlx_runtime.sections import Fragments, Replicas
+from mlx_runtime.training.loop.context import Groups
 from mlx_runtime.training.strategies import Strategy, problems, strategy_of
 
 pytestmark = pytest.mark.local
@@ -49,7 +52,11 @@ def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]
     folder = tmp_path_factory.mktemp("workers")
     preload = ["ray.train.torch", "mlx_runtime.companions.fragments.pipelined"]
     return groups.on_workers(
-        WORKS, folder, 4, preload, {name: 2 for name in WORKS if name not in ("in_replicas", "branches", "planned")}
+        WORKS,
+        folder,
+        4,
+        preload,
+        {name: 2 for name in WORKS if name not in ("in_replicas", "branches", "planned", "averaged_apart")},
     )
 
 
@@ -177,9 +184,9 @@ class CutNet(Models):
     strategies = {"net": "pipeline"}
 
 
-def strategy(rank: int, **fragments: Any) -> Strategy:
-    size = dist.get_world_size()
-    cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=size, fragments=Fragments(**fragments))
+def strategy(rank: int, replicas: Replicas = Replicas(), **fragments: Any) -> Strategy:
+    size, cut = dist.get_world_size(), Fragments(**fragments)
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=size, fragments=cut, replicas=replicas)
     return strategy_of(cfg, Topology(rank, size, torch.device("cpu"), rank), None)
 
 
@@ -322,6 +329,55 @@ def planned(rank: int) -> Any:
 
 
 @work
+def averaged_apart(rank: int) -> Any:
+    """Weights after an average of two updates, between which only the second pipeline was cut differently.
+
+    The first stage of the first pipeline has only frozen parameters, and a buffer that all workers hold.
+    """
+    whole: Any = None
+    parts: dict[str, Any] = {}
+    found: dict[str, Any] = {"notices": [], "layouts": []}
+    for clusters in (((0, 0), (1, 3)), ((0, 2), (3, 3))), (((0, 0), (1, 3)), ((0, 1), (2, 3))):
+        file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
+        write_plan(file, clusters)
+        torch.manual_seed(0)
+        made = strategy(rank, Replicas(every=2, momentum=0.9), plan=str(file), microbatches=2)
+        file.unlink()
+        model = made.build(node(Transformer)).net
+        model.embed.requires_grad_(False)
+        model.positions.requires_grad_(False)
+        optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
+        averages = Averages(session(made, model, optimizer, found["notices"].append), None)
+        found["layouts"].append(averages.held)
+        if whole is not None:
+            model.load_state_dict(whole["models"]["net"])
+            averages.common.load_state_dict(parts["common"])
+            averages.own.load_state_dict(parts["own"])
+        averages.before_update(optimizer)
+        rows = tokens(8).chunk(2)[made.topology.data_parallel_rank]
+        cross_entropy(model(rows)["logits"].flatten(0, 1), rows.flatten()).backward()
+        optimizer.step()
+        averages.after_update(optimizer)
+        parts = copy.deepcopy({"common": averages.common.state_dict(), "own": averages.own.state_dict()})
+        states = [whole_states(made, model, optimizer)]
+        dist.broadcast_object_list(states)
+        [whole] = states
+    held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
+    return found | {"held": held, "whole": whole["models"]["net"], "rounds": averages.periods["sgd"].rounds}
+
+
+def session(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, notice: Callable[[str], None]) -> Any:
+    """Return the parts of a session that averages need."""
+    members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
+    context = SimpleNamespace(topology=made.topology, cfg=made._cfg, groups=Groups(members))  # type: ignore[attr-defined]
+    reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda *_: None)
+    progress = SimpleNamespace(global_step=1, epoch=0)
+    return SimpleNamespace(
+        context=context, reporter=reporter, progress=progress, optimization=SimpleNamespace(strategy=made)
+    )
+
+
+@work
 def branches(rank: int) -> Any:
     """Two pipelines that use different experts."""
     torch.manual_seed(0)
@@ -455,6 +511,23 @@ def test_pipelines_of_a_plan_are_cut_differently(on_workers: dict[str, list[Any]
         for rank in ranks:
             assert all(torch.equal(found[title], item) for title, item in rank["held"].items())
         assert [len({*ranks[0]["together"]} & {*own}) for own in ranks[0]["replicas"]] == [1, 1]  # for its metrics
+
+
+def test_replicas_are_equal_after_an_average_of_pipelines_that_were_cut_differently_in_between(
+    on_workers: dict[str, list[Any]],
+) -> None:
+    """With outer momentum, and with a stage that has nothing to train."""
+    found = on_workers["averaged_apart"]
+    whole = found[0]["whole"]
+    for rank in found:
+        assert all(torch.equal(whole[title], item) for title, item in rank["held"].items())
+        assert rank["rounds"] == 1
+        assert [line.partition(" from ")[0] for line in rank["notices"]] == ["replicas  start over"]
+        assert rank["layouts"] == found[0]["layouts"]
+        assert len({*rank["layouts"]}) == 2
+    torch.manual_seed(0)
+    changed = Transformer()
+    assert not torch.equal(whole["blocks.2.mix.weight"], changed.state_dict()["blocks.2.mix.weight"])
 
 
 def test_pipelines_that_use_different_parameters_have_equal_gradients(on_workers: dict[str, list[Any]]) -> None:

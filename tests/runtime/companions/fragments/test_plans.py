@@ -224,3 +224,29 @@ def test_fewer_workers_are_planned_for_again(tmp_path: Path) -> None:
     file.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="is for 3 workers, and the run has 2"):
         planfile.layout_for(file, None, ["c", "a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"microbatches": 0}, "microbatches is 0, not a whole number above 0"),
+        ({"average_every": 0}, "average_every is 0, not a whole number above 0"),
+        ({"clusters": [{"stages": [{"first": float("inf"), "last": 2}]}]}, "stages, item 0: first is inf, not a whole"),
+        ({"clusters": [{}]}, "clusters, item 0: stages is missing"),
+        ({"costs": [{"seconds": "1"}] * 3}, "costs, item 0: seconds is '1', not a number, 0 or more"),
+        ({"costs": [{"weights": 1}]}, "it has 3 blocks, and costs of 1"),
+        ({"machines": [{"name": "a", "memory": float("nan"), "bandwidth": None}]}, "machines, item 0: memory is nan"),
+        ({"machines": [{"name": "a", "memory": 1, "bandwidth": 1, "speed": 0}]}, "machines, item 0: speed is 0, not"),
+        ({"machines": [{"name": "a", "memory": 1, "bandwidth": 1, "cores": 2}]}, "cores"),
+        ({"notes": "x" * planfile.FILE_BYTES}, "it has more than 16777216 bytes"),
+    ],
+)
+def test_files_with_wrong_values_are_refused(change: dict[str, object], problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planfile.write(file, "net", plan(BLOCKS, [Machine("a", 4e9), Machine("b", 4e9)], clusters=1))
+    planfile.read(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError) as caught:
+        planfile.layout_for(file, None, ["a"])
+    assert f"cfg.fragments.plan={file} cannot be read (" in str(caught.value)
+    assert problem in str(caught.value)

@@ -20,7 +20,9 @@ def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster
     """Each stage trains on the node that the plan names: here, in another order than Ray's."""
     done = user.types("train", "clusterize", f"--ray-address={ray_cluster.url}", "--clusters=1", "--all-nodes")
     assert done.returncode == 0, done.stdout + done.stderr
-    following = re.search(r"next: mlx train launch (cfg.start_workers=2 cfg.strategy=pipeline .*)", done.stdout)
+    following = re.search(
+        r"next: mlx train launch (--ray-address \S+ cfg.start_workers=2 cfg.strategy=pipeline .*)", done.stdout
+    )
     assert following is not None
     file = user.folder / "src" / "fragments.json"
     plan = json.loads(file.read_text())
