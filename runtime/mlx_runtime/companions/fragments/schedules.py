@@ -403,11 +403,18 @@ class _Passes:
                     f"models.{call.pipelined.name} changes a tensor {tuple(known[number].shape)} in place that it has "
                     "sent to another stage; use an operation that returns a new one"
                 )
+        anchor = next((item for item in inputs if item.requires_grad), None)
+
+        def leaving(value: Any) -> Any:
+            anchored = anchor is not None and value.requires_grad and self._schedule.kind == "zero_bubble"
+            return _anchor(value, anchor) if anchored else value
+
         if stage == count - 1:
-            values = [item.value if isinstance(item, StageTensor) else item for item in outputs]
+            values = [leaving(item.value) if isinstance(item, StageTensor) else item for item in outputs]
             self._results[at] = tree_unflatten(values, structure)
             return tuple(item.value for item in tensors)
-        return tuple(_own(known[number], links.wire.type_of(known[number].dtype)) for number in self._across[stage])
+        types = ((known[number], links.wire.type_of(known[number].dtype)) for number in self._across[stage])
+        return tuple(leaving(_own(value, kind)) for value, kind in types)
 
     def _loss_of(self, _: Any, number: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss of a microbatch, on the last stage."""
@@ -433,6 +440,24 @@ class _Passes:
             share = weight / self._unit
         scaled: torch.Tensor = value * (share * self._scale / len(self._parts)).to(value.dtype)
         return scaled
+
+
+class _Anchor(torch.autograd.Function):
+    """Returns a tensor, which then depends on another one, whose gradient is none.
+
+    Zero bubble splits a backward pass where paths of weights meet those of inputs, and drops weights that meet none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+_anchor: Any = _Anchor.apply
 
 
 class _Stage(nn.Module):

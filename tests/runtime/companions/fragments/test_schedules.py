@@ -73,6 +73,28 @@ class Frozen(Deep):
         self.head.weight = nn.Parameter(torch.ones(12, 6))
 
 
+class Towers(nn.Module):
+    """Two chains side by side. On four stages, the second one holds the end of one and the beginning of the other.
+
+    A weight of the second stage is also used by the last one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.second = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.second[4].weight = self.first[2].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = []
+        for tower in (self.first, self.second):
+            made = x
+            for block in tower:
+                made = block(made).sin()
+            ends.append(made)
+        return ends[0] + ends[1]
+
+
 class Step:
     """Training steps of a model, as `BaseModule.forward_backward` takes them."""
 
@@ -211,6 +233,33 @@ def others(rank: int) -> Any:
     return found
 
 
+def squared_step(made: Any, loss: Any, inputs: torch.Tensor, **more: Any) -> float:
+    options: Any = {"scale": torch.ones(()), "factor": lambda weight: 1.0, "metrics": {}}
+    return float(made.schedule.step(loss, {"x": inputs, **more}, **options))
+
+
+def single(model: type[nn.Module], inputs: torch.Tensor) -> dict[str, Any]:
+    """Return the gradients in one process."""
+    torch.manual_seed(0)
+    whole = model()
+    whole(inputs).square().mean().backward()
+    return {name: param.grad for name, param in whole.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    return {name: item.grad for name, item in model.named_parameters() if not item.is_meta}
+
+
+def corners(rank: int) -> Any:
+    """Models and losses with which schedules have gone wrong."""
+    found: dict[str, Any] = {}
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    made, model = built(rank, Towers, schedule="zero_bubble", microbatches=4)
+    squared_step(made, lambda batch: (model(batch["x"]).square().mean(), None), inputs)
+    found["towers"] = gradients(model), single(Towers, inputs)
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -238,9 +287,11 @@ def on_four(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    works: dict[str, groups.Work] = {"on_two": on_two, "others": others, "on_four": on_four}
+    works: dict[str, groups.Work] = {"on_two": on_two, "others": others, "corners": corners, "on_four": on_four}
     preload = ["ray.train.torch", "torch.distributed.pipelining", "mlx_runtime.companions.fragments.schedules"]
-    return groups.on_workers(works, tmp_path_factory.mktemp("workers"), 4, preload, {"on_two": 2, "others": 2})
+    return groups.on_workers(
+        works, tmp_path_factory.mktemp("workers"), 4, preload, {"on_two": 2, "others": 2, "corners": 2}
+    )
 
 
 def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> bool:
@@ -310,6 +361,13 @@ def test_what_a_schedule_cannot_train_is_refused(on_workers: dict[str, list[Any]
         assert "goes back from stage 1 to stage 0" in errors["order"]
         assert "models.net cannot be cut into 10 stages: it has 8 blocks" in errors["few"]
         assert errors["frozen"].startswith("no input of stage 1 of models.net needs gradients")
+
+
+def test_all_gradients_are_found(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["corners"]:
+        own, wanted = found["towers"]
+        assert own
+        assert close(own, {name: wanted[name] for name in own}, 1e-6)
 
 
 @pytest.mark.pure
