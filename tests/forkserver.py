@@ -132,6 +132,7 @@ class Commands:
         self._server.stdin.write(json.dumps(order).encode() + b"\n")
         while (pid := self._hear()) is None:
             pass
+        self._ends.pop(pid, None)  # of an earlier command with the same pid, which the system uses again
         return Command(self, arguments, pid, place)
 
     def run(
