@@ -345,6 +345,9 @@ def planned(rank: int) -> Any:
     return found
 
 
+APART = Replicas(every=2, momentum=0.9)
+
+
 @work
 def averaged_apart(rank: int) -> Any:
     """Weights after an average of two updates, between which only the second pipeline was cut differently.
@@ -358,7 +361,7 @@ def averaged_apart(rank: int) -> Any:
         file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
         write_plan(file, clusters)
         torch.manual_seed(0)
-        made = strategy(rank, Replicas(every=2, momentum=0.9), plan=str(file), microbatches=2)
+        made = strategy(rank, APART, plan=str(file), microbatches=2)
         file.unlink()
         model = made.build(node(Transformer)).net
         model.embed.requires_grad_(False)
@@ -386,7 +389,8 @@ def averaged_apart(rank: int) -> Any:
 def session(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, notice: Callable[[str], None]) -> Any:
     """Return the parts of a session that averages need."""
     members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
-    context = SimpleNamespace(topology=made.topology, cfg=made._cfg, groups=Groups(members))  # type: ignore[attr-defined]
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", replicas=APART)
+    context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
     reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda *_: None)
     progress = SimpleNamespace(global_step=1, epoch=0)
     return SimpleNamespace(
