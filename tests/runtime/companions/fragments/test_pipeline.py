@@ -32,6 +32,7 @@ from mlx_runtime.distributed import Topology, data_parallel_group
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.sections import Fragments, Replicas
 from mlx_runtime.training.loop.context import Groups
+from mlx_runtime.training.loop.weighting import WeightedLosses
 from mlx_runtime.training.strategies import Strategy, problems, strategy_of
 
 pytestmark = pytest.mark.local
@@ -294,6 +295,10 @@ PLANS = {
 """First and last block of the stages of two pipelines, of `Transformer` without its tied head, by name."""
 
 
+WEIGHTS = (1.0, 3.0)
+"""Of the losses of two pipelines, like numbers of target tokens."""
+
+
 def write_plan(file: Path, clusters: Any, nodes: str = "", **fields: Any) -> None:
     names = iter(nodes or "abcdefgh")
     stages = [[{"node": next(names), "first": first, "last": last} for first, last in item] for item in clusters]
@@ -304,7 +309,10 @@ def write_plan(file: Path, clusters: Any, nodes: str = "", **fields: Any) -> Non
 
 @work
 def planned(rank: int) -> Any:
-    """By plan: whole states, the weights of all workers, and the process groups of two pipelines that differ."""
+    """By plan: whole states, the weights of all workers, and the process groups of two pipelines that differ.
+
+    Then the gradients of weighted losses.
+    """
     found: dict[str, Any] = {}
     for name, clusters in PLANS.items():
         file = Path(tempfile.gettempdir()) / f"plan-{os.getppid()}-{rank}.json"
@@ -320,12 +328,24 @@ def planned(rank: int) -> Any:
             optimizer = trained(model, made, rows.chunk(2)[made.topology.data_parallel_rank], clip=0.5)
             held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
             states = whole_states(made, model, optimizer)
+            number = made.topology.data_parallel_rank
+            with made.topology.entered():
+                weight = torch.tensor(WEIGHTS[number], dtype=torch.float64)
+                factor = WeightedLosses().factor(weight, alone=True).float()
+            optimizer.zero_grad()
+            part = rows.chunk(2)[number]
+            (cross_entropy(model(part)["logits"].flatten(0, 1), part.flatten()) * factor).backward()
+            gradients = {title: item.grad for title, item in model.named_parameters() if not item.is_meta}
             together = dist.get_process_group_ranks(data_parallel_group(made.topology))
             replicas = made.topology.replicas
             found[name, nodes] = {"states": states, "held": held, "replicas": replicas, "together": together}
+            found[name, nodes]["gradients"] = gradients
         file.unlink()
     os.environ.pop("MLX_NODE", None)
     return found
+
+
+APART = Replicas(every=2, momentum=0.9)
 
 
 @work
@@ -341,7 +361,7 @@ def averaged_apart(rank: int) -> Any:
         file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
         write_plan(file, clusters)
         torch.manual_seed(0)
-        made = strategy(rank, Replicas(every=2, momentum=0.9), plan=str(file), microbatches=2)
+        made = strategy(rank, APART, plan=str(file), microbatches=2)
         file.unlink()
         model = made.build(node(Transformer)).net
         model.embed.requires_grad_(False)
@@ -369,7 +389,8 @@ def averaged_apart(rank: int) -> Any:
 def session(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, notice: Callable[[str], None]) -> Any:
     """Return the parts of a session that averages need."""
     members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
-    context = SimpleNamespace(topology=made.topology, cfg=made._cfg, groups=Groups(members))  # type: ignore[attr-defined]
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", replicas=APART)
+    context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
     reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda *_: None)
     progress = SimpleNamespace(global_step=1, epoch=0)
     return SimpleNamespace(
@@ -511,6 +532,22 @@ def test_pipelines_of_a_plan_are_cut_differently(on_workers: dict[str, list[Any]
         for rank in ranks:
             assert all(torch.equal(found[title], item) for title, item in rank["held"].items())
         assert [len({*ranks[0]["together"]} & {*own}) for own in ranks[0]["replicas"]] == [1, 1]  # for its metrics
+
+
+def test_losses_with_weights_count_once_per_pipeline(on_workers: dict[str, list[Any]]) -> None:
+    """Also if more workers hold one of the pipelines."""
+    for key in itertools.product(PLANS, (None, "abcd")):
+        ranks = [found[key] for found in on_workers["planned"]]
+        model = Transformer()
+        model.load_state_dict(ranks[0]["states"]["models"]["net"])
+        for part, weight in zip(tokens(8).chunk(2), WEIGHTS, strict=True):
+            loss = cross_entropy(model(part)["logits"].flatten(0, 1), part.flatten())
+            (loss * weight / sum(WEIGHTS)).backward()
+        wanted = {name: item.grad for name, item in model.named_parameters()}
+        for rank in ranks:
+            assert rank["gradients"]
+            for name, item in rank["gradients"].items():
+                assert torch.allclose(item, wanted[name], atol=1e-6), (key, name)
 
 
 def test_replicas_are_equal_after_an_average_of_pipelines_that_were_cut_differently_in_between(
