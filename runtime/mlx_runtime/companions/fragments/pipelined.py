@@ -25,6 +25,9 @@ from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed.randomness import random_state, set_random_state, temporary_seed
 from mlx_runtime.errors import MlxError
 
+KEPT = 100
+"""Kinds of inputs for which it is known what a microbatch receives."""
+
 
 class Pipelined:
     """What a cut model needs for its forward pass; in its attribute `pipelined`.
@@ -80,7 +83,8 @@ class Pipelined:
             }
             self.infers = True
             try:
-                return functional_call(unit, fakes, args, kwargs)
+                with temporary_seed(0):  # the generators of the loop stay the same if shapes are known
+                    return functional_call(unit, fakes, args, kwargs)
             finally:
                 self.infers = False
 
@@ -129,7 +133,7 @@ class Pipelined:
         draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), links.stage))
         outputs = []
         alike = [tuple(map(_shape, part)) for part in parts]
-        case = alike[0], model.training, torch.is_grad_enabled(), len(parts)
+        case = alike[0], structure, model.training, torch.is_grad_enabled(), len(parts)
         known = self._received.get(case)
         with self._loose_parameters(model, links.stage) as loose:
             for number, part in enumerate(parts):
@@ -151,6 +155,8 @@ class Pipelined:
                 finally:
                     self.execution = None
                 if number == 1 and alike[1] == alike[0] and not self._unknown:
+                    if len(self._received) == KEPT:
+                        self._received.pop(next(iter(self._received)))
                     self._received[case] = list(journey.received)
         rows = [_rows(part) for part in parts]
         joined = self._join(journey, [leaves for leaves, _ in outputs], rows)
@@ -251,7 +257,13 @@ class Pipelined:
 
 
 def _shape(item: Any) -> Any:
-    return (tuple(item.shape), item.dtype) if isinstance(item, torch.Tensor) else None
+    return (tuple(item.shape), item.dtype) if isinstance(item, torch.Tensor) else kind_of(item)
+
+
+def kind_of(item: Any) -> Any:
+    """Return what decides which path a model takes for an argument: its type, and the value of a flag."""
+    kind = type(item)
+    return (kind, item) if kind in (bool, int, str, type(None)) else kind
 
 
 def _merged_shape(specs: Sequence[Spec]) -> tuple[int, ...]:

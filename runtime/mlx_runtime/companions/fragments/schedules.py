@@ -5,6 +5,7 @@ stage is the model's own code, of which it runs the operations of that stage onl
 values finds the tensors that cross each cut. A tensor for a later stage passes through those in between.
 """
 
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Links
-from mlx_runtime.companions.fragments.pipelined import Draws, Pipelined
+from mlx_runtime.companions.fragments.pipelined import Draws, Pipelined, kind_of
 from mlx_runtime.companions.fragments.tensors import Execution, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed import decode, encode
@@ -29,6 +30,9 @@ LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 
 KEPT = 2
 """Kinds of batches, by shapes, whose buffers are kept."""
+
+_OF_LOSS, _OF_STAGE, _OF_MODEL = 1, 2, 3
+"""Kinds of seeds: of a part's loss, of the blocks of a stage, of the code between them."""
 
 
 class Call(NamedTuple):
@@ -45,7 +49,7 @@ class Call(NamedTuple):
     def case(self) -> Hashable:
         """Calls for which the same tensors cross the cuts are equal in this."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
-        inputs = tuple(Spec.of(item) if isinstance(item, torch.Tensor) else type(item) for item in leaves)
+        inputs = tuple(Spec.of(item) if isinstance(item, torch.Tensor) else kind_of(item) for item in leaves)
         model = tuple(item.training for item in self.model.modules())
         trained = tuple(item.requires_grad for item in self.model.parameters())
         return self.pipelined.name, inputs, str(structure), self.autocast, model, trained
@@ -114,7 +118,14 @@ class Schedule:
         before = {name: _updates(item) for name, item in metrics.items()}
         seed = int(torch.randint(2**31, ()))
         parts = split(batch, self.microbatches)
-        calls = [self._call(loss, part, mix_seeds(seed, at)) for at, part in enumerate(parts)]
+        tensors = [item for item in tree_leaves(batch) if isinstance(item, torch.Tensor) and not item.is_inference()]
+        versions = [item._version for item in tensors]  # views count with them
+        calls = [self._call(loss, _again(part), mix_seeds(seed, _OF_LOSS, at)) for at, part in enumerate(parts)]
+        if versions != [item._version for item in tensors]:
+            raise MlxError(
+                "self.loss changes a tensor of its batch in place before it calls the model; use an operation that "
+                f"returns a new one, because cfg.fragments.schedule={self.kind} calls self.loss twice"
+            )
         touched = [name for name, item in metrics.items() if _updates(item) != before[name]]
         if touched:
             raise MlxError(f"self.loss updates {touched[0]} before it calls the model; update it after the call")
@@ -180,7 +191,7 @@ class Schedule:
                 )
             self._passes[case] = _Passes(self, call, cut)
             if len(self._passes) > KEPT:
-                self._passes.popitem(last=False)
+                self._passes.popitem(last=False)[1].release()
         self._passes.move_to_end(case)
         return self._passes[case]
 
@@ -281,6 +292,10 @@ class _Passes:
         else:
             self._torch = pipelining.ScheduleInterleavedZeroBubble(stages, schedule.microbatches, **options)
 
+    def release(self) -> None:
+        """Let go of the buffers, which refer back to this."""
+        self._torch = None
+
     def _check_gradients(self, call: Call) -> None:
         """Raise MlxError if torch would not find the weights of a stage, which it does from gradients of inputs."""
         trained = {self._cut.stage_of(name) for name, item in call.model.named_parameters() if item.requires_grad}
@@ -349,17 +364,19 @@ class _Passes:
         self._weights: list[torch.Tensor | None] = []
         self._results: dict[int, Any] = {}
         device = self._schedule.links.device
-        self._draws = [Draws(device, mix_seeds(seed, stage)) for stage in range(self._schedule.stages)]
+        self._draws = [Draws(device, mix_seeds(seed, _OF_STAGE, stage)) for stage in range(self._schedule.stages)]
         numbers = torch.arange(len(parts))
+        failed: BaseException | None = None
         try:
             self._torch.step(target=numbers, return_outputs=False, number=numbers)
         except RuntimeError as error:
-            cause = error.__cause__
-            while cause is not None and not isinstance(cause, MlxError):
-                cause = cause.__cause__
-            raise cause or error from None
+            failed = error
+            while failed.__cause__ is not None and _is_of_torch(failed):
+                failed = failed.__cause__
         finally:
             self._parts, self._calls = (), ()
+        if failed is not None:
+            raise failed  # here, where it keeps its own cause
         if not self._values:
             return None
         values, weights = torch.stack(self._values), [item for item in self._weights if item is not None]
@@ -374,7 +391,8 @@ class _Passes:
         """Run a stage on a microbatch, of which other stages have computed the inputs."""
         call, count = self._calls[at], self._schedule.stages
         links, crossings = self._schedule.links, iter(enumerate(self._crossings))
-        known: dict[int, torch.Tensor] = dict(zip(self._across[stage - 1], inputs, strict=True)) if stage else {}
+        entered = [_enter(item) if item.requires_grad else item for item in inputs]
+        known: dict[int, torch.Tensor] = dict(zip(self._across[stage - 1], entered, strict=True)) if stage else {}
         versions: dict[int, int] = {}
 
         def transfer(value: torch.Tensor | None, spec: Spec, source: int, target: int) -> torch.Tensor | None:
@@ -391,7 +409,7 @@ class _Passes:
 
         execution = Execution(stage, call.pipelined.shapes, transfer, self._draws[stage], self._refuse)
         with (
-            temporary_seed(mix_seeds(self._seed, count, at)),
+            temporary_seed(mix_seeds(self._seed, _OF_MODEL, at)),
             call.pipelined.cut_into(self._cut, model, execution),
             self._autocast(call),
         ):
@@ -429,8 +447,8 @@ class _Passes:
                 )
             return results.pop(at)
 
-        with self._schedule._intercepted(answer), temporary_seed(mix_seeds(self._seed, at)):
-            value, weight = self._loss(part)
+        with self._schedule._intercepted(answer), temporary_seed(mix_seeds(self._seed, _OF_LOSS, at)):
+            value, weight = self._loss(_again(part))
         self._values.append(value.detach())
         self._weights.append(weight)
         share: Any = 1.0
@@ -440,6 +458,18 @@ class _Passes:
             share = weight / self._unit
         scaled: torch.Tensor = value * (share * self._scale / len(self._parts)).to(value.dtype)
         return scaled
+
+
+class _Enter(torch.autograd.Function):
+    """Returns a received tensor, which is a leaf, as one that blocks may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 class _Anchor(torch.autograd.Function):
@@ -457,6 +487,7 @@ class _Anchor(torch.autograd.Function):
         return gradient, None
 
 
+_enter: Any = _Enter.apply
 _anchor: Any = _Anchor.apply
 
 
@@ -477,6 +508,12 @@ class _Stage(nn.Module):
 
     def forward(self, *inputs: torch.Tensor, number: torch.Tensor) -> tuple[Any, ...]:
         return self._run(int(number), inputs)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Return True if torch's schedules have raised an error, as they do around those of models."""
+    tracebacks = [*traceback.walk_tb(error.__traceback__)]
+    return bool(tracebacks) and tracebacks[-1][0].f_globals["__name__"].startswith("torch.distributed.pipelining")
 
 
 def _own(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -509,6 +546,11 @@ def split(batch: Any, count: int) -> list[Any]:
         return tree_map(cut, batch, is_leaf=is_rows)
 
     return [part(at) for at in range(count)]
+
+
+def _again(part: Any) -> Any:
+    """Return a part for another call of the loss, which may replace items of its containers."""
+    return tree_map(lambda item: item, part)
 
 
 def _updates(metric: AnyMetric) -> int:

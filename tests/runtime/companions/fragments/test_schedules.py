@@ -1,7 +1,11 @@
 """Schedules that own the backward pass train like one process, with the same models as gpipe."""
 
+import gc
+import random
 import re
 import shutil
+import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +80,7 @@ class Frozen(Deep):
 class Towers(nn.Module):
     """Two chains side by side. On four stages, the second one holds the end of one and the beginning of the other.
 
-    A weight of the second stage is also used by the last one.
+    A weight of the second stage is also used by the last one. The third stage changes what it receives in place.
     """
 
     def __init__(self) -> None:
@@ -84,6 +88,7 @@ class Towers(nn.Module):
         self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.second = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
         self.second[4].weight = self.first[2].weight
+        self.second[1] = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ends = []
@@ -93,6 +98,49 @@ class Towers(nn.Module):
                 made = block(made).sin()
             ends.append(made)
         return ends[0] + ends[1]
+
+
+class Drawing(pipelines.Drawing):
+    seen: list[float] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.seen is not None and type(x) is torch.Tensor:
+            self.seen.append(float(torch.rand(())))
+        return super().forward(x)
+
+
+class Flagged(nn.Sequential):
+    """Sends another tensor if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Drawing(4, 4) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor, kind: str = "") -> torch.Tensor:
+        first = self[0](x)
+        other = first.sin()
+        made: torch.Tensor = self[1](first)
+        return made + other if kind == "residual" else made
+
+
+class Failing(nn.Module):
+    """The first stage fails one microbatch later, so that the other has what it waits for."""
+
+    def __init__(self, calls: int = 1) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:
+            self.calls -= 1
+            if self.calls < 0:
+                raise ZeroDivisionError("mine") from KeyError("before")
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+class Wrong(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Failing(), Failing(0))
 
 
 class Step:
@@ -257,6 +305,46 @@ def corners(rank: int) -> Any:
     made, model = built(rank, Towers, schedule="zero_bubble", microbatches=4)
     squared_step(made, lambda batch: (model(batch["x"]).square().mean(), None), inputs)
     found["towers"] = gradients(model), single(Towers, inputs)
+    model.zero_grad()
+    drawn: dict[str, list[float]] = {"loss": [], "block": []}
+
+    def drawing(batch: Any) -> Any:
+        drawn["loss"].append(float(torch.rand(())))
+        batch["x"] = batch["x"] + 1
+        return model(batch["x"]).square().mean() + batch["x"].mean(), None
+
+    found["changed"] = squared_step(made, drawing, inputs), squared_step(made, drawing, inputs + 1)
+    changing = error_of(lambda: squared_step(made, lambda batch: drawing({"x": batch["x"].add_(1)}), inputs.clone()))
+    found["error"] = changing
+    for kind in ("1f1b", "gpipe"):
+        made, model = built(rank, Flagged, schedule=kind, microbatches=4)
+        model[rank].seen = drawn["block"]
+        for name in ("", "residual", ""):
+
+            def flagged(batch: Any, model: nn.Module = model, name: str = name) -> Any:
+                return model(batch["x"], name).square().mean(), None
+
+            model.zero_grad()
+            random.seed(0)
+            if kind == "gpipe":
+                flagged({"x": inputs})[0].backward()
+            else:
+                squared_step(made, flagged, inputs)
+            found.setdefault(f"flags {kind}", []).append((gradients(model), random.random()))
+    found["drawn"] = drawn
+    made, model = built(rank, Towers, schedule="1f1b", microbatches=2)
+    gc.disable()
+    passes = []
+    for rows in (2, 4, 6):
+        squared_step(made, lambda batch: (model(batch["x"]).mean(), None), inputs[:rows])
+        passes.append(weakref.ref([*made.schedule._passes.values()][-1]))
+    found["kept"] = [item() is not None for item in passes]
+    gc.enable()
+    made, model = built(rank, Wrong, schedule="1f1b", microbatches=4)
+    try:
+        squared_step(made, lambda batch: (model(batch["x"]).square().mean(), None), inputs)
+    except Exception as error:
+        found["failed"] = repr(error), repr(error.__cause__), traceback.format_exception(error)
     return found
 
 
@@ -368,6 +456,38 @@ def test_all_gradients_are_found(on_workers: dict[str, list[Any]]) -> None:
         own, wanted = found["towers"]
         assert own
         assert close(own, {name: wanted[name] for name in own}, 1e-6)
+
+
+def test_a_loss_is_called_twice_with_the_same_part_and_numbers(on_workers: dict[str, list[Any]]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Towers(), torch.randn(8, 4, generator=torch.Generator().manual_seed(1)) + 1
+    with torch.no_grad():
+        wanted = [float(model(x).square().mean() + x.mean()) for x in (inputs, inputs + 1)]
+    for found in on_workers["corners"]:
+        assert found["changed"] == pytest.approx(wanted, abs=1e-6)
+        assert found["error"].startswith("self.loss changes a tensor of its batch in place before it calls the model")
+        assert not {*found["drawn"]["loss"]} & {*found["drawn"]["block"]}
+
+
+def test_arguments_that_are_not_tensors_count(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["corners"]:
+        for (own, _), (other, _) in zip(found["flags 1f1b"], found["flags gpipe"], strict=True):
+            assert close(own, other, 1e-6)
+        (first, drawn), _, (third, again) = found["flags gpipe"]
+        assert drawn == again
+        assert close(first, third, 1e-7)
+
+
+def test_buffers_of_earlier_batches_are_released(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["corners"]:
+        assert found["kept"] == [False, True, True]
+
+
+def test_an_error_is_that_of_the_model(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["corners"]:
+        error, cause, text = found["failed"]
+        assert (error, cause) == ("ZeroDivisionError('mine')", "KeyError('before')")
+        assert any("test_schedules.py" in line and "in forward" in line for line in text)
 
 
 @pytest.mark.pure
