@@ -65,6 +65,17 @@ def test_it_does_without(loaded: list[str], name: str) -> None:
     assert list(PACKAGE.glob(f"{name.replace('.', os.sep)}*")), "there is no such module"
 
 
+def test_the_optimizers_of_an_experiment_are_declared_without_torchs_compiler(
+    bound: Path, environment: dict[str, str]
+) -> None:
+    """Its import takes a CPU second, in the driver of each run and in each command that reads `src`."""
+    code = (
+        "import sys, src.experiment; print([name for name in ('torch.optim', 'torch._dynamo') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=bound, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("['torch.optim']\n", "")
+
+
 @pytest.mark.examples
 @pytest.mark.parametrize("name", COMPANIONS)
 def test_a_companion_is_removed_with_its_folder_and_its_line(

@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
+from mlx_runtime.importing import after_import
+
 _DECLARED = "__declared__"
 _DEFERRED = "__deferred__"
 
@@ -264,6 +266,14 @@ def defer_loading(package: str) -> None:
     _packages.add(package)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
+        after_import("torch.optim.optimizer", _leave_out_compiler)
+
+
+def _leave_out_compiler() -> None:
+    """Let optimizers be constructed without torch's compiler, whose import takes a CPU second; their steps need it."""
+    function = getattr(sys.modules["torch.optim.optimizer"].Optimizer.add_param_group, "__wrapped__", None)
+    if function is not None:
+        setattr(function, "__dynamo_disable", function)
 
 
 class _Finder:
