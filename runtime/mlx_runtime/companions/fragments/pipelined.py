@@ -28,6 +28,9 @@ from mlx_runtime.errors import MlxError
 KEPT = 100
 """Kinds of inputs for which it is known what a microbatch receives."""
 
+OF_STAGE = 2
+"""Kind of the seeds of stages, among others that a training step draws from one seed."""
+
 
 class Pipelined:
     """What a cut model needs for its forward pass; in its attribute `pipelined`.
@@ -130,7 +133,7 @@ class Pipelined:
         for place, item in zip(needing, journey.inputs, strict=True):
             leaves[place] = item
         parts = _split(leaves, self.microbatches)
-        draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), links.stage))
+        draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), OF_STAGE, links.stage))
         outputs = []
         alike = [tuple(map(_shape, part)) for part in parts]
         case = alike[0], structure, model.training, torch.is_grad_enabled(), len(parts)

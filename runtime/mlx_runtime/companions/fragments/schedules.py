@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Links
-from mlx_runtime.companions.fragments.pipelined import Draws, Pipelined, kind_of
+from mlx_runtime.companions.fragments.pipelined import OF_STAGE, Draws, Pipelined, kind_of
 from mlx_runtime.companions.fragments.tensors import Execution, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed import decode, encode
@@ -31,8 +31,8 @@ LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 KEPT = 2
 """Kinds of batches, by shapes, whose buffers are kept."""
 
-_OF_LOSS, _OF_STAGE, _OF_MODEL = 1, 2, 3
-"""Kinds of seeds: of a part's loss, of the blocks of a stage, of the code between them."""
+_OF_LOSS, _OF_MODEL = 1, 3
+"""Kinds of seeds, besides `OF_STAGE`: of the loss of a part, and of the code between blocks."""
 
 
 class Call(NamedTuple):
@@ -46,13 +46,17 @@ class Call(NamedTuple):
     autocast: tuple[bool, torch.dtype]
 
     @property
-    def case(self) -> Hashable:
-        """Calls for which the same tensors cross the cuts are equal in this."""
+    def inputs(self) -> Hashable:
         leaves, structure = tree_flatten((self.args, self.kwargs))
         inputs = tuple(Spec.of(item) if isinstance(item, torch.Tensor) else kind_of(item) for item in leaves)
+        return self.pipelined.name, inputs, str(structure), self.autocast
+
+    @property
+    def case(self) -> Hashable:
+        """Calls for which the same tensors cross the cuts are equal in this."""
         model = tuple(item.training for item in self.model.modules())
         trained = tuple(item.requires_grad for item in self.model.parameters())
-        return self.pipelined.name, inputs, str(structure), self.autocast, model, trained
+        return self.inputs, model, trained
 
 
 class _CallSeen(BaseException):
@@ -129,7 +133,7 @@ class Schedule:
         touched = [name for name, item in metrics.items() if _updates(item) != before[name]]
         if touched:
             raise MlxError(f"self.loss updates {touched[0]} before it calls the model; update it after the call")
-        if len(parts) == self.microbatches and len({call.case for call in calls}) == 1:
+        if len(parts) == self.microbatches and len({call.inputs for call in calls}) == 1:
             outcome = self._passes_of(calls[0]).run(loss, parts, calls, seed, scale)
         else:
             outcome = self._whole(loss, batch, scale)
@@ -364,7 +368,8 @@ class _Passes:
         self._weights: list[torch.Tensor | None] = []
         self._results: dict[int, Any] = {}
         device = self._schedule.links.device
-        self._draws = [Draws(device, mix_seeds(seed, _OF_STAGE, stage)) for stage in range(self._schedule.stages)]
+        own = range(self._schedule.links.stage, self._schedule.stages, self._schedule.links.stages)
+        self._draws = {stage: Draws(device, mix_seeds(seed, OF_STAGE, stage)) for stage in own}
         numbers = torch.arange(len(parts))
         failed: BaseException | None = None
         try:

@@ -110,6 +110,8 @@ class Pipeline:
 
         self._cfg, self._layout = cfg, layout_of(cfg.fragments, topology)
         ranks = self._layout.ranks
+        for own in ranks if cfg.fragments.plan is not None else ():  # otherwise, `model_parallel_size` has checked it
+            _check_microbatches(cfg.fragments, len(own))
         size = max(map(len, ranks))
         if size == 1 and cfg.replicas.every is None:  # `prepare_model` must not average gradients, too
             topology = replace(topology, replicate=_unchanged)

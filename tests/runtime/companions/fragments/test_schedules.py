@@ -1,9 +1,11 @@
 """Schedules that own the backward pass train like one process, with the same models as gpipe."""
 
 import gc
+import json
 import random
 import re
 import shutil
+import tempfile
 import traceback
 import weakref
 from collections.abc import Callable
@@ -340,6 +342,12 @@ def corners(rank: int) -> Any:
         passes.append(weakref.ref([*made.schedule._passes.values()][-1]))
     found["kept"] = [item() is not None for item in passes]
     gc.enable()
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [{"node": f"node_{number}", "first": number, "last": number} for number in range(2)]
+        content = {"model": "net", "blocks": ["0", "1"], "clusters": [{"stages": ends}]}
+        (plan := Path(folder, "plan.json")).write_text(json.dumps(content))
+        settings = {"schedule": "1f1b", "microbatches": 1, "plan": str(plan)}
+        found["planned"] = error_of(lambda: built(rank, Flagged, **settings))
     made, model = built(rank, Wrong, schedule="1f1b", microbatches=4)
     try:
         squared_step(made, lambda batch: (model(batch["x"]).square().mean(), None), inputs)
@@ -476,6 +484,11 @@ def test_arguments_that_are_not_tensors_count(on_workers: dict[str, list[Any]]) 
         (first, drawn), _, (third, again) = found["flags gpipe"]
         assert drawn == again
         assert close(first, third, 1e-7)
+
+
+def test_microbatches_are_checked_with_a_plan(on_workers: dict[str, list[Any]]) -> None:
+    for found in on_workers["corners"]:
+        assert found["planned"].startswith("cfg.fragments.schedule=1f1b needs at least as many microbatches as stages")
 
 
 def test_buffers_of_earlier_batches_are_released(on_workers: dict[str, list[Any]]) -> None:
