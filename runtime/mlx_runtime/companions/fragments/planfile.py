@@ -3,8 +3,9 @@
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,14 @@ def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> L
         if stages is not None and len(own) != stages:
             cure = "use cfg.strategy=ddp" if len(own) == 1 else "leave out cfg.fragments.stages"
             raise ConfigError(f"{path} has a cluster of {len(own)} stages, and the run of {stages}; {cure}")
-    if found.costs and len(names) < len(found.nodes) and (len(names) % found.workers or any(names)):
+    elsewhere = {*names} & {*found.nodes} and sorted(map(str, names)) != sorted(found.nodes)
+    fewer = len(names) < len(found.nodes) and (len(names) % found.workers or any(names))
+    if found.costs and (fewer or (elsewhere and len(names) == len(found.nodes))):
         before = found
         found, names = again(found, names)
         shape = " and ".join(" + ".join(str(count) for count in _sizes(own)) for own in found.pipelines)
-        notice = f"planned   again for {len(names)} of {len(before.nodes)} workers: {shape} blocks"
+        which = f"{len(names)} of {len(before.nodes)} workers" if fewer else "the machines of the workers"
+        notice = f"planned   again for {which}: {shape} blocks"
     if len(names) % found.workers:
         raise ConfigError(
             f"{path} is for {found.workers} workers, and the run has {len(names)}; set cfg.start_workers="
@@ -154,14 +158,22 @@ def _sizes(ends: Sequence[int]) -> list[int]:
 def again(found: PlanFile, names: Sequence[str | None]) -> tuple[PlanFile, list[str]]:
     """Plan again for workers on the machines with these names. Return the plan, and the name of each worker in it.
 
-    A worker on an unknown machine counts as one on the weakest of all.
+    A worker on an unknown machine counts as one on the weakest of all. Workers on the same machine share its memory and
+    its network.
     """
-    known = {item.name: item for item in found.machines}
+    count = Counter(names)
+    known = {
+        item.name: replace(item, memory=item.memory / share, bandwidth=item.bandwidth / share)
+        for item in found.machines
+        for share in [max(count[item.name], 1)]
+    }
     weakest = {
         trait: min(getattr(item, trait) for item in found.machines) for trait in ("memory", "bandwidth", "speed")
     }
     machines = [
-        known.pop(str(name)) if str(name) in known else Machine(f"worker_{rank}", **weakest)
+        replace(known[name], name=name if names.index(name) == rank else f"{name} (rank {rank})")
+        if name in known
+        else Machine(f"worker_{rank}", **weakest)
         for rank, name in enumerate(names)
     ]
     made = plan(

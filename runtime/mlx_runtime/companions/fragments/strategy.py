@@ -45,6 +45,7 @@ class Pipeline:
     """Cuts models into stages, one per worker. A model to which `Models.strategies` gives `ddp` is on the last one."""
 
     shards = True
+    stores_shards = False  # rank 0 collects whole models
     preloads = ("mlx_runtime.companions.fragments.pipelined",)
     needs: tuple[str, ...] = ()
 

@@ -47,6 +47,12 @@ KEY_BYTES = 16
 CHUNK_BYTES = 1 << 20
 """Size of the messages with the content of files."""
 
+SSH_OPTIONS = [f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10")]
+"""With these, an SSH to a machine that is gone ends soon, so that the machine is started again."""
+
+SSH_PAUSE_S, MAX_SSH_PAUSE_S = 5.0, 60.0
+"""Pause before a machine that has been lost is started again, doubled after each SSH that fails, and its maximum."""
+
 ANY_PEER = ("192.0.2.1", 9)
 """Address that no machine has (RFC 5737), in the direction of the default route."""
 
@@ -117,9 +123,11 @@ class NodesGroup(LocalGroup):
 
     def __init__(self, engine: Nodes, job: Job, handle: Handle, stop_asked: StopAsked) -> None:
         self._nodes, self._stop_asked = nodes_of(engine.cfg), stop_asked
+        self._step = strategy_class(engine.cfg.strategy).multiple_of(engine.cfg)
         self._rendezvous: Rendezvous | None = None
         self._starters: dict[str, subprocess.Popen[bytes]] = {}  # SSH, by name of the machine
         self._joined: set[str] = set()  # machines that have joined since SSH started them
+        self._pauses: dict[str, tuple[float, float | None]] = {}  # before SSH starts a machine again: length, end
         self._ranks_of: dict[str, range] = {}  # in this attempt
         super().__init__(engine, job, handle)
 
@@ -128,15 +136,19 @@ class NodesGroup(LocalGroup):
         if self._attempt is not None:
             if self._may_grow(self._attempt):
                 self._kill()
+                self._failed_at = None
                 self._start()
+            elif missing := self._rendezvous.missing():
+                self._start_over_ssh(self._rendezvous, missing)
             return super().poll() if self._attempt is not None else True
         self._receive(self._rendezvous)
         self._forward_output()
         if self._stop_asked():
             raise Terminated
         missing = self._rendezvous.missing()
-        if not missing or self._is_enough(missing):
-            self._begin(self._rendezvous, [node for node in self._nodes if node not in missing])
+        there = [node for node in self._nodes if node not in missing]
+        if not missing or self._is_enough(there := largest_group(there, self._step)):
+            self._begin(self._rendezvous, there)
         elif time.monotonic() - self._waiting_since > (limit_s := self._engine.cfg.elastic.hang_timeout_s):
             names = ", ".join(_title(node) for node in missing)
             raise WorkerLostError(f"{names} did not join within {limit_s:g} s (cfg.elastic.hang_timeout_s)")
@@ -144,17 +156,18 @@ class NodesGroup(LocalGroup):
             self._start_over_ssh(self._rendezvous, missing)
         return True
 
-    def _is_enough(self, missing: list[Node]) -> bool:
+    def _is_enough(self, there: list[Node]) -> bool:
         """Return True if training continues without machines that have not joined in time."""
-        elastic, there = self._engine.cfg.elastic, sum(node.slots or 0 for node in self._nodes if node not in missing)
+        elastic, workers = self._engine.cfg.elastic, sum(node.slots or 0 for node in there)
         waited_s = time.monotonic() - self._waiting_since
-        return elastic.min_workers is not None and elastic.min_workers <= there and waited_s > elastic.wait_s
+        return elastic.min_workers is not None and elastic.min_workers <= workers and waited_s > elastic.wait_s
 
     def _may_grow(self, attempt: Any) -> bool:
         """Return True if all machines are there again, and no worker of those that train is about to end."""
         if len(self._ranks_of) == len(self._nodes) or attempt.codes or attempt.lost or self._stop_asked():
             return False
-        return self._rendezvous is not None and not self._rendezvous.missing()
+        ends = any(item.name.isdecimal() for item in attempt.results.iterdir())  # ranks with a result or an error
+        return not ends and self._rendezvous is not None and not self._rendezvous.missing()
 
     def waits_for(self) -> str | None:
         missing = self._rendezvous.missing() if self._rendezvous is not None and self._attempt is None else []
@@ -223,6 +236,7 @@ class NodesGroup(LocalGroup):
                 self._handle(Notice(f"refused   {facts[0]}"))
             elif kind == "ready":
                 self._joined.add(member.node.name)
+                self._pauses.pop(member.node.name, None)
                 self._handle(Notice(f"joined    {member.title}"))
             elif kind == "code":
                 member.send("code", self._code.read_bytes())
@@ -305,7 +319,10 @@ class NodesGroup(LocalGroup):
         return [rank for rank in left if rank in self._ranks_of[self._nodes[0].name]]
 
     def _start_over_ssh(self, rendezvous: Rendezvous, missing: list[Node]) -> None:
-        """Start machines with a destination for SSH; report the last line of an SSH that ends without joining."""
+        """Start machines with a destination for SSH; report the last line of an SSH that ends without joining.
+
+        Before the first attempt that is an error; later, the machine may be starting.
+        """
         for node in missing:
             if node.ssh is None or node.name in rendezvous.members:
                 continue
@@ -315,14 +332,23 @@ class NodesGroup(LocalGroup):
                 continue
             if starter is not None and node.name not in self._joined:
                 lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {starter.returncode}"]
-                raise MlxError(f"{node.name}: ssh {node.ssh} failed: {lines[-1]}")
+                if self._number < 0:
+                    raise MlxError(f"{node.name}: ssh {node.ssh} failed: {lines[-1]}")
+                pause_s, end = self._pauses.get(node.name, (SSH_PAUSE_S / 2, None))
+                if end is None:
+                    pause_s = min(2 * pause_s, MAX_SSH_PAUSE_S)
+                    self._pauses[node.name] = pause_s, time.monotonic() + pause_s
+                    self._handle(Notice(f"ssh       {node.name}: {lines[-1]}; again in {pause_s:g} s"))
+                if end is None or time.monotonic() < end:
+                    continue
+                self._pauses[node.name] = pause_s, None
             self._joined.discard(node.name)
             host, port = rendezvous.address
             words = [node.command, "train", "join", f"{host}:{port}", "--name", node.name, "--key-file", "-"]
             place = f"cd {shlex.quote(node.folder)} && " if node.folder else ""
             with log.open("wb") as output:
                 self._starters[node.name] = starter = subprocess.Popen(
-                    ["ssh", "-T", "-o", "BatchMode=yes", node.ssh, f"{place}exec {shlex.join(words)}"],
+                    ["ssh", "-T", *SSH_OPTIONS, node.ssh, f"{place}exec {shlex.join(words)}"],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
@@ -335,6 +361,14 @@ class NodesGroup(LocalGroup):
 
 class NodeLostError(Exception):
     """A machine is gone, with its workers."""
+
+
+def largest_group(nodes: list[Node], step: int) -> list[Node]:
+    """Return the first machine and others that have the most workers whose number is a multiple of `step`, or none."""
+    chosen = {nodes[0].slots or 0: nodes[:1]}  # by number of workers
+    for node in nodes[1:]:
+        chosen = {workers + (node.slots or 0): [*group, node] for workers, group in chosen.items()} | chosen
+    return chosen[max(fitting)] if (fitting := [workers for workers in chosen if workers % step == 0]) else []
 
 
 def _title(node: Node) -> str:
@@ -370,13 +404,19 @@ def _pieces(path: str, storage: Storage, parts: tuple[str, ...]) -> Iterator[Mes
             yield "file", path, chunk
 
 
+def stores_shards(strategy: str) -> bool:
+    """Return True if each worker writes its part of checkpoints; otherwise rank 0 writes them."""
+    kind = strategy_class(strategy)
+    return getattr(kind, "stores_shards", kind.shards)
+
+
 def _check_storage(blind: list[Member], job: Job, cfg: Any) -> None:
     """Refuse to train if machines that do not see the storage of the run would have to use it."""
     if not blind:
         return
     why = ""
     names = {cfg.strategy, *own_strategies(job.tree.get("models"), cfg).values()}
-    if any(strategy_class(name).shards for name in names):
+    if any(map(stores_shards, names)):
         why = f"cfg.strategy={cfg.strategy} needs, since each worker writes its shards; share it, or use ddp"
     elif any(not is_uri(item.root) for item in job.prepared.values()):
         why = "prepared datasets are read from; share it, or add --no-prepared"

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from mlx_runtime.companions.ray import autoscaler
 from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.jobs import run_titles
-from mlx_runtime.companions.ray.node_names import named_nodes, selectors
+from mlx_runtime.companions.ray.node_names import nodes_with_names, selectors
 from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
@@ -30,6 +30,9 @@ RESIZE_S = 10.0
 
 START_S = 20.0
 """Time for workers to start, after which Ray is asked whether their resources are still reserved."""
+
+LOOK_S = 2.0
+"""Interval for looking for the nodes of a plan while workers wait for them."""
 
 SETTLE_S = 2.0
 """Time to wait for room for more workers than the smallest group has, before it starts."""
@@ -73,8 +76,10 @@ class RayGroup(RestartingGroup):
         self._failed_starts = 0
         self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
         nodes_of: Callable[[Any], list[str]] = getattr(strategy_class(cfg.strategy), "nodes_of", lambda _: [])
-        self._nodes = nodes if least == most == len(nodes := nodes_of(cfg)) else []  # of a plan
-        self._places = selectors(self._nodes)
+        self._nodes = nodes_of(cfg)  # of a plan, whose stages are each for a node of its own
+        self._places: list[dict[str, str]] = []
+        if most == len(self._nodes):  # a node may be gone when another driver resumes the run
+            self._places = selectors(self._nodes, ray.nodes(), least=least, patient=job.run.attempt > 1)
         self._start()
 
     def poll(self) -> bool:
@@ -83,6 +88,8 @@ class RayGroup(RestartingGroup):
             room = self._reservation.strategies()
             if room and self._is_enough(len(room)) and self._reservation.is_held():
                 self._begin(room)
+            elif self._places and time.monotonic() > self._looked_at + LOOK_S:
+                self._look()
             return True
         self._collect(attempt)
         if attempt.errors:
@@ -121,9 +128,25 @@ class RayGroup(RestartingGroup):
     def _start(self) -> None:
         """Reserve resources; `poll` starts the workers once there is room."""
         self._attempt: Attempt | None = None
-        if self._places:
-            self._places = selectors(self._nodes, patient=True)
-        self._reservation = Reservation(self._title, self._resources, *self._sizes, self._places)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        self._looked_at = time.monotonic()
+        if self._places:  # if all nodes are lost, these are waited for
+            self._places = self._places_now() or self._places
+        self._reservation = Reservation(
+            self._title, self._resources, *self._sizes, self._places, spread=bool(self._nodes)
+        )
+
+    def _look(self) -> None:
+        """Reserve resources anew if nodes of the plan were lost or replaced, or if two runs wait for each other."""
+        self._looked_at, reservation = time.monotonic(), self._reservation
+        if self._places_now() not in ([], self._places) or reservation.is_stuck() or not reservation.is_held():
+            self._reservation.release()
+            self._reserve()
+
+    def _places_now(self) -> list[dict[str, str]]:
+        return selectors(self._nodes, ray.nodes(), least=self._sizes[0], patient=True)
 
     def _kill(self) -> None:
         self._kill_workers()
@@ -162,7 +185,7 @@ class RayGroup(RestartingGroup):
         seats: dict[int, Seat] = attempt.values
         hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
         order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
-        names = {str(facts["NodeID"]): name for name, facts in named_nodes().items()}
+        names = {facts["NodeID"]: name for name, facts in nodes_with_names(ray.nodes())}
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
             here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
@@ -227,6 +250,9 @@ class RayGroup(RestartingGroup):
             return f"{wanted} workers, room for {fit}; begins with fewer after {self._wait_s:g} s" if waits else ""
         needed = {name: amount * workers for name, amount in self._resources.items()}
         missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
+        absent = {*self._nodes} - {name for name, _ in nodes_with_names(ray.nodes())} if self._places else ()
+        if len(absent) > len(self._nodes) - workers:
+            return f"{' and '.join(sorted(absent))} of the plan"
         if not missing:  # the cluster has enough CPUs in total, but no node has
             return f"{self._cfg.cpus_per_worker} CPUs on one node"
         return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing)

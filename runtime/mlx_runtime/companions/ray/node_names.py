@@ -13,39 +13,67 @@ LABEL = "node"
 
 _ID = "ray.io/node-id"
 
+Facts = Mapping[str, Any]
+"""An item of `ray.nodes()`."""
 
-def named_nodes() -> dict[str, Mapping[str, Any]]:
-    """Return Ray's facts about the living nodes with CPUs, by name.
+
+def nodes_with_names(nodes: Sequence[Facts]) -> list[tuple[str, Facts]]:
+    """Return the living nodes with CPUs, each with its name.
 
     The name is the label `node`, or the address if no other node has it, or Ray's id.
     """
-    alive = [item for item in ray.nodes() if item["Alive"] and item["Resources"].get("CPU")]
+    alive = [item for item in nodes if item["Alive"] and item["Resources"].get("CPU")]
     count = Counter(item["NodeManagerAddress"] for item in alive)
 
-    def name(item: Mapping[str, Any]) -> str:
+    def name(item: Facts) -> str:
         address = item["NodeManagerAddress"]
         return str(item["Labels"].get(LABEL) or (address if count[address] == 1 else item["NodeID"]))
 
-    return {name(item): item for item in alive}
+    return [(name(item), item) for item in alive]
 
 
-def selectors(names: Sequence[str], *, patient: bool = False) -> list[dict[str, str]]:
-    """Return Ray's label selectors for nodes by name; none if all names are those of other machines.
-
-    Args:
-        names: those in a plan, which may be for other machines.
-        patient: wait for nodes that the cluster lacks, which must have labels.
+def named_nodes(nodes: Sequence[Facts] | None = None) -> dict[str, Facts]:
+    """Return Ray's facts about the living nodes with CPUs, by name.
 
     Raises:
-        ClusterError: the cluster lacks some of the nodes.
+        ClusterError: several nodes have the same name.
     """
-    known = named_nodes()
-    missing = sorted({name for name in names if name not in known})
-    if not patient and len(missing) == len({*names}):
+    found: dict[str, Facts] = {}
+    for name, item in nodes_with_names(ray.nodes() if nodes is None else nodes):
+        if name in found:
+            addresses = " and ".join(facts["NodeManagerAddress"] for facts in (found[name], item))
+            raise ClusterError(f"nodes {addresses} both have the label {LABEL}={name}; start one with another label")
+        found[name] = item
+    return found
+
+
+def selectors(names: Sequence[str], nodes: Sequence[Facts], *, least: int, patient: bool) -> list[dict[str, str]]:
+    """Return Ray's label selectors for the nodes of a plan.
+
+    Returns none if the cluster has none of the nodes, because the plan is for other machines.
+
+    Args:
+        names: those in the plan.
+        nodes: the answer of `ray.nodes()`.
+        least: how many of them a run needs at once.
+        patient: wait for nodes that the cluster lacks.
+
+    Raises:
+        ClusterError: the cluster lacks nodes, or several have the same name.
+    """
+    # A node that has just been restarted may be listed twice, so only the first start refuses equal names.
+    known = dict(nodes_with_names(nodes)) if patient else named_nodes(nodes)
+    missing = sorted({*names} - known.keys())
+    if len(missing) == len({*names}):
         return []
-    if missing and not patient:
+    if not patient and sum(name in known for name in names) < least:
         raise ClusterError(
             f"the plan has a stage on node {missing[0]}, but the nodes of the cluster are {', '.join(sorted(known))}; "
             "plan again with `mlx train clusterize --ray-address`"
         )
-    return [{_ID: known[name]["NodeID"]} if name in known else {LABEL: name} for name in names]
+
+    def selector(name: str) -> dict[str, str]:
+        # Ray may still list a lost node; the one that replaces it has the same label, but another id.
+        return {LABEL: name} if name not in known or LABEL in known[name]["Labels"] else {_ID: known[name]["NodeID"]}
+
+    return [selector(name) for name in names]

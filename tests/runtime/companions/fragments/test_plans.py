@@ -219,6 +219,14 @@ def test_fewer_workers_are_planned_for_again(tmp_path: Path) -> None:
         planfile.layout_for(file, None, [None])
     with pytest.raises(ConfigError, match="is for 3 workers, and the run has 4; set cfg.start_workers=3"):
         planfile.layout_for(file, None, [None] * 4)
+    doubled = planfile.layout_for(file, None, ["a", "a", "c"])  # the two share the memory of their machine
+    assert doubled.notice is not None
+    assert doubled.notice.startswith("planned   again for the machines of the workers: ")
+    made, names = planfile.again(planfile.read(file), ["a", "a", "c"])
+    assert sorted(made.nodes) == names == ["a", "a (rank 1)", "c"]
+    with pytest.raises(ConfigError, match="and b, the largest node, has 0.67 GB"):
+        planfile.layout_for(file, None, ["b", "b", "b"])
+    assert planfile.layout_for(file, None, ["x", "y", "z"]).notice is None  # a plan for other machines
     document = json.loads(file.read_text())
     del document["costs"]
     file.write_text(json.dumps(document))

@@ -28,6 +28,7 @@ from mlx_runtime.companions.fragments import costs, planfile
 from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.companions.nodes import agent, channel, roster
 from mlx_runtime.companions.nodes.channel import Channel, connect
+from mlx_runtime.companions.nodes.engine import largest_group, stores_shards
 from mlx_runtime.companions.nodes.rendezvous import Rendezvous, versions
 from mlx_runtime.companions.nodes.store import NetworkStore, Values
 from mlx_runtime.errors import ConfigError, MlxError
@@ -322,6 +323,51 @@ def test_a_run_continues_with_a_new_plan_without_a_lost_machine(
     assert re.search(r"planned   again for 2 of 3 workers: (1 \+ 2|2 \+ 1) blocks\nrestored .*step (9|1\d)\)", output)
     left.communicate(timeout=WAIT_S)
     assert left.returncode == 0
+
+
+@pytest.mark.local
+def test_ssh_starts_a_machine_until_it_answers(
+    start: Start, experiment: Callable[[str], Path], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """It is killed, and unreachable at first; the other one trains until it joins again."""
+    folder = experiment("faults")
+    file, _ = nodes_file(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, script in {
+        "mlx": f'echo $$ >> {tmp_path}/pids; exec {sys.executable} -m mlx_runtime "$@"',
+        "ssh": f'for last; do :; done; cd {tmp_path}; [ "$(cat pids | wc -l)" != 1 ] || [ -e tried ] || '
+        '{ touch tried; echo "No route to host"; exit 255; }; exec sh -c "$last"',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "pids").touch()
+    machine = {"IP": "127.0.0.2", "ssh": "second", "command": str(tmp_path / "bin" / "mlx")}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"1": machine}))
+    words = ("cfg.engine=nodes", f"cfg.nodes={file}", "cfg.elastic.min_workers=1", "cfg.elastic.wait_s=8")
+    path = f"{tmp_path / 'bin'}:{environment['PATH']}"
+    run = start(folder, "train", "run", *words, "cfg.checkpoint_every_steps=3", "cfg.pause_s=0.25", PATH=path)
+    wait_for(lambda: any((note["rank"], note.get("step")) == (1, 4) for note in diary(folder)), WAIT_S)
+    os.kill(int((tmp_path / "pids").read_text()), signal.SIGKILL)
+    output, errors = run.communicate(timeout=WAIT_S)
+    assert run.returncode == 0, output + errors
+    assert "ssh       node_1: No route to host; again in 5 s" in output
+    assert "workers   2 → 1: restarted" in output
+    assert output.count("joined    node_1") == 2
+
+
+@pytest.mark.pure
+def test_machines_whose_workers_fill_no_pipeline_are_left_out() -> None:
+    nodes = [roster.Node(f"node_{number}", slots=slots) for number, slots in enumerate((1, 1, 3, 2))]
+    assert largest_group(nodes, 1) == nodes
+    assert largest_group(nodes[:3], 2) == [nodes[0], nodes[2]]
+    assert largest_group(nodes, 3) == [nodes[0], nodes[2], nodes[3]]
+    assert largest_group(nodes[:2], 3) == []
+
+
+@pytest.mark.pure
+def test_pipelines_need_no_shared_storage() -> None:
+    assert stores_shards("fsdp")
+    assert not stores_shards("pipeline")
 
 
 @pytest.mark.local
