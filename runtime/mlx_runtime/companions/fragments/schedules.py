@@ -415,7 +415,7 @@ class _Passes:
         execution = Execution(stage, call.pipelined.shapes, transfer, self._draws[stage], self._refuse)
         with (
             temporary_seed(mix_seeds(self._seed, _OF_MODEL, at)),
-            call.pipelined.cut_into(self._cut, model, execution),
+            call.pipelined.cut_into(self._cut, model, execution, self._draws[stage]),
             self._autocast(call),
         ):
             outputs, structure = tree_flatten(call.forward(*call.args, **call.kwargs))
