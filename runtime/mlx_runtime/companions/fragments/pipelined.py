@@ -1,10 +1,12 @@
 """The forward pass of a model that is cut into stages, in microbatches (GPipe), through which autograd goes back."""
 
+import random
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -22,7 +24,7 @@ from mlx_runtime.companions.fragments.tensors import (
     check_traceable,
 )
 from mlx_runtime.data import mix_seeds
-from mlx_runtime.distributed.randomness import random_state, set_random_state, temporary_seed
+from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError
 
 KEPT = 100
@@ -30,6 +32,8 @@ KEPT = 100
 
 OF_STAGE = 2
 """Kind of the seeds of stages, among others that a training step draws from one seed."""
+
+_generators: Any = np.random  # NumPy does not export its functions that replace generators to type checkers
 
 
 class Pipelined:
@@ -51,6 +55,7 @@ class Pipelined:
         self._holders = holders
         self.shapes = Shapes(links.device)
         self.execution: Execution | None = None  # during a forward pass
+        self.draws: Draws | None = None  # of this stage, during a forward pass with values
         self.intercept: Callable[..., Any] | None = None  # called instead of a forward pass
         self.infers = False  # a unit runs on fake tensors
         self._received: dict[Any, list[Any]] = {}  # what a microbatch receives, by kinds of inputs
@@ -106,6 +111,10 @@ class Pipelined:
                 shape = self.shapes.infer(case, infer, args, kwargs, title)
             except ValueDependentError:
                 self._unknown.add(path)
+        # NumPy drops the second of a pair of normal numbers if its generator is replaced, so all stages drop it.
+        _generators.set_bit_generator(_generators.get_bit_generator())
+        if self.draws is not None:
+            forward = self.draws.around(forward)
         for _, _, param in shared:
             self.execution.bring(param, stage)
         try:
@@ -146,6 +155,7 @@ class Pipelined:
                         links.expect(*known)
                 journey.received.clear()
                 self.execution = execution = Execution(links.stage, self.shapes, journey.transfer, draws, links.share)
+                self.draws = draws
                 for tensor in loose:
                     tensor.runner = execution
                 given = [
@@ -156,7 +166,7 @@ class Pipelined:
                     run_args, run_kwargs = tree_unflatten(given, structure)
                     outputs.append(tree_flatten(forward(*run_args, **run_kwargs)))
                 finally:
-                    self.execution = None
+                    self.execution = self.draws = None
                 if number == 1 and alike[1] == alike[0] and not self._unknown:
                     if len(self._received) == KEPT:
                         self._received.pop(next(iter(self._received)))
@@ -168,17 +178,19 @@ class Pipelined:
         return tree_unflatten(joined, outputs[0][1])
 
     @contextmanager
-    def cut_into(self, cut: Cut, model: nn.Module, execution: Execution) -> Iterator[None]:
+    def cut_into(
+        self, cut: Cut, model: nn.Module, execution: Execution, draws: "Draws | None" = None
+    ) -> Iterator[None]:
         """Let the model's own code run one stage of another cut within the block."""
         before, self.cut = self.cut, cut
         try:
             with self._loose_parameters(model, execution.stage) as loose:
-                self.execution = execution
+                self.execution, self.draws = execution, draws
                 for tensor in loose:
                     tensor.runner = execution
                 yield
         finally:
-            self.cut, self.execution = before, None
+            self.cut, self.execution, self.draws = before, None, None
 
     @contextmanager
     def _loose_parameters(self, model: nn.Module, own: int) -> Iterator[list[Any]]:
@@ -302,26 +314,44 @@ class Draws:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device
+        self._numpy, self._python = np.random.MT19937(seed), random.Random(seed).getstate()
         with temporary_seed(seed):
-            self._state = self._get()
+            self._torch = self._get()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        """Let an operation of torch draw."""
         outer = self._get()
-        self._set(self._state)
+        self._set(self._torch)
         try:
             yield
         finally:
-            self._state = self._get()
+            self._torch = self._get()
             self._set(outer)
 
-    def _get(self) -> tuple[Any, ...]:
-        on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return random_state(), on_gpu
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the code of a block, which also draws from the generators of Python and NumPy."""
 
-    def _set(self, state: tuple[Any, ...]) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            python, numpy = random.getstate(), _generators.get_bit_generator()
+            random.setstate(self._python)
+            _generators.set_bit_generator(self._numpy)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._python = random.getstate()
+                random.setstate(python)
+                _generators.set_bit_generator(numpy)
+
+        return run
+
+    def _get(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return torch.get_rng_state(), on_gpu
+
+    def _set(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         on_cpu, on_gpu = state
-        set_random_state(on_cpu)
+        torch.set_rng_state(on_cpu)
         if on_gpu is not None:
             torch.cuda.set_rng_state(on_gpu, self._device)
 

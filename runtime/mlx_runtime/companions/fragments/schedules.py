@@ -87,7 +87,7 @@ class Schedule:
     ) -> None:
         self.kind, self.microbatches, self.links, self.models = kind, microbatches, links, models
         self.stages = links.stages * chunks
-        self._passes: OrderedDict[Hashable, _Passes] = OrderedDict()
+        self.passes: OrderedDict[Hashable, _Passes] = OrderedDict()
 
     def step(
         self,
@@ -186,18 +186,18 @@ class Schedule:
 
     def _passes_of(self, call: Call) -> "_Passes":
         case = call.case
-        if case not in self._passes:
+        if case not in self.passes:
             cut = next(cut for _, pipelined, cut in self.models if pipelined is call.pipelined)
             if cut is None:
                 raise MlxError(
                     f"self.loss(batch) first calls models.{call.pipelined.name}, which is whole on the last stage; "
                     "cfg.fragments.schedule is for losses of one model that is cut: set it to gpipe"
                 )
-            self._passes[case] = _Passes(self, call, cut)
-            if len(self._passes) > KEPT:
-                self._passes.popitem(last=False)[1].release()
-        self._passes.move_to_end(case)
-        return self._passes[case]
+            self.passes[case] = _Passes(self, call, cut)
+            if len(self.passes) > KEPT:
+                self.passes.popitem(last=False)[1].release()
+        self.passes.move_to_end(case)
+        return self.passes[case]
 
     def _whole(self, loss: LossFunction, batch: Any, scale: torch.Tensor) -> "_Outcome":
         """Train through autograd, as without a schedule: parts of a batch have different shapes."""
@@ -415,7 +415,7 @@ class _Passes:
         execution = Execution(stage, call.pipelined.shapes, transfer, self._draws[stage], self._refuse)
         with (
             temporary_seed(mix_seeds(self._seed, _OF_MODEL, at)),
-            call.pipelined.cut_into(self._cut, model, execution),
+            call.pipelined.cut_into(self._cut, model, execution, self._draws[stage]),
             self._autocast(call),
         ):
             outputs, structure = tree_flatten(call.forward(*call.args, **call.kwargs))

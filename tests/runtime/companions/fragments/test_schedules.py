@@ -339,7 +339,7 @@ def corners(rank: int) -> Any:
     passes = []
     for rows in (2, 4, 6):
         squared_step(made, lambda batch: (model(batch["x"]).mean(), None), inputs[:rows])
-        passes.append(weakref.ref([*made.schedule._passes.values()][-1]))
+        passes.append(weakref.ref([*made.schedule.passes.values()][-1]))
     found["kept"] = [item() is not None for item in passes]
     gc.enable()
     with tempfile.TemporaryDirectory() as folder:
