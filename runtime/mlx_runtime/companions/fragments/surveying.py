@@ -26,6 +26,12 @@ LABELS = ("ram", "bandwidth", "speed")
 SURVEY_S = 180.0
 """Timeout of the job."""
 
+NODE_S = 60.0
+"""Timeout of what is measured on nodes at once."""
+
+PAIR_S = 20.0
+"""Timeout of the measurement of a bandwidth."""
+
 MEASURE_S, MEASURE_BYTES = 1.0, 256 << 20
 """What is sent to measure a bandwidth: for this time, but not more than this."""
 
@@ -42,7 +48,8 @@ def survey(ray_address: str | None, cfg: Any) -> list[dict[str, Any]]:
     dashboard, upload = launch.connect(address, Path.cwd(), files=False)
     question = {"threads": cfg.cpus_per_worker, "gpus": cfg.use_gpu is not False}
     environment, command = {QUESTION: json.dumps(question)}, ["python", "-m", __name__]
-    spec = jobs.JobSpec(command, upload, environment, {"mlx": "survey"}, cfg.runtime_env or {})
+    runtime_env = companions.part("ray.preflight").without_secrets(cfg.runtime_env or {})
+    spec = jobs.JobSpec(command, upload, environment, {"mlx": "survey"}, runtime_env)
     found: list[dict[str, Any]] = dashboard.ask("mlx-survey", spec, marker=MARKER, timeout_s=SURVEY_S)
     for node in found:
         for label in node.pop("labels"):
@@ -63,10 +70,10 @@ def measure_nodes(question: Mapping[str, Any]) -> list[dict[str, Any]]:
     nodes = companions.part("ray").named_nodes()
     found: list[dict[str, Any]] = []
     actors = []
+    on_gpu = bool(question["gpus"]) and all(node["Resources"].get("GPU") for node in nodes.values())  # as a run trains
     for name, node in nodes.items():
         given = {label: node["Labels"][label] for label in LABELS if label in node["Labels"]}
         found.append({"name": name, "labels": [*given], **given})
-        on_gpu = bool(question["gpus"] and node["Resources"].get("GPU"))
         here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         kind = ray.remote(num_cpus=0, num_gpus=0.01 if on_gpu else 0)(_Machine)
         actors.append(kind.options(scheduling_strategy=here).remote(question["threads"], on_gpu))
@@ -74,13 +81,24 @@ def measure_nodes(question: Mapping[str, Any]) -> list[dict[str, Any]]:
         actor.sizes.remote() if {"ram", "speed"} - node.keys() else {}
         for actor, node in zip(actors, found, strict=True)
     ]
+    asked = [size for size in sizes if size]
+    done = ray.wait(asked, num_returns=len(asked), timeout=NODE_S)[0] if asked else []
+    if silent := [node["name"] for node, size in zip(found, sizes, strict=True) if size and size not in done]:
+        busy = ", and their GPUs must be free" if on_gpu else ""
+        sys.exit(f"{', '.join(silent)} did not answer within {NODE_S:.0f} s; check these nodes{busy}")
     for node, size in zip(found, sizes, strict=True):
         node |= {name: value for name, value in (ray.get(size) if size else {}).items() if name not in node}
     rates = [0.0] * len(found)
     for number, actor in enumerate(actors if len(actors) > 1 else ()):
         other = (number + 1) % len(actors)
         if any("bandwidth" not in found[place] for place in (number, other)):  # one after the other, for whole links
-            rate = ray.get(actor.send.remote(*ray.get(actors[other].listen.remote())))
+            try:
+                rate = ray.get(
+                    actor.send.remote(*ray.get(actors[other].listen.remote(), timeout=PAIR_S)), timeout=PAIR_S
+                )
+            except ray.exceptions.RayError:  # GetTimeoutError, or an error of the socket
+                pair = f"{found[number]['name']} cannot send to {found[other]['name']}"
+                sys.exit(f"{pair}: open the ports between them, or give both the label bandwidth")
             rates[number], rates[other] = max(rates[number], rate), max(rates[other], rate)
     for node, rate in zip(found, rates, strict=True):
         node.setdefault("bandwidth", 8 * rate / 1e6 or 1e6)  # a node without others sends nothing

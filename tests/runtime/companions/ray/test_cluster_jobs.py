@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster) -> None:
-    """Each stage trains on the node that the plan names: here, in another order than Ray's."""
+    """Each stage trains on the node that the plan names: here, in another order than Ray's, also if fewer would do."""
     done = user.types("train", "clusterize", f"--ray-address={ray_cluster.url}", "--clusters=1", "--all-nodes")
     assert done.returncode == 0, done.stdout + done.stderr
     following = re.search(
@@ -39,7 +39,7 @@ def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster
 """
     edit(loop, line, code + line)
     words = [*following[1].split(), "cfg.num_epochs=1"]
-    done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
+    done = user.types("train", "launch", "-f", *words, "cfg.elastic.min_workers=1", RAY_ADDRESS=ray_cluster.url)
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [(user.folder / f"runs/digits/run_001/logs/rank_{rank}.log").read_text() for rank in (0, 1)]
     found = [re.findall(r"on (\w+) are (\d+)", log) for log in logs]
