@@ -48,41 +48,52 @@ class Guard:
     """The actor. Its thread watches the job of a folder."""
 
     def __init__(self, location: str) -> None:
-        self._location = location
         context = ray.get_runtime_context()
-        self._address, self._actor = context.gcs_address, context.current_actor
-        self._lost: tuple[str, float] | None = None  # the job that is lost, and when that was noticed
-        threading.Thread(target=self._watch, name="guard", daemon=True).start()
+        self._watch, self._actor = Watch(location, context.gcs_address), context.current_actor
+        threading.Thread(target=self._run, name="guard", daemon=True).start()
 
     def ready(self) -> None:
         """Return when the actor runs."""
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         answered, problem = time.monotonic(), ""
         while time.monotonic() - answered < supervision.PATIENCE_S:
             try:
-                if self._has_ended():
+                if self._watch.has_ended():
                     break
                 answered = time.monotonic()
             except Exception as error:  # Ray and the storage raise various types while they do not answer
                 problem = short_message(error)
-                print(f"guard of {self._location}: {problem}", file=sys.stderr, flush=True)
+                print(f"guard of {self._watch.location}: {problem}", file=sys.stderr, flush=True)
             time.sleep(POLL_S)
         else:
             with contextlib.suppress(Exception):
-                self._give_up(problem)
+                self._watch.give_up(problem)
         ray.kill(self._actor, no_restart=True)
 
-    def _give_up(self, problem: str) -> None:
+
+class Watch:
+    """The decisions of a guard.
+
+    Args:
+        location: folder of the run.
+        address: address of the cluster.
+    """
+
+    def __init__(self, location: str, address: str) -> None:
+        self.location, self._address = location, address
+        self._lost: tuple[str, float] | None = None  # the job that is lost, and when that was noticed
+
+    def give_up(self, problem: str) -> None:
         """Record that a run could not be submitted again."""
-        folder = named_run(self._location, "", "")
+        folder = named_run(self.location, "", "")
         stored = records.load_record(folder)
         if stored["status"] == "PENDING" and stored.get("retries"):
             records.Record(folder, stored).finish("FAILED", error=f"its job could not be submitted again: {problem}")
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return True if the run has ended for good. Submit its job again if that is lost."""
-        folder = named_run(self._location, "", "")
+        folder = named_run(self.location, "", "")
         stored = records.load_record(folder)
         job = stored.get("job") or {"id": "", "address": ""}
         if not job["address"].startswith("http"):  # resumed elsewhere

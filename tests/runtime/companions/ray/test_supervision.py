@@ -163,20 +163,19 @@ def test_a_guard_submits_a_lost_job_once_per_retry(run: RunFolder, monkeypatch: 
     entrypoint = f"python -m {supervision.__name__} 1 {run.location} main.py"
     jobs = Jobs({"digits-run_001": lost_job("digits-run_001", entrypoint)}, full=True)
     monkeypatch.setattr(guard, "JobSubmissionClient", lambda address: jobs)
-    watching = guard.Guard.__new__(guard.Guard)
-    watching._location, watching._address, watching._lost = run.location, "", None
-    assert not watching._has_ended(), "it waits, as the run has not begun"
+    watch = guard.Watch(run.location, "")
+    assert not watch.has_ended(), "it waits, as the run has not begun"
     assert "retries" not in load_record(run)
     time.sleep(0.3)
     with pytest.raises(RuntimeError, match="no room"):
-        watching._has_ended()
+        watch.has_ended()
     jobs.full = False
-    assert not watching._has_ended()
+    assert not watch.has_ended()
     record = load_record(run)
     assert (record["status"], record["retries"], record["job"]["id"]) == ("PENDING", 1, "digits-run_001.1")
     assert history(record) == [("FAILED", "the job of the driver was killed")]
     assert [*jobs.found] == ["digits-run_001", "digits-run_001.1"]
-    assert watching._has_ended()
+    assert watch.has_ended()
     record = load_record(run)
     assert (record["status"], record["error"]) == ("FAILED", "the job of the driver was killed, after 1 of 1 retries")
     assert len(jobs.found) == 2
