@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 
 from mlx_runtime.errors import MlxError
 
+KNOWN = 10_000
+"""Maximum number of operations, by kinds of inputs, whose shapes are remembered."""
+
 _NEEDS_VALUES = ("TorchScript interpreter", ".numpy() is not supported for tensor subclasses")
 """Texts of errors without a class of their own, of operations on tensors without values."""
 
@@ -154,6 +157,8 @@ class Shapes:
         outputs, form = tree_flatten(result)
         found = _described(outputs, fakes)
         if case is not None and all(isinstance(item, (Spec, _Changed, torch.Size, *_PLAIN)) for item in found):
+            if len(self._known) == KNOWN:  # batches of ever other shapes
+                self._known.clear()
             self._known[case] = found, form
         return found, form
 
