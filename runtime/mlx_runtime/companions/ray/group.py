@@ -251,7 +251,7 @@ class RayGroup(RestartingGroup):
         needed = {name: amount * workers for name, amount in self._resources.items()}
         missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
         absent = {*self._nodes} - {name for name, _ in nodes_with_names(ray.nodes())} if self._places else ()
-        if len(absent) > len(self._nodes) - workers:
+        if absent and len(absent) > len(self._nodes) - workers:
             return f"{' and '.join(sorted(absent))} of the plan"
         if not missing:  # the cluster has enough CPUs in total, but no node has
             return f"{self._cfg.cpus_per_worker} CPUs on one node"
