@@ -23,11 +23,15 @@ class Holders:
 
     def __init__(self, model: nn.Module, cuts: Sequence[Cut], links: Links) -> None:
         self.model, self._cuts, self._links = model, cuts, links
-        for name, _ in tensors_of(model, aliases=True):
-            links.add_peers(self.of(name))
+        self._ranks = {name: self._ranks_of(name) for name, _ in tensors_of(model, aliases=True)}
+        for ranks in self._ranks.values():
+            links.add_peers(ranks)
 
     def of(self, name: str) -> Ranks:
         """Return the ranks that hold a tensor, by pipeline. All of them hold buffers outside of units."""
+        return self._ranks[name]
+
+    def _ranks_of(self, name: str) -> Ranks:
         pipelines, stages = self._links.pipelines, self.stages_of(name)
         if None in stages:
             return tuple(rank for ranks in pipelines for rank in ranks)

@@ -120,8 +120,6 @@ class Links:
 
         As with DDP, a parameter that only some pipelines have used has zeros on the others.
         """
-        if self.replicas == 1:
-            return
         found, queues = [], []
         for ranks, params in groups:
             used = torch.tensor([float(item.grad is not None) for item in params], device=self.device)

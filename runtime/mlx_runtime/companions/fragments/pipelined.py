@@ -266,7 +266,7 @@ class Pipelined:
 
     def average_gradients(self, model: nn.Module) -> None:
         """Average the gradients of this stage over the pipelines, unless more are to be accumulated."""
-        if self.links.syncs:
+        if self.links.syncs and self.links.replicas > 1:
             trained = {name: item for name, item in model.named_parameters() if item.requires_grad and not item.is_meta}
             self.links.average_gradients(self._holders.grouped(trained))
 

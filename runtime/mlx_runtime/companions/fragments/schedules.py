@@ -24,6 +24,7 @@ from mlx_runtime.distributed import decode, encode
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import AnyMetric, keeps_rows, load_state, state_of
+from mlx_runtime.training.strategies import alias
 
 LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 """Returns the loss of a part of a batch, and its weight; None counts rows."""
@@ -396,7 +397,7 @@ class _Passes:
         """Run a stage on a microbatch, of which other stages have computed the inputs."""
         call, count = self._calls[at], self._schedule.stages
         links, crossings = self._schedule.links, iter(enumerate(self._crossings))
-        entered = [_enter(item) if item.requires_grad else item for item in inputs]
+        entered = [alias(item) if item.requires_grad else item for item in inputs]
         known: dict[int, torch.Tensor] = dict(zip(self._across[stage - 1], entered, strict=True)) if stage else {}
         versions: dict[int, int] = {}
 
@@ -465,18 +466,6 @@ class _Passes:
         return scaled
 
 
-class _Enter(torch.autograd.Function):
-    """Returns a received tensor, which is a leaf, as one that blocks may change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 class _Anchor(torch.autograd.Function):
     """Returns a tensor, which then depends on another one, whose gradient is none.
 
@@ -492,7 +481,6 @@ class _Anchor(torch.autograd.Function):
         return gradient, None
 
 
-_enter: Any = _Enter.apply
 _anchor: Any = _Anchor.apply
 
 

@@ -109,7 +109,7 @@ class Watch:
         if supervision.__name__ not in shlex.split(details.entrypoint):  # launched again, without retries
             return True
         if not details.status.is_terminal():
-            if _lost_node(details) is None:  # a new head would list the job as running for ever
+            if _lost_node(details) is None:  # a restarted head keeps listing the job as running
                 return False
         elif details.status != JobStatus.FAILED or details.driver_exit_code not in (None, *KILLED):
             return True

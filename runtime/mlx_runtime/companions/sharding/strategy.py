@@ -34,6 +34,7 @@ from mlx_runtime.storage import size_text
 from mlx_runtime.training.loop import HALF, compile_forward
 from mlx_runtime.training.strategies import (
     DDP,
+    alias,
     blocks_of,
     build_models,
     check_values,
@@ -256,18 +257,6 @@ def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None
         module.reshard()  # type: ignore[operator]
 
 
-class _Alias(torch.autograd.Function):
-    """A tensor with the same memory that is not a view."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """Return outputs that are not views, because an in-place operation on a view would detach it from FSDP's hooks.
 
@@ -275,8 +264,7 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return output
-    alias: Any = _Alias
-    return tree_map_only(torch.Tensor, lambda item: alias.apply(item) if item._is_view() else item, output)
+    return tree_map_only(torch.Tensor, lambda item: alias(item) if item._is_view() else item, output)
 
 
 def _line(name: str, model: nn.Module, blocks: list[str], strategy: type[FSDP], mesh: DeviceMesh) -> str:

@@ -82,7 +82,8 @@ class Optimization:
             others = set_aside(own, self._context.groups.optimizers.values(), accumulates_shards=accumulates)
         checked, undo = self._weight_of(loss, weight)
         factor = self._factor(checked)
-        loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
+        if isinstance(factor, torch.Tensor) or factor != 1:
+            loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
         undo()
         for param, gradient in others:
