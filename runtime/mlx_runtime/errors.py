@@ -113,10 +113,11 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
     """The run was stopped by the user (exit code 130), by the system (143), or because its output closed (129, 141)."""
 
     exit_code = 130
+    REQUESTED = "mlx xp stop"  # reason if a user asked for it, which outweighs other reasons
 
-    def __init__(self, message: str, exit_code: int = 130) -> None:
+    def __init__(self, message: str, exit_code: int = 130, reason: str | None = None) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.reason = exit_code, reason
 
 
 def suggest(word: str, words: Iterable[str], command: str = "mlx train show") -> str:

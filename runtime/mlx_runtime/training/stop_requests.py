@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlx_runtime.errors import StorageError
+from mlx_runtime.errors import RunStopped, StorageError
 from mlx_runtime.runs import RunFolder
 
 GRACE_S = 25.0
@@ -73,7 +73,7 @@ class StopRequests:
 
     def request(self, reason: str, *, prune: bool = False) -> None:
         """Request the end of the run; with `prune`, for good."""
-        if self.reason is None:
+        if self.reason is None or reason == RunStopped.REQUESTED:
             self.reason, self.pruned, self._requested_at = reason, prune, time.monotonic()
         if not self._graceful:
             self._interrupt()
@@ -110,8 +110,8 @@ class StopRequests:
             except StorageError as error:
                 self.outage = str(error)
                 continue
-            if self.reason is None and folder.STOP in names:
-                self.request("mlx xp stop")
+            if folder.STOP in names and self.reason != RunStopped.REQUESTED:
+                self.request(RunStopped.REQUESTED)
             if folder.LOCATE in names:
                 from mlx_runtime.training.positions import answer_here
 

@@ -94,10 +94,10 @@ def fit(
         return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
 
 
-def _lost_reader(stream: TextIO | None) -> str:
+def _lost_reader(stream: TextIO) -> str:
     """Return `pipe` or `terminal` if the reader of a stream is gone, otherwise an empty string."""
     try:
-        descriptor = stream.fileno() if stream is not None else -1
+        descriptor = stream.fileno()
         poll = select.poll()
         poll.register(descriptor, 0)
         gone = any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
@@ -124,7 +124,8 @@ class _Terminal:
             except KeyboardInterrupt as error:
                 if self.driver.recorder is None:
                     raise  # before there was a run to stop
-                raise RunStopped(self._message(), self._exit_code if isinstance(error, Terminated) else 130) from None
+                code = self._exit_code if isinstance(error, Terminated) else 130
+                raise RunStopped(self._message(), code, self.driver.control.reason) from None
             except MlxError as error:
                 error.hint = error.hint or self._hint(error)
                 if self.driver.stopped:  # its end could not be recorded
@@ -132,7 +133,7 @@ class _Terminal:
                 raise
             assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":
-                raise RunStopped(self._message(), self._exit_code)
+                raise RunStopped(self._message(), self._exit_code, self.driver.control.reason)
             return ended
 
     def _handle(self, event: Event) -> None:
@@ -153,8 +154,7 @@ class _Terminal:
         A closed terminal sends SIGHUP instead, and a run that ignores that signal continues.
         """
         for stream in (sys.__stderr__, sys.__stdout__):  # the message about the second goes to the first
-            if closed := _lost_reader(stream):
-                assert stream is not None
+            if stream is not None and (closed := _lost_reader(stream)):
                 with Path(os.devnull).open("w") as nowhere:
                     os.dup2(nowhere.fileno(), stream.fileno())
                 if closed == "pipe" and stream is sys.__stdout__ and not hangup_ignored():

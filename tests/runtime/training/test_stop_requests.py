@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_runtime.errors import RunStopped
 from mlx_runtime.training import stop_requests
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
 
@@ -38,6 +39,14 @@ def test_the_first_request_decides_whether_a_run_is_pruned(prune: bool) -> None:
     stop.request("first", prune=prune)
     stop.request("second", prune=not prune)
     assert (stop.reason, stop.pruned) == ("first", prune)
+
+
+def test_the_request_of_a_user_outweighs_that_of_the_system() -> None:
+    """A job that the system stopped begins again elsewhere, and one that a user stopped does not."""
+    stop = StopRequests()
+    for reason in ("SIGTERM", RunStopped.REQUESTED, "SIGHUP"):
+        stop.request(reason)
+    assert stop.reason == "mlx xp stop"
 
 
 def test_a_run_that_was_taken_over_ends_at_once() -> None:

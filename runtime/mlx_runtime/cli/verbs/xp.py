@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
+from mlx_runtime.errors import ClusterError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.extras import require
 from mlx_runtime.runs import RunFolder, drivers, find_run, records
 from mlx_runtime.runs.logs import last_lines, log_name
@@ -39,7 +39,7 @@ def stop(folder: RunFolder) -> str:
     status = records.status_of(record, job_status(record))
     if status not in records.LIVING and not drivers.claiming_driver(folder, record):
         if record["status"] in records.LIVING and status == "FAILED":  # a guard may be about to submit its job again
-            records.Record(folder, record).finish("STOPPED", stop_reason="mlx xp stop")
+            records.Record(folder, record).finish("STOPPED", stop_reason=RunStopped.REQUESTED)
             return f"{title} had lost its job, and is STOPPED"
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := _dashboard(record)) is not None:

@@ -8,7 +8,6 @@ import contextlib
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,6 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import storage_at
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
 from mlx_runtime.storage.secrets import redact
-
-POLL_S = 0.5
-"""Interval at which a request to stop is noticed. The run itself looks once a second or less often."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -67,7 +63,7 @@ def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[s
         before = before.get(records.REPLACED) or before
     folder = folder or claim_run(root, experiment)
     pending = pending_record(folder, before, job, request.overrides)
-    with ends_for_good(folder):
+    with ends_for_good():
         try:
             projects.run(AN_EXPERIMENT, request.overrides, claimed=folder.location, origin=request.origin)
         except MlxError as error:
@@ -91,7 +87,7 @@ def _sweep(job: Mapping[str, str], root: str, experiment: str, words: Sequence[s
     else:
         named = f"--resume={folder.location}"
     command = companions.part("sweeps.commands").train_sweep
-    with ends_for_good(folder):
+    with ends_for_good():
         command.main([named, *words], prog_name="mlx train sweep", standalone_mode=False)
 
 
@@ -104,35 +100,19 @@ def _has_succeeded(folder: RunFolder) -> bool:
 
 
 @contextlib.contextmanager
-def ends_for_good(folder: RunFolder) -> Iterator[None]:
+def ends_for_good() -> Iterator[None]:
     """Let only `mlx xp stop` end the job as STOPPED, for good.
 
     After any other early stop, like that of a drained node, this process exits as if it had failed, so that KubeRay
     starts the job again.
     """
-    asked, done = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        while not done.wait(POLL_S * (10 if folder.uri else 1)):
-            if _asked_to_stop(folder):
-                asked.set()
-
-    threading.Thread(target=watch, name="stop", daemon=True).start()
     try:
         yield
     except RunStopped as error:
-        if asked.is_set() or _asked_to_stop(folder):
+        if error.reason == RunStopped.REQUESTED:
             raise
         print(f"{error}\nThe job fails, so that Kubernetes starts it again", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
-    finally:
-        done.set()
-
-
-def _asked_to_stop(folder: RunFolder) -> bool:
-    with contextlib.suppress(StorageError):
-        return RunFolder.STOP in folder.names()
-    return False
 
 
 if __name__ == "__main__":

@@ -166,4 +166,4 @@ def _raise_failure(folder: RunFolder, trials: Sequence[TrialState], ended: Sweep
     if ended.status == "STOPPED":
         left = plural(ended.unfinished, "trial")
         text = f"stopped; {left} of {folder.title} {'remains' if ended.unfinished == 1 else 'remain'}. Resume: {resume}"
-        raise RunStopped(text, 0 if reason == MAX_TIME else 130 if reason == "Ctrl-C" else 143)
+        raise RunStopped(text, 0 if reason == MAX_TIME else 130 if reason == "Ctrl-C" else 143, reason)
