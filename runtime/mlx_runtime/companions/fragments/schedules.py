@@ -285,7 +285,7 @@ class _Passes:
         for stage in range(links.stage, count, links.stages):
             module = _Stage(self, stage, call.model)
             entering = self._examples(stage - 1) if stage else ()
-            leaving = self._examples(stage) if stage < count - 1 else tuple(torch.empty(0) for _ in range(outputs))
+            leaving = self._examples(stage) if stage < count - 1 else tuple(map(_example, outputs))
             stages.append(
                 pipelining.PipelineStage(module, stage, count, links.device, entering, leaving, group=links.pipeline)
             )
@@ -311,8 +311,8 @@ class _Passes:
                     "zero-bubble schedule does not train its weights; set cfg.fragments.schedule=interleaved"
                 )
 
-    def _traced(self, call: Call) -> tuple[list[_Crossing], int]:
-        """Return the tensors that stages send, and the number of outputs of the model that are tensors."""
+    def _traced(self, call: Call) -> tuple[list[_Crossing], list[Spec]]:
+        """Return the tensors that stages send, and the outputs of the model that are tensors."""
         found: list[_Crossing] = []
 
         def transfer(value: None, spec: Spec, source: int, target: int) -> None:
@@ -331,7 +331,7 @@ class _Passes:
             self._autocast(call),
         ):
             outputs = tree_leaves(call.forward(*call.args, **call.kwargs))
-            return found, len(self._collect(execution, outputs))
+            return found, [item.spec for item in self._collect(execution, outputs)]
 
     def _refuse(self, *_: Any) -> None:
         raise MlxError(
@@ -353,7 +353,7 @@ class _Passes:
 
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
         """Return tensors without values like those that cross the cut after a stage."""
-        specs = [self._crossings[at].spec for at in self._across[stage]]
+        specs = (self._crossings[at].spec for at in self._across[stage])
         wire = self._schedule.links.wire.type_of
         return tuple(
             torch.empty(spec.shape, dtype=wire(spec.dtype), device="meta", requires_grad=spec.requires_grad)
@@ -501,6 +501,12 @@ class _Stage(nn.Module):
 
     def forward(self, *inputs: torch.Tensor, number: torch.Tensor) -> tuple[Any, ...]:
         return self._run(int(number), inputs)
+
+
+def _example(spec: Spec) -> torch.Tensor:
+    """Return a tensor without values."""
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    return made.requires_grad_(spec.requires_grad)
 
 
 def _is_of_torch(error: BaseException) -> bool:

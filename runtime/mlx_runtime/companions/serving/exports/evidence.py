@@ -1,6 +1,7 @@
 """The evidence of an export: held-out rows at several batch sizes with the outputs of `predict`, and its check."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -147,8 +148,10 @@ def prove(
     except subprocess.TimeoutExpired as error:
         raise ExportError(too_slow(f"the check of the export, {_step(error.stdout)},", timeout_s)) from error
     if done.returncode or not result.is_file():
+        code = done.returncode
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ExportError(f"the process that checks the export ended with {done.returncode}: {last}")
+        raise ExportError(f"the process that checks the export ended with {ended} while {_step(done.stdout)}: {last}")
     return _judge(json.loads(result.read_text()), evidence.tolerance, f"{folder.resolve()}/")
 
 
