@@ -44,14 +44,24 @@ class Links:
         self.replicas = len(self.pipelines)
         self.syncs = True  # average gradients over replicas in the next backward passes
         self.peers: dict[Ranks, Any] = {}  # process groups of the workers that hold the same tensors
-        self.pipeline: Any = dist.group.WORLD
-        if self.replicas > 1:
-            self.pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines)  # type: ignore[no-untyped-call]
+        self.pipeline: Any = dist.group.WORLD if self.replicas == 1 else self._new_group()
+        self._back = self._new_group()
         self._sending: list[Any] = []
         self._early: defaultdict[int, deque[Any]] = defaultdict(deque)  # begun to be received, by stage
 
     def __deepcopy__(self, memo: Any) -> "Links":
         return self
+
+    def _new_group(self) -> Any:
+        return dist.new_subgroups_by_enumeration(self.pipelines)[0]  # type: ignore[no-untyped-call]
+
+    def _way(self, source: int, target: int) -> Any:
+        """Return the process group of messages from one stage to another.
+
+        NCCL runs the messages of two workers in a group one after the other. So those in the other direction, which
+        would wait for a tensor that is expected early, have a group of their own.
+        """
+        return self.pipeline if source < target else self._back
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage in this pipeline."""
@@ -60,7 +70,7 @@ class Links:
     def send(self, value: torch.Tensor, stage: int, feedback: Feedback | None = None, point: Hashable = None) -> None:
         """Send a tensor in the background. `feedback` and `point` are those of `Wire.pack`."""
         packed = self.wire.pack(value.detach(), feedback, point)
-        self._sending.append((dist.isend(packed, self.rank_of(stage)), packed))
+        self._sending.append((dist.isend(packed, self.rank_of(stage), self._way(self.stage, stage)), packed))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
         early = self._early[stage]
@@ -79,7 +89,7 @@ class Links:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
         for shape, dtype, stage in messages:
             received = self.wire.empty(shape, dtype, self.device)
-            work = dist.irecv(received, self.rank_of(stage))
+            work = dist.irecv(received, self.rank_of(stage), self._way(stage, self.stage))
             self._early[stage].append((work, received, (shape, dtype, stage)))
 
     def wait(self) -> None:

@@ -461,6 +461,33 @@ def others(rank: int) -> Any:
     return {"filled": filled, "input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
 
 
+@work
+def directions(rank: int) -> Any:
+    """Messages of this worker while a model is evaluated that passes each worker twice: (group, peer) by kind."""
+    made = strategy(rank, microbatches=2, schedule="interleaved")
+    model = made.build(node(Transformer)).net.eval()
+    seen: dict[str, set[tuple[int, int]]] = {"isend": set(), "irecv": set()}
+    kept = {name: getattr(dist, name) for name in seen}
+
+    def noting(name: str) -> Any:
+        def call(tensor: torch.Tensor, peer: int, group: Any = None, **options: Any) -> Any:
+            seen[name].add((id(group), peer))
+            return kept[name](tensor, peer, group, **options)
+
+        return call
+
+    for name in seen:
+        setattr(dist, name, noting(name))
+    try:
+        with torch.no_grad():
+            for _ in range(2):
+                model(tokens(4))
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return seen
+
+
 LINEAR = {"in_features": 2, "out_features": 2}
 
 
@@ -482,6 +509,14 @@ def test_stages_train_like_one_process(on_workers: dict[str, list[Any]]) -> None
     expected_logits = model.eval()(tokens())["logits"]
     assert torch.allclose(on_workers["stages"][1]["evaluated"], expected_logits, atol=1e-5)
     assert found["lines"] == ("net: pipeline of 2 stages with 2 + 3 blocks; 624 bytes + 432 bytes",)
+
+
+def test_no_message_waits_for_one_in_the_other_direction(on_workers: dict[str, list[Any]]) -> None:
+    """NCCL runs the messages between two workers in a process group in their order."""
+    for seen in on_workers["directions"]:
+        assert seen["isend"]
+        assert seen["irecv"]
+        assert not seen["isend"] & seen["irecv"]
 
 
 def test_each_stage_holds_its_part_and_states_are_whole(on_workers: dict[str, list[Any]]) -> None:
