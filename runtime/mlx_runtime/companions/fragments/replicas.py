@@ -266,8 +266,7 @@ class Averages:
         if not done:
             return
         self._take(period, tensors)
-        if self._meeting is not None:
-            self._record(self._meeting.numbers)
+        self._record({} if self._meeting is None else self._meeting.numbers)
 
     def _take(self, period: Period, tensors: Tensors) -> None:
         """Take the position of the meeting on rank 0, on all workers of this replica."""
@@ -293,6 +292,8 @@ class Averages:
         period.common = tensors.vector()
 
     def _record(self, numbers: Mapping[str, float]) -> None:
+        """Record the numbers of an average after those of earlier steps. Every worker must call this."""
+        self._session.metrics.receive()  # no worker waits: all have started this exchange before they averaged
         if self._topology.writes:
             progress = self._session.progress
             values = {f"replicas/{name}": float(item) for name, item in numbers.items()}
