@@ -38,6 +38,7 @@ class Tensors:
     def only(self, names: Collection[str]) -> "Tensors":
         """Return some of the tensors."""
         found = copy.copy(self)
+        vars(found).pop("dtype", None)
         found.params = {name: item for name, item in self.params.items() if name in names}
         found.buffers = {name: item for name, item in self.buffers.items() if name in names}
         return found
@@ -45,6 +46,11 @@ class Tensors:
     def __len__(self) -> int:
         """Number of parameters, with those that other workers hold."""
         return self._count
+
+    @property
+    def trained(self) -> "Tensors":
+        """The parameters alone."""
+        return self.only(self.params)
 
     @property
     def all(self) -> dict[str, torch.Tensor]:
@@ -55,7 +61,7 @@ class Tensors:
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a vector, given its parts by name of their tensor."""
-        found = [parts[name].detach().reshape(-1).to(_wide(item)) for name, item in self.all.items()]
+        found = [parts[name].detach().reshape(-1).to(item.device, self.dtype) for name, item in self.all.items()]
         return torch.cat(found) if found else torch.empty(0)
 
     @property
@@ -79,7 +85,7 @@ class Tensors:
             for name, item in self.all.items():
                 item.copy_(parts[name].view_as(item))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, map(_wide, self.all.values()), torch.float32)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _STARTS_OVER = (
-    "replicas  start over from the weights of the first one, without outer momentum and what compression has left out: "
+    "replicas  continue with the weights and optimizer states of the first one, without what compression has left out: "
     "their models are cut differently now"
 )
 
@@ -134,8 +134,8 @@ class Period:
 
     steps: int = 0  # since the beginning of the run
     rounds: int = 0  # averages taken
-    common: torch.Tensor | None = None  # weights at the last average; None until the first update after it
-    momentum: torch.Tensor | None = None  # of the outer optimizer
+    common: dict[str, torch.Tensor] | None = None  # at the last average; None until the first update after it
+    momentum: dict[str, torch.Tensor] | None = None  # of the outer optimizer
     compressors: list[Compressor] = field(default_factory=list)  # by group of workers that hold the same tensors
     traffic: Sequence[Mapping[str, Any]] | None = None  # restored states of the compressors
     waits: bool = False  # this replica has published its part of an average, but left before the average was taken
@@ -161,7 +161,7 @@ class Averages:
         self.held = "" if self._pipeline is None else self._pipeline.held()
         self.periods: dict[str, Period] = {}
         self.states: dict[str, Any] = {}  # restored states of this worker's optimizers, until their first update
-        self.common = Common(self, per_worker=not alone)
+        self.common = Common(self)
         self.own = Own(self)
 
     # -- hooks of optimizers
@@ -182,9 +182,9 @@ class Averages:
         tensors = self._tensors(optimizer)
         now = tensors.vector()
         if period.common is None:
-            period.common = now
-        elif len(period.common) != len(now):
-            raise ConfigError(f"the common weights in the checkpoint have {len(period.common)} values, not {len(now)}")
+            period.common = tensors.split(now)
+        elif missing := tensors.all.keys() - period.common.keys():
+            raise ConfigError(f"the common weights in the checkpoint lack {', '.join(sorted(missing)):.300}")
         if not self._joined:
             self._join(period, tensors)
         if period.waits:
@@ -204,7 +204,7 @@ class Averages:
             return
         tensors = self._tensors(optimizer)
         assert period.common is not None
-        difference = tensors.difference(period.common)
+        difference = tensors.difference(tensors.join(period.common))
         if not self._meets:
             mean, sent = self._mean(period, tensors, difference)
             self._adopt(period, tensors, mean)
@@ -219,10 +219,11 @@ class Averages:
 
     def _adopt(self, period: Period, tensors: Tensors, mean: torch.Tensor) -> None:
         assert period.common is not None
-        momentum = None if period.momentum is None else period.momentum.to(mean)
-        common, period.momentum = outer_step(
-            period.common.to(mean), momentum, mean, tensors.exact, self._wanted.lr, self._wanted.momentum
+        common, momentum = tensors.join(period.common), _momentum(period, tensors)
+        common, momentum = outer_step(
+            common, momentum, mean.to(common), tensors.exact, self._wanted.lr, self._wanted.momentum
         )
+        period.momentum = None if momentum is None else tensors.trained.split(momentum)
         tensors.fill(common)
         period.common = None
         period.rounds += 1
@@ -242,7 +243,7 @@ class Averages:
             mean, count = _mean_of(compressor, own, group)
             pieces |= part.split(mean.to(difference.dtype))
             sent += count
-        return tensors.join(pieces).to(difference.device), sent
+        return tensors.join(pieces), sent
 
     def _check_alone(self, optimizer: Optimizer) -> None:
         if any(item is not optimizer and len(self._tensors(item)) for item in self.optimizers().values()):
@@ -253,8 +254,9 @@ class Averages:
         self._joined = True
         if self._meeting is not None:
             assert period.common is not None
-            momentum = None if period.momentum is None else period.momentum.cpu()
-            self._meeting.join(tensors, period.common.cpu(), momentum, period.rounds)
+            momentum = _momentum(period, tensors)
+            momentum = None if momentum is None else momentum.cpu()
+            self._meeting.join(tensors, tensors.join(period.common).cpu(), momentum, period.rounds)
         self._take(period, tensors)
 
     def _meet(self, period: Period, tensors: Tensors) -> None:
@@ -266,8 +268,7 @@ class Averages:
         if not done:
             return
         self._take(period, tensors)
-        if self._meeting is not None:
-            self._record(self._meeting.numbers)
+        self._record({} if self._meeting is None else self._meeting.numbers)
 
     def _take(self, period: Period, tensors: Tensors) -> None:
         """Take the position of the meeting on rank 0, on all workers of this replica."""
@@ -289,10 +290,13 @@ class Averages:
             broadcast_tensors([common, *([] if momentum is None else [momentum])])
         tensors.fill(common)
         period.steps -= period.steps % self._wanted.every
-        period.momentum, period.rounds, period.waits = momentum, fields["rounds"], False
-        period.common = tensors.vector()
+        period.momentum = None if momentum is None else tensors.trained.split(momentum)
+        period.rounds, period.waits = fields["rounds"], False
+        period.common = tensors.split(tensors.vector())
 
     def _record(self, numbers: Mapping[str, float]) -> None:
+        """Record the numbers of an average after those of earlier steps. Every worker must call this."""
+        self._session.metrics.receive()  # no worker waits: all have started this exchange before they averaged
         if self._topology.writes:
             progress = self._session.progress
             values = {f"replicas/{name}": float(item) for name, item in numbers.items()}
@@ -355,12 +359,32 @@ class Averages:
     def live_buffers(self) -> dict[str, torch.Tensor]:
         return saved_tensors(self._models(), buffers=True)
 
+    def held_of(self, found: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+        """Return tensors by name without those of other stages."""
+        if found is None or self._pipeline is None:
+            return None if found is None else dict(found)
+        absent = {
+            f"{title}.{path}"
+            for title, model in modules_of(self._models()).items()
+            for path, item in model.state_dict(keep_vars=True).items()
+            if isinstance(item, torch.Tensor) and item.is_meta
+        }
+        return {name: item for name, item in found.items() if name not in absent}
+
+
+def _momentum(period: Period, tensors: Tensors) -> torch.Tensor | None:
+    """Return the outer momentum as a vector, with zeros for parameters that were not trained before."""
+    if period.momentum is None:
+        return None
+    zeros = {name: torch.zeros_like(item) for name, item in tensors.params.items() if name not in period.momentum}
+    return tensors.trained.join(period.momentum | zeros)
+
 
 class Common:
-    """What the replicas have in common, as a part of checkpoints."""
+    """What the replicas have in common, as a part of checkpoints, with the tensors of all stages by name."""
 
-    def __init__(self, averages: Averages, *, per_worker: bool) -> None:
-        self._averages, self.per_worker = averages, per_worker  # stages of a pipeline have their own parts
+    def __init__(self, averages: Averages) -> None:
+        self._averages = averages
 
     def state_dict(self) -> dict[str, Any]:
         made = self._averages
@@ -372,20 +396,14 @@ class Common:
                 "common": item.common if made.is_between(name) else None,  # otherwise, they are the weights
                 "momentum": item.momentum,
                 "traffic": _traffic_of(item) if made._meets else None,
-                "held": made.held,
             }
             for name, item in made.periods.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, item in state.items():
-            fields = dict(item)
-            if fields.pop("held", "") != self._averages.held:
-                self._averages._session.reporter.events.notice(_STARTS_OVER)
-                fields = {key: fields[key] for key in ("steps", "rounds")}
-            if "traffic" in fields:
-                fields["traffic"] = _listed(fields["traffic"])
-            self._averages.periods[name] = Period(**fields)
+            held = {key: self._averages.held_of(item[key]) for key in ("common", "momentum")}
+            self._averages.periods[name] = Period(**{**item, **held, "traffic": _listed(item["traffic"])})
 
 
 class Own:
@@ -414,7 +432,8 @@ class Own:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         made, live = self._averages, self._averages.live()
         if state.get("held", "") != made.held:
-            return  # the models are cut differently now, and have the weights of the first pipeline
+            made._session.reporter.events.notice(_STARTS_OVER)
+            return
         made.restored()
         with torch.no_grad():
             for name, item in state["tensors"].items():

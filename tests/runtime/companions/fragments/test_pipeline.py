@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Mlx, edit
+from faults import differences
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
@@ -350,40 +351,53 @@ APART = Replicas(every=2, momentum=0.9)
 
 @work
 def averaged_apart(rank: int) -> Any:
-    """Weights after an average of two updates, between which only the second pipeline was cut differently.
+    """Weights and outer momentum after averages of pipelines that were cut differently in between, by kind of change.
 
-    The first stage of the first pipeline has only frozen parameters, and a buffer that all workers hold.
+    `in_a_period`, only the second pipeline changes; `at_an_average`, also the number of stages of each. The first stage
+    of the first pipeline has only frozen parameters, and a buffer that all workers hold.
     """
-    whole: Any = None
-    parts: dict[str, Any] = {}
-    found: dict[str, Any] = {"notices": [], "layouts": []}
-    for clusters in (((0, 0), (1, 3)), ((0, 2), (3, 3))), (((0, 0), (1, 3)), ((0, 1), (2, 3))):
-        file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
-        write_plan(file, clusters)
-        torch.manual_seed(0)
-        made = strategy(rank, APART, plan=str(file), microbatches=2)
-        file.unlink()
-        model = made.build(node(Transformer)).net
-        model.embed.requires_grad_(False)
-        model.positions.requires_grad_(False)
-        optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
-        averages = Averages(session(made, model, optimizer, found["notices"].append), None)
-        found["layouts"].append(averages.held)
-        if whole is not None:
-            model.load_state_dict(whole["models"]["net"])
-            averages.common.load_state_dict(parts["common"])
-            averages.own.load_state_dict(parts["own"])
-        averages.before_update(optimizer)
-        rows = tokens(8).chunk(2)[made.topology.data_parallel_rank]
-        cross_entropy(model(rows)["logits"].flatten(0, 1), rows.flatten()).backward()
-        optimizer.step()
-        averages.after_update(optimizer)
-        parts = copy.deepcopy({"common": averages.common.state_dict(), "own": averages.own.state_dict()})
-        states = [whole_states(made, model, optimizer)]
-        dist.broadcast_object_list(states)
-        [whole] = states
-    held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
-    return found | {"held": held, "whole": whole["models"]["net"], "rounds": averages.periods["sgd"].rounds}
+    first, second = ((0, 0), (1, 3)), ((0, 2), (3, 3))
+    found: dict[str, Any] = {}
+    for change, parts in {
+        "in_a_period": [((first, second), 1), ((first, ((0, 1), (2, 3))), 1)],
+        "never": [((first, second), 4)],
+        "at_an_average": [((first, second), 2), ((((0, 0), (1, 2), (3, 3)), ((0, 3),)), 2)],
+    }.items():
+        whole: Any = None
+        own: dict[str, Any] = {}
+        notices: list[str] = []
+        for clusters, updates in parts:
+            file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
+            write_plan(file, clusters)
+            torch.manual_seed(0)
+            made = strategy(rank, APART, plan=str(file), microbatches=2)
+            file.unlink()
+            model = made.build(node(Transformer)).net
+            model.embed.requires_grad_(False)
+            model.positions.requires_grad_(False)
+            optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
+            averages = Averages(session(made, model, optimizer, notices.append), None)
+            if whole is not None:
+                model.load_state_dict(whole["models"]["net"])
+                averages.common.load_state_dict(whole["own"]["common"])
+                if change == "in_a_period":  # otherwise, workers are other stages now, and load nothing of their own
+                    averages.own.load_state_dict(own)
+            for _ in range(updates):
+                averages.before_update(optimizer)
+                rows = tokens(8).chunk(2)[made.topology.data_parallel_rank]
+                optimizer.zero_grad()
+                cross_entropy(model(rows)["logits"].flatten(0, 1), rows.flatten()).backward()
+                optimizer.step()
+                averages.after_update(optimizer)
+            own = copy.deepcopy(averages.own.state_dict())
+            states = {"models": {"net": model.state_dict()}, "own": {"common": averages.common.state_dict()}}
+            states = [made.consolidate(copy.deepcopy(states))]
+            dist.broadcast_object_list(states)
+            [whole] = states
+        held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
+        found[change] = {"held": held, "net": whole["models"]["net"], **whole["own"]["common"]["sgd"]}
+        found[change]["notices"] = notices
+    return found
 
 
 def session(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, notice: Callable[[str], None]) -> Any:
@@ -393,8 +407,10 @@ def session(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, 
     context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
     reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda *_: None)
     progress = SimpleNamespace(global_step=1, epoch=0)
+    metrics = SimpleNamespace(receive=lambda: None)
+    optimization = SimpleNamespace(strategy=made)
     return SimpleNamespace(
-        context=context, reporter=reporter, progress=progress, optimization=SimpleNamespace(strategy=made)
+        context=context, reporter=reporter, progress=progress, optimization=optimization, metrics=metrics
     )
 
 
@@ -585,21 +601,26 @@ def test_losses_with_weights_count_once_per_pipeline(on_workers: dict[str, list[
                 assert torch.allclose(item, wanted[name], atol=1e-6), (key, name)
 
 
-def test_replicas_are_equal_after_an_average_of_pipelines_that_were_cut_differently_in_between(
+def test_replicas_are_equal_after_averages_of_pipelines_that_were_cut_differently_in_between(
     on_workers: dict[str, list[Any]],
 ) -> None:
-    """With outer momentum, and with a stage that has nothing to train."""
+    """With a stage that has nothing to train. At an average, another cut changes nothing, not even the momentum."""
     found = on_workers["averaged_apart"]
-    whole = found[0]["whole"]
-    for rank in found:
-        assert all(torch.equal(whole[title], item) for title, item in rank["held"].items())
-        assert rank["rounds"] == 1
-        assert [line.partition(" from ")[0] for line in rank["notices"]] == ["replicas  start over"]
-        assert rank["layouts"] == found[0]["layouts"]
-        assert len({*rank["layouts"]}) == 2
+    for change in found[0]:
+        net = found[0][change]["net"]
+        for rank in found:
+            assert all(torch.equal(net[title], item) for title, item in rank[change]["held"].items())
+    in_a_period, never, at_an_average = found[0].values()
+    assert [line.partition(" with ")[0] for line in in_a_period["notices"]] == ["replicas  continue"]
+    assert (in_a_period["rounds"], never["rounds"], at_an_average["rounds"]) == (1, 2, 2)
+    assert at_an_average["notices"] == []
+    trained = [name for name, _ in Transformer().named_parameters() if not name.startswith(("embed", "positions"))]
+    assert sorted(never["momentum"]) == sorted(f"net.{name}" for name in trained)
+    assert differences(never["momentum"], at_an_average["momentum"]) == []
+    assert differences(dict(never["net"]), dict(at_an_average["net"])) == []
     torch.manual_seed(0)
     changed = Transformer()
-    assert not torch.equal(whole["blocks.2.mix.weight"], changed.state_dict()["blocks.2.mix.weight"])
+    assert not torch.equal(in_a_period["net"]["blocks.2.mix.weight"], changed.state_dict()["blocks.2.mix.weight"])
 
 
 def test_pipelines_that_use_different_parameters_have_equal_gradients(on_workers: dict[str, list[Any]]) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,50 @@ def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster
     file.write_text(file.read_text().replace("node_1", "node_7"))
     done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
     assert (done.returncode, "error: the plan has a stage on node node_7, but the" in done.stdout) == (1, True)
+
+
+def test_a_lost_node_of_a_plan(
+    user: User, ray_cluster: RayCluster, make_in: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    """One of two runs plans again for the nodes that are left; the other one waits for a node with the same name."""
+    at = User(make_in("faults", tmp_path / "runs"), user.environment, user.commands)
+    names, costs = ("node_0", "node_1", "node_2"), ("weights", "gradients", "states", "activations")
+    plan = {
+        "model": "net",
+        "blocks": ["layers.0", "layers.1", "layers.3"],
+        "clusters": [
+            {"stages": [{"node": name, "first": number, "last": number} for number, name in enumerate(names)]}
+        ],
+        "costs": [dict.fromkeys((*costs, "parameters", "sends", "returns", "seconds"), 1) for _ in names],
+        "machines": [{"name": name, "memory": 10, "bandwidth": 1e6, "speed": 1} for name in names],  # for two blocks
+    }
+    (at.folder / "src" / "fragments.json").write_text(json.dumps(plan))
+    words = ("cfg.strategy=pipeline", "cfg.fragments.plan=src/fragments.json", "cfg.start_workers=3")
+    whole = ("cfg.num_epochs=2", "cfg.checkpoint_every_steps=5", "cfg.pause_s=0.1")
+    ray_cluster.add(cpus=2, labels={"node": "node_2"})
+    try:
+        ray_cluster.wait(3)
+        kinds = {"elastic": ("cfg.elastic.min_workers=2", "cfg.num_epochs=1000", "cfg.pause_s=0.5"), "patient": ()}
+        for name, options in kinds.items():
+            options = (f"--name={name}", *words, *whole, *options, f"cfg.out={tmp_path / name}")
+            done = at.types("train", "launch", "--ray-address", ray_cluster.url, *options)
+            assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: all(at.record(name=name).get("latest") for name in ("elastic", "patient")))
+        ray_cluster.remove()
+        until(lambda: str(at.record(name="patient").get("waits_for")).startswith("node_2 of the plan"), 60)
+        assert re.search(r"patient +run_001 +WAITING .* for node_2 of the plan", at.types("xp", "ls").stdout)
+        logs = {name: at.folder / f"runs/{name}/run_001/logs/driver.log" for name in ("elastic", "patient")}
+        again = r"workers   3 → 2: restarted\nplanned   again for 2 of 3 workers: (1 \+ 2|2 \+ 1) blocks\nrestored  "
+        until(lambda: re.search(again, logs["elastic"].read_text()), 60)
+        ray_cluster.add(cpus=2, labels={"node": "node_2"})
+        ray_cluster.wait(3)
+        until(lambda: at.record(name="patient")["status"] == "SUCCEEDED")
+        assert "workers   3: restarted\nrestored  " in logs["patient"].read_text()
+        until(lambda: "workers   2 → 3: restarted\nrestored  " in logs["elastic"].read_text(), 60)
+        assert at.types("xp", "stop", "elastic", "latest").returncode == 0
+    finally:
+        while len(ray_cluster.raylets) > 2:
+            ray_cluster.remove()
 
 
 class TestDataJobs:
