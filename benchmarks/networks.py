@@ -128,5 +128,29 @@ def train(
             raise RunError(first, Path(printed.name).read_text())
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
+@contextmanager
+def tunnel(machines: Network) -> Iterator[list[str]]:
+    """Connect the first two machines by WireGuard, in their processes. Yields their addresses in the tunnel."""
+    names, addresses = [f"wg{os.getpid()}{end}" for end in "ab"], ["10.78.0.1", "10.78.0.2"]
+    keys = [_run("wg", "genkey") for _ in names]
+    with ExitStack() as stack:
+        for end, name in enumerate(names):
+            process = subprocess.Popen([*map(str, machines.within(end, ["wireguard-go", "-f", name]))])
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            while not Path(f"/var/run/wireguard/{name}.sock").exists():
+                if process.poll() is not None:
+                    raise RunError(["wireguard-go", "-f", name], "it has ended")
+                time.sleep(0.01)
+        for end, name in enumerate(names):
+            peer = [_run("wg", "pubkey", given=keys[1 - end]), "allowed-ips", f"{addresses[1 - end]}/32"]
+            settings = ["private-key", "/dev/stdin", "listen-port", "51820", "peer", *peer]
+            settings += ["endpoint", f"{machines.addresses[1 - end]}:51820"]
+            _run(*map(str, machines.within(end, ["wg", "set", name, *settings])), given=keys[end])
+            _run("ip", "-netns", machines.names[end], "address", "add", f"{addresses[end]}/24", "dev", name)
+            _run("ip", "-netns", machines.names[end], "link", "set", name, "up")
+        yield addresses
+
+
+def _run(*command: str, given: str = "") -> str:
+    return subprocess.run(command, check=True, input=given, stdout=subprocess.PIPE, text=True).stdout.strip()

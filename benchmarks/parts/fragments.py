@@ -52,7 +52,7 @@ def section(rounds: int, only: Collection[str]) -> str:
             machines.limit(number, speed)
         columns = {}
         for experiment in EXPERIMENTS:
-            folder = _experiment(Path(parent), experiment)
+            folder = prepare_experiment(Path(parent), experiment)
             of = lambda name, folder=folder: _measured(name, folder, machines)
             columns[experiment] = alternating(list(CONTENDERS), only, 1, of)
     rows = [[name, *(cell for found in columns.values() for cell in found[name][0])] for name in columns["digits"]]
@@ -70,7 +70,7 @@ differences grow, most of all in the sorter, whose loss still falls steeply afte
 """
 
 
-def _experiment(parent: Path, name: str) -> Path:
+def prepare_experiment(parent: Path, name: str) -> Path:
     """Create and bind an experiment."""
     folder = Path(shutil.copytree(ROOT / "<<cookiecutter.experiment_name>>", parent / name))
     if name == "sorter":

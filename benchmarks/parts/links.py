@@ -69,7 +69,7 @@ def section(rounds: int, only: Collection[str]) -> str:
         def measured(contender: str) -> Found:
             name, size = contenders[contender]
             speeds = SPEEDS[:2] if contender in seen else SPEEDS
-            found = _measured(name, folder, sizes[size], machines, speeds)
+            found = run_on(machines, folder, name, sizes[size], speeds)
             seen[contender] = 1
             return found
 
@@ -117,7 +117,7 @@ def _counts(name: str, parameters: float, speeds: Sequence[int | None]) -> list[
     return [max(1, min(5, int(60 / max(1, mbit / speed if speed else 0)))) for speed in speeds]
 
 
-def _measured(name: str, folder: Path, size: tuple[int, int], machines: Network, speeds: Sequence[int | None]) -> Found:
+def run_on(machines: Network, folder: Path, name: str, size: tuple[int, int], speeds: Sequence[int | None]) -> Found:
     """Train on machines whose links get slower in the course of the run."""
     _, workers, overrides = CONTENDERS[name]
     work = Work(*size, BATCH, 0, workers)

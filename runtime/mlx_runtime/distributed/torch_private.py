@@ -4,7 +4,9 @@ import datetime
 import os
 import socket
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,9 +38,15 @@ def cuda_survives_fork() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def record_allocations(*, enabled: bool) -> None:
-    """Start or stop recording allocations of GPU memory for `dump_memory`."""
-    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=100_000)
+@contextmanager
+def recorded_allocations() -> Iterator[None]:
+    """Record allocations of GPU memory in the block, for `dump_memory`."""
+    record = partial(torch.cuda.memory._record_memory_history, stacks="python", max_entries=100_000)
+    record("all")
+    try:
+        yield
+    finally:
+        record(None)
 
 
 def dump_memory(file: Path) -> None:

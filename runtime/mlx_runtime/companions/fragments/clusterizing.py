@@ -207,6 +207,7 @@ def next_step(
     nodes: Path | None,
     ray_address: str | None = None,
     every: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> str:
     """Return the command that trains with a plan, or the reason why none does.
 
@@ -216,7 +217,8 @@ def next_step(
         listed: All machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
         nodes: File with the machines.
         ray_address: Address of the cluster.
-        every: `cfg.replicas.every` without an override.
+        every: `cfg.replicas.every`.
+        overrides: Those with which the plan was made, and options for variants.
     """
     several = len(found.clusters) > 1 and found.average_every != (every or 1)
     averages = [f"cfg.replicas.every={found.average_every}"] if several else []
@@ -232,5 +234,7 @@ def next_step(
         f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
         *averages,
     ]
+    settled = {word.partition("=")[0] for item in words for word in item.split()}
+    words += [shlex.quote(item) for item in overrides if item.partition("=")[0] not in settled]
     verb = "run" if ray_address is None else f"launch --ray-address {shlex.quote(ray_address)}"
     return f"next: mlx train {verb} {' '.join(words)}{left_out}"

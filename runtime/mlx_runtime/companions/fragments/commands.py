@@ -87,5 +87,5 @@ def train_clusterize(
     if not dry_run:
         file = output or CONF.with_name(FILE)
         write(file, call.name, found)
-        step = clusterizing.next_step(found, file, machines, nodes, ray_address, cfg.replicas.every)
+        step = clusterizing.next_step(found, file, machines, nodes, ray_address, cfg.replicas.every, words)
         click.echo(f"wrote {file}; {step}")

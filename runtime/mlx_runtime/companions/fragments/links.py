@@ -43,6 +43,7 @@ class Links:
         self.device = topology.device
         self.replicas = len(self.pipelines)
         self.syncs = True  # average gradients over replicas in the next backward passes
+        self.sent = 0  # bytes to other stages of this pipeline, for training
         self.peers: dict[Ranks, Any] = {}  # process groups of the workers that hold the same tensors
         self.pipeline: Any = dist.group.WORLD if self.replicas == 1 else self._new_group()
         self._back = self._new_group()
@@ -70,6 +71,7 @@ class Links:
     def send(self, value: torch.Tensor, stage: int, feedback: Feedback | None = None, point: Hashable = None) -> None:
         """Send a tensor in the background. `feedback` and `point` are those of `Wire.pack`."""
         packed = self.wire.pack(value.detach(), feedback, point)
+        self.sent += packed.nbytes
         self._sending.append((dist.isend(packed, self.rank_of(stage), self._way(self.stage, stage)), packed))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
@@ -101,6 +103,7 @@ class Links:
     def broadcast(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Fill a contiguous tensor with its value at a stage. Every worker must call this."""
         dist.broadcast(value, self.rank_of(stage), group=self.pipeline)
+        self.sent += value.nbytes * (self.stages - 1) if stage == self.stage else 0
         return value
 
     def share(self, value: Any, stage: int) -> Any:

@@ -131,7 +131,7 @@ class Pipelined:
             return forward(*args, **kwargs)
         if self.intercept is not None:
             return self.intercept(self, model, forward, args, kwargs)
-        links = self.links
+        links, sent = self.links, self.links.sent
         leaves, structure = tree_flatten((args, kwargs))
         needing = [
             place
@@ -175,6 +175,7 @@ class Pipelined:
         joined = self._join(journey, [leaves for leaves, _ in outputs], rows)
         if not torch.is_grad_enabled():
             links.wait()
+            links.sent = sent
         return tree_unflatten(joined, outputs[0][1])
 
     @contextmanager

@@ -427,6 +427,7 @@ class _Passes:
                     f"models.{call.pipelined.name} changes a tensor {tuple(known[number].shape)} in place that it has "
                     "sent to another stage; use an operation that returns a new one"
                 )
+        links.sent += sum(item.nbytes for item in inputs if item.requires_grad)  # their gradients
         anchor = next((item for item in inputs if item.requires_grad), None)
 
         def leaving(value: Any) -> Any:
@@ -438,7 +439,9 @@ class _Passes:
             self._results[at] = tree_unflatten(values, structure)
             return tuple(item.value for item in tensors)
         types = ((known[number], links.wire.type_of(known[number].dtype)) for number in self._across[stage])
-        return tuple(leaving(_own(value, kind)) for value, kind in types)
+        sent = [_own(value, kind) for value, kind in types]
+        links.sent += sum(item.nbytes for item in sent)
+        return tuple(map(leaving, sent))
 
     def _loss_of(self, _: Any, number: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss of a microbatch, on the last stage."""

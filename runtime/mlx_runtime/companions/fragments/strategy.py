@@ -322,6 +322,23 @@ class Pipeline:
         stages = [{name: item.stages_of(name) for name, _ in tensors_of(item.model)} for item in self._holders]
         return hashlib.sha256(json.dumps(stages).encode()).hexdigest()
 
+    def observe(self, session: Any) -> None:
+        """Record the bytes that workers send to other stages per update, as often as metrics."""
+        done, links, sums = session.step_done, self._links, [0, 0]  # bytes until the last record, and updates since
+
+        def step_done(number: int) -> None:
+            done(number)
+            sums[1] += session.optimization.accumulation.last
+            if not (sums[1] and session.metrics.is_due(session.passes.latest)):
+                return
+            sent = gather((links.sent - sums[0]) / sums[1])
+            sums[:] = links.sent, 0
+            if sent is not None:
+                each = {f"fragments/bytes/rank_{rank}": item for rank, item in enumerate(sent)}
+                session.reporter.record({"fragments/bytes": sum(sent), **each}, number, session.progress.epoch)
+
+        session.step_done = step_done
+
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
 

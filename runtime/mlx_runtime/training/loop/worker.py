@@ -172,15 +172,16 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
     cfg, topology = session.context.cfg, session.context.topology
     if cfg.debug.profile and topology.device.type == "cuda":
-        from mlx_runtime.distributed.torch_private import record_allocations
+        from mlx_runtime.distributed.torch_private import recorded_allocations
 
-        record_allocations(enabled=True)
-        stack.callback(record_allocations, enabled=False)
+        stack.enter_context(recorded_allocations())
     if cfg.debug.profile and topology.writes:
         from mlx_runtime.training.loop.profiling import trace
 
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(trace(job.folder, topology.device, notify))
+    if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
+        observe(session)
     if not isinstance(sink, Direct):
         from mlx_runtime.training import Watchdog  # imported here, because a single process cannot deadlock
 
@@ -223,6 +224,5 @@ def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tup
     parameters = [item for model in models.values() for item in model.parameters()]
     total = sum(item.numel() for item in parameters)
     trained = sum(item.numel() for item in parameters if item.requires_grad)
-    on_cpu = topology.device.type == "cpu"
-    device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
+    device = str(topology.device) if topology.device.type == "cpu" else torch.cuda.get_device_name(topology.device)
     return WorkersStarted(device, total, topology.world_size, sharded, trained)

@@ -16,7 +16,8 @@ class Strategy(Protocol):
     all workers.
 
     A strategy that owns the backward pass has an attribute `schedule` with a method like
-    `companions/fragments/schedules.py: Schedule.step`, which `BaseModule.forward_backward` calls.
+    `companions/fragments/schedules.py: Schedule.step`, which `BaseModule.forward_backward` calls. One that records
+    numbers of its own has a method `observe(session)`, called once before training.
     """
 
     topology: Topology

@@ -70,6 +70,9 @@ def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path, capsys:
     assert next_step(two, file, machines, None).endswith("cfg.fragments.microbatches=4 cfg.replicas.every=10")
     assert next_step(two, file, machines, None, every=10).endswith("cfg.fragments.microbatches=4")
     assert next_step(one, file, machines[:2], None).endswith("cfg.fragments.microbatches=4")
+    given = ["cfg.fragments.plan=null", "cfg.replicas.every=10", "cfg.name=a b", "--variant=small"]
+    found = next_step(two, file, machines, None, every=10, overrides=given)
+    assert found.endswith("cfg.fragments.microbatches=4 cfg.replicas.every=10 'cfg.name=a b' --variant=small")
     on_ray = next_step(one, file, machines[:2], None, "http://head:8265")
     assert on_ray.startswith("next: mlx train launch --ray-address http://head:8265 cfg.start_workers=2 ")
 

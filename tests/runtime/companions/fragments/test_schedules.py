@@ -10,6 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import groups
@@ -24,7 +25,7 @@ from torchmetrics import MeanMetric
 import mlx_runtime
 from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.schedules import split
-from mlx_runtime.distributed import Topology, mean_of
+from mlx_runtime.distributed import Topology, encode, mean_of
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.sections import Fragments
 from mlx_runtime.training.strategies import problems, strategy_class, strategy_of
@@ -356,6 +357,48 @@ def corners(rank: int) -> Any:
     return found
 
 
+def sent(rank: int) -> Any:
+    """What is recorded about a training step with 8 rows, and the message of its loss, by schedule and traffic."""
+    found = {}
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for kind, traffic in SENT:
+        made, model = built(rank, Noisy, schedule=kind, microbatches=4, traffic=traffic)
+        recorded: list[dict[str, float]] = []
+        session = SimpleNamespace(
+            step_done=lambda number: None,
+            passes=SimpleNamespace(latest=None),
+            progress=SimpleNamespace(epoch=0),
+            optimization=SimpleNamespace(accumulation=SimpleNamespace(last=True)),
+            metrics=SimpleNamespace(is_due=lambda item: True),
+            reporter=SimpleNamespace(record=lambda values, *_, to=recorded: to.append(values)),
+        )
+        made.observe(session)
+        for number in range(2):
+            with torch.no_grad():
+                model(inputs)  # does not count
+            if kind == "gpipe":
+                model(inputs).square().mean().backward()
+                loss = 0.0
+            else:
+                loss = squared_step(made, lambda batch, net=model: (net(batch["x"]).square().mean(), None), inputs)
+            session.step_done(number)
+        message = 0 if kind == "gpipe" else 8 + len(encode(((loss, None, 1.0), {})))
+        found[kind, traffic] = message, recorded
+    return found
+
+
+SENT = {
+    ("gpipe", None): 4 * 4,
+    ("gpipe", "fp16"): 4 * 2,
+    ("gpipe", "int8"): 4 + 4,
+    ("1f1b", None): 4 * 4,
+    ("1f1b", "bf16"): 4 * 2,
+    ("interleaved", "fp16"): 4 * 2,
+    ("zero_bubble", None): 4 * 4,
+}
+"""Bytes of a row of `Noisy` between two stages, by schedule and traffic."""
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -383,10 +426,11 @@ def on_four(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    works: dict[str, groups.Work] = {"on_two": on_two, "others": others, "corners": corners, "on_four": on_four}
+    works: dict[str, groups.Work] = {"on_two": on_two, "others": others, "corners": corners}
+    works |= {"sent": sent, "on_four": on_four}
     preload = ["ray.train.torch", "torch.distributed.pipelining", "mlx_runtime.companions.fragments.schedules"]
     return groups.on_workers(
-        works, tmp_path_factory.mktemp("workers"), 4, preload, {"on_two": 2, "others": 2, "corners": 2}
+        works, tmp_path_factory.mktemp("workers"), 4, preload, {name: 2 for name in works if name != "on_four"}
     )
 
 
@@ -496,6 +540,19 @@ def test_buffers_of_earlier_batches_are_released(on_workers: dict[str, list[Any]
         assert found["kept"] == [False, True, True]
 
 
+def test_what_stages_send_is_recorded(on_workers: dict[str, list[Any]]) -> None:
+    """Activations and gradients cross one cut, or three; the last stage also sends outputs, or losses by a schedule."""
+    (first, second), rows = on_workers["sent"], 8
+    for (kind, traffic), size in SENT.items():
+        message, recorded = first[kind, traffic]
+        assert not second[kind, traffic][1]
+        cuts = 1 if kind in ("gpipe", "1f1b") else 3
+        each = [cuts * rows * size, cuts * rows * size + (rows * 4 * 4 if kind == "gpipe" else message)]
+        wanted = {"fragments/bytes": sum(each)} | {f"fragments/bytes/rank_{rank}": each[rank] for rank in range(2)}
+        assert recorded[1] == wanted, (kind, traffic)
+        assert recorded[0].keys() == wanted.keys()
+
+
 def test_an_error_is_that_of_the_model(on_workers: dict[str, list[Any]]) -> None:
     for found in on_workers["corners"]:
         error, cause, text = found["failed"]
@@ -530,7 +587,10 @@ def test_batches_are_split_with_their_lists() -> None:
 
 
 def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> None:
-    """In bf16, with updates of two steps, a clipped norm, and metrics of the last stage."""
+    """In bf16, with updates of two steps, a clipped norm, and metrics of the last stage.
+
+    With gpipe, it sends as much as a plan predicts, and outputs.
+    """
     folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
     shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
     bind(mlx, folder)
@@ -551,3 +611,10 @@ def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> Non
     assert all(float((gpipe[name] - item).abs().mean()) < 3e-3 for name, item in straight.items())
     losses = [run.record["metrics"]["train/loss"] for run in runs]
     assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2], abs=1e-2)
+    done = mlx(folder, "train", "clusterize", "cfg.precision=bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    costs = json.loads((folder / "src" / "fragments.json").read_text())["costs"]
+    last_of_first_stage = costs[2]
+    outputs = 64 * 11 * 4 * 2
+    sent = runs[2].metrics()["fragments/bytes"].dropna()
+    assert [*sent] == [2 * (last_of_first_stage["sends"] + last_of_first_stage["returns"] + outputs)]
