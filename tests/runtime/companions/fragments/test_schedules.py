@@ -20,6 +20,7 @@ from conftest import ROOT, Mlx, bind
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC
 
 import mlx_runtime
 from mlx_runtime import open_run
@@ -271,6 +272,14 @@ def others(rank: int) -> Any:
         "early": error_of(lambda: step(rows, lambda batch: (metric.update(1.0), step.loss(batch))[1])),
         "none": error_of(lambda: step(rows, lambda batch: (torch.zeros(()), None))),
     }
+    curve = BinaryAUROC()
+
+    def curved(batch: Any, step: Step = Step(made, model, curve=curve)) -> Any:
+        loss = step.loss(batch)
+        curve.update(torch.rand(4), torch.tensor([0, 1, 0, 1]))
+        return loss
+
+    found["errors"]["rows"] = error_of(lambda: Step(made, model, curve=curve)(rows, curved))
     found["errors"]["native"] = error_of(lambda: mean_loss(model.train(), {"x": rows, "y": rows}).backward())
     made, model = built(rank, Noisy, schedule="1f1b", microbatches=4)
     found["errors"]["input"] = error_of(
@@ -279,6 +288,14 @@ def others(rank: int) -> Any:
     for name, kind, schedule in (("order", Backwards, "1f1b"), ("frozen", Frozen, "zero_bubble")):
         made, model = built(rank, kind, schedule=schedule, microbatches=4)
         found["errors"][name] = error_of(lambda step=Step(made, model): step(rows))  # type: ignore[misc]
+    for schedule in ("1f1b", "interleaved", "zero_bubble"):
+        made, model = built(rank, Deep, schedule=schedule, microbatches=4)
+        step = Step(made, model)
+
+        def twice(batch: Any, step: Step = step) -> Any:
+            return step.loss(batch)[0] + step.loss(batch)[0], None
+
+        found["errors"][f"twice {schedule}"] = error_of(lambda step=step, twice=twice: step(rows, twice))  # type: ignore[misc]
     found["errors"]["few"] = error_of(lambda: built(rank, Deep, schedule="interleaved", chunks=5))
     return found
 
@@ -457,6 +474,18 @@ def test_what_a_schedule_cannot_train_is_refused(on_workers: dict[str, list[Any]
         assert "goes back from stage 1 to stage 0" in errors["order"]
         assert "models.net cannot be cut into 10 stages: it has 8 blocks" in errors["few"]
         assert errors["frozen"].startswith("no input of stage 1 of models.net needs gradients")
+
+
+def test_errors_of_the_loss_end_all_stages(on_workers: dict[str, list[Any]]) -> None:
+    """Only the last one knows them; the others would wait for the next gradient."""
+    for found in on_workers["others"]:
+        errors = found["errors"]
+        assert errors["rows"].startswith("self.loss updates curve, which keeps every row")
+        for schedule in ("1f1b", "interleaved", "zero_bubble"):
+            assert errors[f"twice {schedule}"] == (
+                f"self.loss(batch) calls models.net after models.net; with cfg.fragments.schedule={schedule}, it calls "
+                "one model once: set it to gpipe"
+            )
 
 
 def test_all_gradients_are_found(on_workers: dict[str, list[Any]]) -> None:
