@@ -1,6 +1,7 @@
 """Schedules of pipelines: against torch's driven by hand, and the share of time that stages are idle against theory."""
 
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -85,16 +86,13 @@ class Models:
 
 def section(rounds: int, only: Collection[str]) -> str:
     """Ignores `only`."""
+    idle, quiet = [], os.getloadavg()[0] < (os.cpu_count() or 1) / 2
     ratios = _on_workers(2, _ratios, 10 * rounds)
     rows = [
         [f"{size}", f"`{kind}`", f"{1000 * hand:.0f} ms", f"{value:.3f}x ({low:.3f}-{high:.3f})", f"{cpu:.3f}x"]
         for (size, kind), (hand, (low, value, high), cpu) in ratios.items()
     ]
-    computing = [
-        [f"`{kind}`", *(f"{100 * item:.1f} %" for item in found), f"{100 * _theory(kind, 2):.1f} %"]
-        for kind, found in _on_workers(2, _idle_computing, 10 * rounds).items()
-    ]
-    idle = []
+    computing = _computing(10 * rounds) if quiet else ""
     for stages in (2, 4):
         for kind, found in _on_workers(stages, _idle, rounds).items():
             idle.append([f"{stages}", f"`{kind}`", f"{100 * found:.1f} %", f"{100 * _theory(kind, stages):.1f} %"])
@@ -107,17 +105,26 @@ apart: each worker has its blocks only.
 
 {table(["rows of a microbatch", "schedule", "a step by hand", "time", "processor time"], rows)}
 
-Share of a step in which a worker does not compute, as the time in which its process does not run, with blocks like
-those above, microbatches of {ROWS[-1]} rows, and one core per worker: of the fastest of {10 * rounds} steps.
-
-{table(["schedule", "first worker", "second worker", "theory"], computing)}
-
-Share of a step in which a worker is idle: {BLOCKS} blocks that sleep instead of computing, so that other load on the
-machine hardly matters, for {1000 * SLEEP_S:.0f} ms forward and twice as long backward. In theory, it is
+{computing}Share of a step in which a worker is idle: {BLOCKS} blocks that sleep instead of computing, so that other
+load on the machine hardly matters, for {1000 * SLEEP_S:.0f} ms forward and twice as long backward. In theory, it is
 (S - 1) / (M + S - 1) for S workers and M = {MICROBATCHES} microbatches; with two stages per worker, M counts twice; if
 the gradients of weights fill bubbles, a worker waits for a third of that time only. Exchanges are on top.
 
 {table(["workers", "schedule", "idle", "theory"], idle)}
+"""
+
+
+def _computing(rounds: int) -> str:
+    """For machines without other work, which would also keep workers from computing."""
+    rows = [
+        [f"`{kind}`", *(f"{100 * item:.1f} %" for item in found), f"{100 * _theory(kind, 2):.1f} %"]
+        for kind, found in _on_workers(2, _idle_computing, rounds).items()
+    ]
+    return f"""Share of a step in which a worker does not compute, as the time in which its process does not run, with
+blocks like those above, microbatches of {ROWS[-1]} rows, and one core per worker: of the fastest of {rounds} steps.
+
+{table(["schedule", "first worker", "second worker", "theory"], rows)}
+
 """
 
 
