@@ -127,8 +127,9 @@ class Shapes:
         state = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         known = all(isinstance(item, _KNOWN) for item in leaves)
         case = (key, state, structure, tuple(map(_signature, leaves))) if known else None
-        if case is not None and case in self._known:
-            return self._known[case]
+        earlier = self._known.get(case)  # there is none for None
+        if earlier is not None:
+            return earlier
         if not known:  # objects that the operation may change, like a cache of keys and values
             with _SameTensors():
                 leaves = [item if isinstance(item, torch.Tensor) else copy.deepcopy(item) for item in leaves]
@@ -257,7 +258,7 @@ class Execution:
         self._current = stage
         leaves, structure = _flatten(args, kwargs)
         for item in leaves:
-            if isinstance(item, StageTensor):
+            if isinstance(item, StageTensor) and stage not in item.stages:
                 self.bring(item, stage)
         values: list[Any] = [None] * len(result)
         if stage == self.stage:
