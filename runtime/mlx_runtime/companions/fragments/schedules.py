@@ -5,19 +5,21 @@ stage is the model's own code, of which it runs the operations of that stage onl
 values finds the tensors that cross each cut. A tensor for a later stage passes through those in between.
 """
 
+import math
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Links
-from mlx_runtime.companions.fragments.pipelined import OF_STAGE, Draws, Pipelined, kind_of
+from mlx_runtime.companions.fragments.pipelined import OF_STAGE, Draws, Pipelined, kind_of, spare_generators
 from mlx_runtime.companions.fragments.tensors import Execution, Spec, StageTensor, check_traceable
 from mlx_runtime.data import mix_seeds
 from mlx_runtime.distributed import decode, encode
@@ -125,7 +127,7 @@ class Schedule:
         parts = split(batch, self.microbatches)
         tensors = [item for item in tree_leaves(batch) if isinstance(item, torch.Tensor) and not item.is_inference()]
         versions = [item._version for item in tensors]  # views count with them
-        calls = [self._call(loss, _again(part), mix_seeds(seed, _OF_LOSS, at)) for at, part in enumerate(parts)]
+        calls = self._calls(loss, parts, seed)
         if versions != [item._version for item in tensors]:
             raise MlxError(
                 "self.loss changes a tensor of its batch in place before it calls the model; use an operation that "
@@ -159,25 +161,32 @@ class Schedule:
             for _, pipelined, _ in self.models:
                 pipelined.intercept = None
 
-    def _call(self, loss: LossFunction, part: Any, seed: int) -> Call:
-        """Return the call of a model by a loss."""
+    def _calls(self, loss: LossFunction, parts: Sequence[Any], seed: int) -> list[Call]:
+        """Return the call of a model by the loss of each part."""
         kind = self.links.device.type
 
         def stop(pipelined: Pipelined, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             state = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             raise _CallSeen(Call(pipelined, model, forward, args, kwargs, state))
 
-        with self._intercepted(stop), temporary_seed(seed):
-            try:
-                loss(part)
-            except _CallSeen as seen:
-                call = seen.call
-                seen.__traceback__ = None
-            else:
-                raise MlxError(
-                    "self.loss(batch) does not call a model that is cut into stages; call one of self.models in it, "
-                    "or set cfg.fragments.schedule=gpipe"
-                )
+        with self._intercepted(stop), spare_generators(self.links.device) as reseed:
+            calls = []
+            for part, number in zip(parts, _seeds(seed, _OF_LOSS, len(parts)), strict=True):
+                reseed(number)
+                calls.append(self._call(loss, _again(part)))
+            return calls
+
+    def _call(self, loss: LossFunction, part: Any) -> Call:
+        try:
+            loss(part)
+        except _CallSeen as seen:
+            call = seen.call
+            seen.__traceback__ = None
+        else:
+            raise MlxError(
+                "self.loss(batch) does not call a model that is cut into stages; call one of self.models in it, or set "
+                "cfg.fragments.schedule=gpipe"
+            )
         if any(isinstance(item, torch.Tensor) and item.requires_grad for item in tree_leaves((call.args, call.kwargs))):
             raise MlxError(
                 f"an input of models.{call.pipelined.name} needs gradients, which cfg.fragments.schedule={self.kind} "
@@ -217,33 +226,37 @@ class Schedule:
     def _share(
         self, outcome: "_Outcome | None", metrics: Mapping[str, AnyMetric], before: Mapping[str, int]
     ) -> tuple[torch.Tensor, torch.Tensor | None, float]:
-        """Return the outcome of the last stage, on every worker, which gets the states of metrics from there, too."""
+        """Return the outcome of the last stage, on every worker, which gets the states of metrics from there, too.
+
+        Raises:
+            MlxError: self.loss has failed there; on all workers, because the others would wait for ever.
+        """
         links, last = self.links, self.links.stages - 1
-        message = b""
+        facts, message = torch.zeros(4, dtype=torch.float64), b""  # loss, its weight, correction, bytes that follow
         if links.stage == last:
             assert outcome is not None
+            error = outcome.error
             changed = {name: item for name, item in metrics.items() if _updates(item) != before[name]}
             rows = [name for name, item in changed.items() if keeps_rows(item)]
-            if rows:
-                raise MlxError(f"self.loss updates {rows[0]}, which keeps every row; update it where you evaluate")
-            weight = None if outcome.weight is None else float(outcome.weight)
-            facts = float(outcome.value), weight, outcome.correction
-            message = encode((facts, {name: state_of(item) for name, item in changed.items()}))
-        size = links.broadcast(torch.tensor(len(message), device=links.device), last)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if message:
-            content[:] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        content = links.broadcast(content.to(links.device), last).cpu()
-        (value, weight, correction), states = decode(content.numpy().tobytes())
-        if links.stage != last:
-            for name, state in states.items():
-                load_state(metrics[name], state)
-        made = torch.tensor(value, device=links.device)
-        return (
-            made,
-            None if weight is None else torch.tensor(weight, dtype=torch.float64, device=links.device),
-            correction,
-        )
+            if rows and error is None:
+                error = MlxError(f"self.loss updates {rows[0]}, which keeps every row; update it where you evaluate")
+            if error is not None:
+                message = encode((str(error), {}))
+            elif changed:
+                message = encode((None, {name: state_of(item) for name, item in changed.items()}))
+            weight = math.nan if outcome.weight is None else float(outcome.weight)
+            facts = torch.tensor([float(outcome.value), weight, outcome.correction, len(message)], dtype=torch.float64)
+        value, weight, correction, size = links.broadcast(facts.to(links.device), last).tolist()
+        if size:
+            content = torch.frombuffer(bytearray(message or int(size)), dtype=torch.uint8)
+            failure, states = decode(links.broadcast(content.to(links.device), last).cpu().numpy().tobytes())
+            if failure is not None:
+                raise error if links.stage == last and error is not None else MlxError(failure)
+            if links.stage != last:
+                for name, state in states.items():
+                    load_state(metrics[name], state)
+        made = torch.tensor(weight, dtype=torch.float64, device=links.device)
+        return torch.tensor(value, device=links.device), None if math.isnan(weight) else made, correction
 
 
 class _Outcome(NamedTuple):
@@ -255,6 +268,7 @@ class _Outcome(NamedTuple):
     value: torch.Tensor
     weight: torch.Tensor | None
     correction: float = 1.0
+    error: MlxError | None = None
 
 
 class _Crossing(NamedTuple):
@@ -348,8 +362,10 @@ class _Passes:
         return tensors
 
     def _autocast(self, call: Call) -> Any:
-        enabled, dtype = call.autocast
-        return torch.autocast(self._schedule.links.device.type, dtype, enabled=enabled)
+        kind, (enabled, dtype) = self._schedule.links.device.type, call.autocast
+        if call.autocast == (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
+            return nullcontext()
+        return torch.autocast(kind, dtype, enabled=enabled)
 
     def _examples(self, stage: int) -> tuple[torch.Tensor, ...]:
         """Return tensors without values like those that cross the cut after a stage."""
@@ -364,7 +380,9 @@ class _Passes:
         self, loss: LossFunction, parts: Sequence[Any], calls: Sequence[Call], seed: int, scale: torch.Tensor
     ) -> _Outcome | None:
         """Run all microbatches forward and backward; return the outcome on the last stage."""
-        self._loss, self._parts, self._calls, self._seed, self._scale = loss, parts, calls, seed, scale
+        self._loss, self._parts, self._calls, self._scale = loss, parts, calls, scale
+        self._seeds_of_loss, self._seeds_of_model = (_seeds(seed, kind, len(parts)) for kind in (_OF_LOSS, _OF_MODEL))
+        self._error: MlxError | None = None
         self._values: list[torch.Tensor] = []
         self._weights: list[torch.Tensor | None] = []
         self._results: dict[int, Any] = {}
@@ -373,8 +391,10 @@ class _Passes:
         self._draws = {stage: Draws(device, mix_seeds(seed, OF_STAGE, stage)) for stage in own}
         numbers = torch.arange(len(parts))
         failed: BaseException | None = None
+        self._pipelined.forget()
         try:
-            self._torch.step(target=numbers, return_outputs=False, number=numbers)
+            with spare_generators(device) as self._reseed:
+                self._torch.step(target=numbers, return_outputs=False, number=numbers)
         except RuntimeError as error:
             failed = error
             while failed.__cause__ is not None and _is_of_torch(failed):
@@ -383,6 +403,8 @@ class _Passes:
             self._parts, self._calls = (), ()
         if failed is not None:
             raise failed  # here, where it keeps its own cause
+        if self._error is not None:
+            return _Outcome(torch.zeros(()), None, error=self._error)
         if not self._values:
             return None
         values, weights = torch.stack(self._values), [item for item in self._weights if item is not None]
@@ -414,8 +436,8 @@ class _Passes:
             return known[number].to(spec.dtype) if target == stage else None
 
         execution = Execution(stage, call.pipelined.shapes, transfer, self._draws[stage], self._refuse)
+        self._reseed(self._seeds_of_model[at])
         with (
-            temporary_seed(mix_seeds(self._seed, _OF_MODEL, at)),
             call.pipelined.cut_into(self._cut, model, execution, self._draws[stage]),
             self._autocast(call),
         ):
@@ -443,10 +465,17 @@ class _Passes:
         links.sent += sum(item.nbytes for item in sent)
         return tuple(map(leaving, sent))
 
-    def _loss_of(self, _: Any, number: torch.Tensor) -> torch.Tensor:
-        """Return the scaled loss of a microbatch, on the last stage."""
-        at, results = int(number), self._results
-        part = self._parts[at]
+    def _loss_of(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
+        """Return the scaled loss of a microbatch, on the last stage; after an error, one with which the others end."""
+        if self._error is None:
+            try:
+                return self._loss_at(int(number))
+            except MlxError as error:
+                self._error = error
+        return sum((item.sum() for item in tree_leaves(outputs) if item.requires_grad), torch.zeros(())) * 0
+
+    def _loss_at(self, at: int) -> torch.Tensor:
+        results, part = self._results, self._parts[at]
 
         def answer(pipelined: Pipelined, *_: Any) -> Any:
             if pipelined is not self._pipelined or at not in results:
@@ -456,7 +485,8 @@ class _Passes:
                 )
             return results.pop(at)
 
-        with self._schedule._intercepted(answer), temporary_seed(mix_seeds(self._seed, _OF_LOSS, at)):
+        self._reseed(self._seeds_of_loss[at])
+        with self._schedule._intercepted(answer):
             value, weight = self._loss(_again(part))
         self._values.append(value.detach())
         self._weights.append(weight)
@@ -510,6 +540,11 @@ def _example(spec: Spec) -> torch.Tensor:
     """Return a tensor without values."""
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
     return made.requires_grad_(spec.requires_grad)
+
+
+def _seeds(seed: int, kind: int, count: int) -> list[int]:
+    numbers = np.random.SeedSequence((seed, kind)).generate_state(count, np.uint64) >> 1
+    return [int(item) for item in numbers]
 
 
 def _is_of_torch(error: BaseException) -> bool:

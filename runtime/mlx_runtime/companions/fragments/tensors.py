@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from mlx_runtime.errors import MlxError
 
@@ -23,6 +23,8 @@ _NEEDS_VALUES = ("TorchScript interpreter", ".numpy() is not supported for tenso
 """Texts of errors without a class of their own, of operations on tensors without values."""
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_KNOWN = (torch.Tensor, *_PLAIN)
 
 
 class Spec(NamedTuple):
@@ -120,19 +122,20 @@ class Shapes:
             ValueDependentError: the result depends on values.
             MlxError: the operation changes a tensor that all stages have.
         """
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = _flatten(args, kwargs)
         kind = self._device.type
         state = torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        known = all(isinstance(item, (torch.Tensor, *_PLAIN)) for item in leaves)
+        known = all(isinstance(item, _KNOWN) for item in leaves)
         case = (key, state, structure, tuple(map(_signature, leaves))) if known else None
-        if case is not None and case in self._known:
-            return self._known[case]
+        earlier = self._known.get(case)  # there is none for None
+        if earlier is not None:
+            return earlier
         if not known:  # objects that the operation may change, like a cache of keys and values
             with _SameTensors():
                 leaves = [item if isinstance(item, torch.Tensor) else copy.deepcopy(item) for item in leaves]
         with self._mode:
             fakes = [self._fake(item) for item in leaves]
-            fake_args, fake_kwargs = tree_unflatten(fakes, structure)
+            fake_args, fake_kwargs = _unflatten(fakes, structure)
             everywhere = [
                 fake
                 for fake, item in zip(fakes, leaves, strict=True)
@@ -253,16 +256,20 @@ class Execution:
         """
         result, form = shape or ([], tree_structure(()))
         self._current = stage
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = _flatten(args, kwargs)
         for item in leaves:
-            if isinstance(item, StageTensor):
+            if isinstance(item, StageTensor) and stage not in item.stages:
                 self.bring(item, stage)
         values: list[Any] = [None] * len(result)
         if stage == self.stage:
             given = [item.value if isinstance(item, StageTensor) else item for item in leaves]
-            real_args, real_kwargs = tree_unflatten(given, structure)
+            real_args, real_kwargs = _unflatten(given, structure)
             with self._drawing():
-                values, own = tree_flatten(func(*real_args, **real_kwargs))
+                outcome = func(*real_args, **real_kwargs)
+            if shape is not None and isinstance(outcome, torch.Tensor):
+                values, own = [outcome], form
+            else:
+                values, own = tree_flatten(outcome)
             if shape is None:
                 result, form = _described(values, given), own
             else:
@@ -281,15 +288,15 @@ class Execution:
                 made.append(StageTensor.make(self, spec, stage, value))
             else:
                 made.append(value if stage == self.stage else item)
-        return tree_unflatten(made, form)
+        return made[0] if len(made) == 1 and form.is_leaf() else tree_unflatten(made, form)
 
     def _check(self, title: str, values: list[Any], result: list[Any]) -> None:
         """Check that an operation returned what the other stages expect."""
         expected = [item.spec if isinstance(item, _Changed) else item for item in result]
         given = [Spec.of(item) if isinstance(item, torch.Tensor) else item for item in values]
         for item, other in zip(expected, given, strict=True):
-            alike = (isinstance(item, Spec), isinstance(other, Spec)) in ((True, True), (False, False))
-            if not alike or (isinstance(item, Spec) and item._replace(stride=()) != other._replace(stride=())):
+            alike = isinstance(item, Spec) == isinstance(other, Spec)
+            if not alike or (isinstance(item, Spec) and (item[0], *item[2:]) != (other[0], *other[2:])):  # any stride
                 raise MlxError(
                     f"the model cannot be cut at {title}: it returned {_text(other)}, but other stages expect "
                     f"{_text(item)}, as inferred from the shapes of its inputs"
@@ -304,6 +311,17 @@ class Execution:
         if stage == self.stage:
             item.value = value
         item.stages.add(stage)
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec | None]:
+    """Return the leaves of arguments, and their structure; None if all are leaves, without names."""
+    if not kwargs and all(isinstance(item, _KNOWN) for item in args):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def _unflatten(leaves: list[Any], structure: TreeSpec | None) -> Any:
+    return (leaves, {}) if structure is None else tree_unflatten(leaves, structure)
 
 
 def _set_item(tensor: Any, key: Any, value: Any) -> Any:

@@ -21,6 +21,7 @@ from conftest import ROOT, Mlx, bind
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC
 
 import mlx_runtime
 from mlx_runtime import open_run
@@ -162,11 +163,14 @@ class Step:
         loss = mean_loss(self.model, batch, ignore_index=IGNORED)
         return loss, (batch["y"] != IGNORED).sum().double()
 
-    def __call__(self, rows: torch.Tensor, loss: Any = None, factor: float = 1.0) -> float:
+    def halved(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return half_loss(self.model, batch), None
+
+    def __call__(self, rows: torch.Tensor, loss: Any = None, factor: float = 1.0, scale: Any = None) -> float:
         found = self.made.schedule.step(
             loss or self.loss,
             {"x": rows, "y": rows.roll(1, 1), "ids": [*range(len(rows))]},
-            scale=torch.ones(()),
+            scale=torch.ones(()) if scale is None else scale,
             factor=lambda weight: factor if weight is None else weight / mean_of(weight),
             metrics=self.metrics,
         )
@@ -176,6 +180,17 @@ class Step:
 def mean_loss(model: nn.Module, batch: Any, **options: Any) -> torch.Tensor:
     assert len(batch.get("ids", batch["x"])) == len(batch["x"])
     return cross_entropy(model(batch["x"])["logits"].flatten(0, 1), batch["y"].flatten(), **options)
+
+
+def half_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return mean_loss(model, batch).half()
+
+
+def scaled(scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """Return a scaler with which the first step overflows, and no other one."""
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**60, "backoff_factor": 2.0**-48})
+    return scaler
 
 
 def built(rank: int, model: Any, **settings: Any) -> tuple[Any, Any]:
@@ -208,6 +223,29 @@ def alone(optimizer: str, rows: torch.Tensor, **options: Any) -> tuple[dict[str,
     return model.state_dict(), float(loss.detach())
 
 
+def alone_in_half(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Deep()
+    opt, scaler = OPTIMIZERS["sgd"](model.parameters()), scaled(torch.amp.GradScaler("cpu"))
+    for _ in range(4):
+        opt.zero_grad()
+        scaler.scale(half_loss(model, {"x": rows, "y": rows.roll(1, 1)})).backward()
+        scaler.step(opt)
+        scaler.update()
+    return model.state_dict()
+
+
+def trained_in_half(rank: int, rows: torch.Tensor, kind: str, microbatches: int) -> Any:
+    made, model = built(rank, Deep, schedule=kind, microbatches=microbatches)
+    opt, scaler, step = OPTIMIZERS["sgd"](model.parameters()), scaled(made.scaler(enabled=True)), Step(made, model)
+    for _ in range(4):
+        opt.zero_grad()
+        step(rows, step.halved, scale=scaler.scale(torch.ones(())))
+        scaler.step(opt)
+        scaler.update()
+    return whole(made, model), scaler.get_scale()
+
+
 def trained(rank: int, optimizer: str, rows: torch.Tensor, kind: str, *, counted: bool = False, **more: Any) -> Any:
     made, model = built(rank, Deep, schedule=kind, microbatches=4, **more)
     step = Step(made, model)
@@ -236,6 +274,11 @@ def on_two(rank: int) -> Any:
         ("zero_bubble", "sgd"): trained(rank, "sgd", rows, "zero_bubble"),
         ("zero_bubble", "bf16"): trained(rank, "sgd", rows, "zero_bubble", chunks=1, traffic="bf16"),
     }
+
+
+def in_half(rank: int) -> Any:
+    rows, kinds = pipelines.tokens(8), (("1f1b", 4), ("interleaved", 2), ("zero_bubble", 1))
+    return {kind: trained_in_half(rank, rows, kind, microbatches) for kind, microbatches in kinds}
 
 
 def others(rank: int) -> Any:
@@ -272,6 +315,14 @@ def others(rank: int) -> Any:
         "early": error_of(lambda: step(rows, lambda batch: (metric.update(1.0), step.loss(batch))[1])),
         "none": error_of(lambda: step(rows, lambda batch: (torch.zeros(()), None))),
     }
+    curve = BinaryAUROC()
+
+    def curved(batch: Any, step: Step = Step(made, model, curve=curve)) -> Any:
+        loss = step.loss(batch)
+        curve.update(torch.rand(4), torch.tensor([0, 1, 0, 1]))
+        return loss
+
+    found["errors"]["rows"] = error_of(lambda: Step(made, model, curve=curve)(rows, curved))
     found["errors"]["native"] = error_of(lambda: mean_loss(model.train(), {"x": rows, "y": rows}).backward())
     made, model = built(rank, Noisy, schedule="1f1b", microbatches=4)
     found["errors"]["input"] = error_of(
@@ -280,6 +331,14 @@ def others(rank: int) -> Any:
     for name, kind, schedule in (("order", Backwards, "1f1b"), ("frozen", Frozen, "zero_bubble")):
         made, model = built(rank, kind, schedule=schedule, microbatches=4)
         found["errors"][name] = error_of(lambda step=Step(made, model): step(rows))  # type: ignore[misc]
+    for schedule in ("1f1b", "interleaved", "zero_bubble"):
+        made, model = built(rank, Deep, schedule=schedule, microbatches=4)
+        step = Step(made, model)
+
+        def twice(batch: Any, step: Step = step) -> Any:
+            return step.loss(batch)[0] + step.loss(batch)[0], None
+
+        found["errors"][f"twice {schedule}"] = error_of(lambda step=step, twice=twice: step(rows, twice))  # type: ignore[misc]
     found["errors"]["few"] = error_of(lambda: built(rank, Deep, schedule="interleaved", chunks=5))
     return found
 
@@ -426,7 +485,7 @@ def on_four(rank: int) -> Any:
 
 @pytest.fixture(scope="module")
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    works: dict[str, groups.Work] = {"on_two": on_two, "others": others, "corners": corners}
+    works: dict[str, groups.Work] = {"on_two": on_two, "in_half": in_half, "others": others, "corners": corners}
     works |= {"sent": sent, "on_four": on_four}
     preload = ["ray.train.torch", "torch.distributed.pipelining", "mlx_runtime.companions.fragments.schedules"]
     return groups.on_workers(
@@ -456,6 +515,14 @@ def test_schedules_train_like_one_process(on_workers: dict[str, list[Any]]) -> N
         assert loss == pytest.approx(wanted, abs=10 * tolerance)
         assert loss == second[kind, name][1]
     assert not close(first["zero_bubble", "bf16"][0], cases["sgd"][0][0], 1e-7)  # it was rounded
+
+
+def test_scaled_gradients_are_those_of_one_process(on_workers: dict[str, list[Any]]) -> None:
+    """In fp16, all stages skip the step that overflows."""
+    wanted, (first, second) = alone_in_half(pipelines.tokens(8)), on_workers["in_half"]
+    for kind, (found, scale) in first.items():
+        assert close(found, wanted, 1e-2), kind
+        assert scale == second[kind][1] == 2.0**12
 
 
 def test_gradients_are_averaged_over_pipelines_and_steps(on_workers: dict[str, list[Any]]) -> None:
@@ -501,6 +568,18 @@ def test_what_a_schedule_cannot_train_is_refused(on_workers: dict[str, list[Any]
         assert "goes back from stage 1 to stage 0" in errors["order"]
         assert "models.net cannot be cut into 10 stages: it has 8 blocks" in errors["few"]
         assert errors["frozen"].startswith("no input of stage 1 of models.net needs gradients")
+
+
+def test_errors_of_the_loss_end_all_stages(on_workers: dict[str, list[Any]]) -> None:
+    """Only the last one knows them; the others would wait for the next gradient."""
+    for found in on_workers["others"]:
+        errors = found["errors"]
+        assert errors["rows"].startswith("self.loss updates curve, which keeps every row")
+        for schedule in ("1f1b", "interleaved", "zero_bubble"):
+            assert errors[f"twice {schedule}"] == (
+                f"self.loss(batch) calls models.net after models.net; with cfg.fragments.schedule={schedule}, it calls "
+                "one model once: set it to gpipe"
+            )
 
 
 def test_all_gradients_are_found(on_workers: dict[str, list[Any]]) -> None:
@@ -587,14 +666,14 @@ def test_batches_are_split_with_their_lists() -> None:
 
 
 def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> None:
-    """In bf16, with updates of two steps, a clipped norm, and metrics of the last stage.
+    """In fp16, with updates of two steps, a clipped norm, and metrics of the last stage.
 
     With gpipe, it sends as much as a plan predicts, and outputs.
     """
     folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
     shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
     bind(mlx, folder)
-    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=bf16", "cfg.debug.limit_batches=8")
+    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=fp16", "cfg.debug.limit_batches=8")
     schedule = ("cfg.fragments.schedule=zero_bubble", "cfg.checkpoint_every_steps=2")
     for words in (
         ("cfg.name=straight", "cfg.max_steps=4", *schedule),
@@ -611,7 +690,7 @@ def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> Non
     assert all(float((gpipe[name] - item).abs().mean()) < 3e-3 for name, item in straight.items())
     losses = [run.record["metrics"]["train/loss"] for run in runs]
     assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2], abs=1e-2)
-    done = mlx(folder, "train", "clusterize", "cfg.precision=bf16")
+    done = mlx(folder, "train", "clusterize", "cfg.precision=fp16")
     assert done.returncode == 0, done.stdout + done.stderr
     costs = json.loads((folder / "src" / "fragments.json").read_text())["costs"]
     last_of_first_stage = costs[2]
