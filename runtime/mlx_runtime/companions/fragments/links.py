@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
-from mlx_runtime.companions.fragments.wire import Feedback, Wire
+from mlx_runtime.companions.fragments.wire import Feedback, Wire, raw
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
 
@@ -45,24 +45,15 @@ class Links:
         self.syncs = True  # average gradients over replicas in the next backward passes
         self.sent = 0  # bytes to other stages of this pipeline, for training
         self.peers: dict[Ranks, Any] = {}  # process groups of the workers that hold the same tensors
-        self.pipeline: Any = dist.group.WORLD if self.replicas == 1 else self._new_group()
-        self._back = self._new_group()
+        self.ahead = topology.device.type != "cuda"  # NCCL runs a group's messages in their order, with all workers
+        self.pipeline: Any = dist.group.WORLD
+        if self.replicas > 1:
+            self.pipeline, _ = dist.new_subgroups_by_enumeration(self.pipelines)  # type: ignore[no-untyped-call]
         self._sending: list[Any] = []
         self._early: defaultdict[int, deque[Any]] = defaultdict(deque)  # begun to be received, by stage
 
     def __deepcopy__(self, memo: Any) -> "Links":
         return self
-
-    def _new_group(self) -> Any:
-        return dist.new_subgroups_by_enumeration(self.pipelines)[0]  # type: ignore[no-untyped-call]
-
-    def _way(self, source: int, target: int) -> Any:
-        """Return the process group of messages from one stage to another.
-
-        NCCL runs the messages of two workers in a group one after the other. So those in the other direction, which
-        would wait for a tensor that is expected early, have a group of their own.
-        """
-        return self.pipeline if source < target else self._back
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage in this pipeline."""
@@ -70,14 +61,15 @@ class Links:
 
     def send(self, value: torch.Tensor, stage: int, feedback: Feedback | None = None, point: Hashable = None) -> None:
         """Send a tensor in the background. `feedback` and `point` are those of `Wire.pack`."""
+        self.check(value)
         packed = self.wire.pack(value.detach(), feedback, point)
         self.sent += packed.nbytes
-        self._sending.append((dist.isend(packed, self.rank_of(stage), self._way(self.stage, stage)), packed))
+        self._sending.append((dist.isend(raw(packed), self.rank_of(stage)), packed))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
         early = self._early[stage]
         if not early:
-            self.expect((tuple(shape), dtype, stage))
+            self._begin((tuple(shape), dtype, stage))
         work, received, expected = early.popleft()
         if expected != (tuple(shape), dtype, stage):
             raise MlxError(
@@ -89,10 +81,13 @@ class Links:
 
     def expect(self, *messages: Message) -> None:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
-        for shape, dtype, stage in messages:
-            received = self.wire.empty(shape, dtype, self.device)
-            work = dist.irecv(received, self.rank_of(stage), self._way(stage, self.stage))
-            self._early[stage].append((work, received, (shape, dtype, stage)))
+        for message in messages if self.ahead else ():
+            self._begin(message)
+
+    def _begin(self, message: Message) -> None:
+        shape, dtype, stage = message
+        received = self.wire.empty(shape, dtype, self.device)
+        self._early[stage].append((dist.irecv(raw(received), self.rank_of(stage)), received, message))
 
     def wait(self) -> None:
         """Wait until everything is sent."""
@@ -100,9 +95,18 @@ class Links:
         for work, _ in sending:
             work.wait()
 
+    def check(self, value: torch.Tensor) -> None:
+        """Raise MlxError for a tensor on another device than that of this worker."""
+        if value.device.type != self.device.type:
+            raise MlxError(
+                f"a tensor {tuple(value.shape)} that one stage of a model sends to another is on {value.device.type}, "
+                f"not on {self.device.type}; create it with device=x.device, where x is an input of the block"
+            )
+
     def broadcast(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Fill a contiguous tensor with its value at a stage. Every worker must call this."""
-        dist.broadcast(value, self.rank_of(stage), group=self.pipeline)
+        self.check(value)
+        dist.broadcast(raw(value), self.rank_of(stage), group=self.pipeline)
         self.sent += value.nbytes * (self.stages - 1) if stage == self.stage else 0
         return value
 
@@ -125,7 +129,7 @@ class Links:
     def broadcast_to_peers(self, value: torch.Tensor, ranks: Ranks) -> None:
         """Fill a tensor with its value in the first pipeline. All workers with these ranks must call this."""
         whole = value.contiguous()
-        dist.broadcast(whole, ranks[0], group=self.peers[ranks])
+        dist.broadcast(raw(whole), ranks[0], group=self.peers[ranks])
         value.copy_(whole)
 
     def average_gradients(self, groups: Sequence[tuple[Ranks, Sequence[torch.Tensor]]]) -> None:

@@ -461,6 +461,8 @@ class _Passes:
             self._results[at] = tree_unflatten(values, structure)
             return tuple(item.value for item in tensors)
         types = ((known[number], links.wire.type_of(known[number].dtype)) for number in self._across[stage])
+        for number in self._across[stage]:
+            links.check(known[number])
         sent = [_own(value, kind) for value, kind in types]
         links.sent += sum(item.nbytes for item in sent)
         return tuple(map(leaving, sent))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
+from mlx_runtime.companions.fragments.wire import raw
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.errors import ConfigError
@@ -230,13 +231,13 @@ class Pipeline:
             holders = holding.of(name)
             if topology.writes:
                 value = values.pop(name).to(topology.device).contiguous()
-                for work in [dist.isend(value, rank) for rank in holders if rank]:
+                for work in [dist.isend(raw(value), rank) for rank in holders if rank]:
                     work.wait()  # type: ignore[union-attr]
                 if 0 in holders:
                     tensor.detach().copy_(value)
             elif topology.rank in holders:
                 received = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
-                dist.recv(received, 0)
+                dist.recv(raw(received), 0)
                 tensor.detach().copy_(received)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
@@ -283,7 +284,7 @@ class Pipeline:
         facts = gather([(path, tuple(item.shape), str(item.dtype)) for path, item in tensors.items()])
         if plain is None or facts is None:
             for item in tensors.values():
-                dist.send(item.detach().to(topology.device).contiguous(), 0)
+                dist.send(raw(item.detach().to(topology.device).contiguous()), 0)
             return states
         for rank in sorted({*topology.replicas[0]} - {0}):
             for path, value in plain[rank]:
@@ -291,7 +292,7 @@ class Pipeline:
             for path, shape, dtype in facts[rank]:
                 kind = getattr(torch, dtype.removeprefix("torch."))
                 received = torch.empty(shape, dtype=kind, device=topology.device)
-                dist.recv(received, rank)
+                dist.recv(raw(received), rank)
                 _insert(states, path, received.cpu())
         for optimizer in states.get("optimizers", {}).values():
             if isinstance(optimizer.get("state"), dict):

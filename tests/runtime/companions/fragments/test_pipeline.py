@@ -27,6 +27,7 @@ import mlx_runtime
 from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.averaging import saved_tensors
 from mlx_runtime.companions.fragments.cutting import balanced
+from mlx_runtime.companions.fragments.links import Links
 from mlx_runtime.companions.fragments.planfile import read
 from mlx_runtime.companions.fragments.replicas import Averages
 from mlx_runtime.distributed import Topology, data_parallel_group
@@ -53,13 +54,9 @@ def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
     preload = ["ray.train.torch", "mlx_runtime.companions.fragments.pipelined"]
-    return groups.on_workers(
-        WORKS,
-        folder,
-        4,
-        preload,
-        {name: 2 for name in WORKS if name not in ("in_replicas", "branches", "planned", "averaged_apart")},
-    )
+    on_four = ("in_replicas", "branches", "planned", "averaged_apart")
+    sizes = {name: 2 for name in WORKS if name not in on_four} | {"queued": 3}
+    return groups.on_workers(WORKS, folder, 4, preload, sizes)
 
 
 class Block(nn.Module):
@@ -477,31 +474,49 @@ def others(rank: int) -> Any:
     return {"filled": filled, "input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
 
 
+class Skipping(nn.Module):
+    """Six blocks, of which the last also reads what the first returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:-1]:
+            x = block(x)
+        return self.blocks[-1](x + first)  # type: ignore[no-any-return]
+
+
 @work
-def directions(rank: int) -> Any:
-    """Messages of this worker while a model is evaluated that passes each worker twice: (group, peer) by kind."""
-    made = strategy(rank, microbatches=2, schedule="interleaved")
-    model = made.build(node(Transformer)).net.eval()
-    seen: dict[str, set[tuple[int, int]]] = {"isend": set(), "irecv": set()}
-    kept = {name: getattr(dist, name) for name in seen}
+def queued(rank: int) -> Any:
+    """Messages that a worker sends and receives, in their order, as (kind, peer): of a pass twice, by `Links.ahead`."""
+    found = {}
+    for ahead in (True, False):
+        made = strategy(rank, microbatches=2, schedule="interleaved")
+        model = made.build(node(Skipping)).net.eval()
+        next(item for item in vars(made).values() if isinstance(item, Links)).ahead = ahead
+        begun: list[tuple[str, int]] = []
+        kept = {name: getattr(dist, name) for name in ("isend", "irecv")}
 
-    def noting(name: str) -> Any:
-        def call(tensor: torch.Tensor, peer: int, group: Any = None, **options: Any) -> Any:
-            seen[name].add((id(group), peer))
-            return kept[name](tensor, peer, group, **options)
+        def noting(name: str, begun: Any = begun, kept: Any = kept) -> Any:
+            def call(tensor: torch.Tensor, peer: int) -> Any:
+                begun.append((name, peer))
+                return kept[name](tensor, peer)
 
-        return call
+            return call
 
-    for name in seen:
-        setattr(dist, name, noting(name))
-    try:
-        with torch.no_grad():
-            for _ in range(2):
-                model(tokens(4))
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
-    return seen
+        for name in kept:
+            setattr(dist, name, noting(name))
+        try:
+            with torch.no_grad():
+                for _ in range(2):
+                    model(torch.ones(4, 4))
+        finally:
+            for name, function in kept.items():
+                setattr(dist, name, function)
+        found[ahead] = begun
+    return found
 
 
 LINEAR = {"in_features": 2, "out_features": 2}
@@ -527,12 +542,30 @@ def test_stages_train_like_one_process(on_workers: dict[str, list[Any]]) -> None
     assert found["lines"] == ("net: pipeline of 2 stages with 2 + 3 blocks; 624 bytes + 432 bytes",)
 
 
-def test_no_message_waits_for_one_in_the_other_direction(on_workers: dict[str, list[Any]]) -> None:
-    """NCCL runs the messages between two workers in a process group in their order."""
-    for seen in on_workers["directions"]:
-        assert seen["isend"]
-        assert seen["irecv"]
-        assert not seen["isend"] & seen["irecv"]
+def drains(queues: list[list[tuple[str, int]]]) -> bool:
+    """Return True if all messages arrive when each worker handles one at a time, in its order, as with NCCL."""
+    left = [list(queue) for queue in queues]
+    while ready := [(rank, queue[0][1]) for rank, queue in enumerate(left) if queue and queue[0][0] == "isend"]:
+        arriving = [(rank, peer) for rank, peer in ready if left[peer][:1] == [("irecv", rank)]]
+        if not arriving:
+            return False
+        for rank, peer in arriving:
+            del left[rank][0], left[peer][0]
+    return not any(left)
+
+
+def test_no_message_waits_for_a_later_one(on_workers: dict[str, list[Any]]) -> None:
+    """Each of three workers is passed twice, and a tensor skips one. Receiving ahead needs messages out of order."""
+    queues = {ahead: [found[ahead] for found in on_workers["queued"]] for ahead in (True, False)}
+    assert all(queues[False])
+    assert drains(queues[False])
+    assert not drains(queues[True])
+
+
+def test_a_tensor_on_another_device_is_refused() -> None:
+    links = Links(Topology(0, 2, torch.device("meta"), 0, replica_ranks=((0, 1),)))
+    with pytest.raises(MlxError, match="is on cpu, not on meta; create it with device=x.device"):
+        links.send(torch.ones(2), 1)
 
 
 def test_each_stage_holds_its_part_and_states_are_whole(on_workers: dict[str, list[Any]]) -> None:
