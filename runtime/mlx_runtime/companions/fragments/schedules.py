@@ -293,7 +293,7 @@ class _Passes:
         ]
         if schedule.kind == "zero_bubble":
             self._check_gradients(call)
-        from torch.distributed import pipelining
+        from torch.distributed import get_group_rank, pipelining
 
         stages: list[Any] = []
         for stage in range(links.stage, count, links.stages):
@@ -303,6 +303,8 @@ class _Passes:
             stages.append(
                 pipelining.PipelineStage(module, stage, count, links.device, entering, leaving, group=links.pipeline)
             )
+        for item in stages:
+            item.group_rank = links.stage  # torch plans for stages in the order of ranks
         options: dict[str, Any] = {"loss_fn": self._loss_of, "scale_grads": False}
         if schedule.kind == "1f1b":
             self._torch: Any = pipelining.Schedule1F1B(stages[0], schedule.microbatches, **options)
@@ -310,6 +312,10 @@ class _Passes:
             self._torch = pipelining.ScheduleInterleaved1F1B(stages, schedule.microbatches, **options)
         else:
             self._torch = pipelining.ScheduleInterleavedZeroBubble(stages, schedule.microbatches, **options)
+        ranks = [get_group_rank(links.pipeline, links.rank_of(stage)) for stage in range(links.stages)]
+        for item in stages:  # the order of a plan may be another one
+            item.group_rank = ranks[links.stage]
+            item.stage_index_to_group_rank = {stage: ranks[stage % links.stages] for stage in range(count)}
 
     def release(self) -> None:
         """Let go of the buffers, which refer back to this."""

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import random
 import re
 import shutil
@@ -408,6 +409,17 @@ def corners(rank: int) -> Any:
         (plan := Path(folder, "plan.json")).write_text(json.dumps(content))
         settings = {"schedule": "1f1b", "microbatches": 1, "plan": str(plan)}
         found["planned"] = error_of(lambda: built(rank, Flagged, **settings))
+        placed = [{"node": "b", "first": 0, "last": 0}, {"node": "a", "first": 1, "last": 1}]
+        plan.write_text(json.dumps({**content, "clusters": [{"stages": placed}]}))
+        os.environ["MLX_NODE"] = "ab"[rank]
+        for kind in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
+            made, model = built(rank, Flagged, schedule=kind, microbatches=2, plan=str(plan), chunks=1)
+            if kind == "gpipe":
+                model(inputs).square().mean().backward()
+            else:
+                squared_step(made, lambda batch, net=model: (net(batch["x"]).square().mean(), None), inputs)
+            found[f"placed {kind}"] = made.topology.replicas, gradients(model)
+        del os.environ["MLX_NODE"]
     made, model = built(rank, Wrong, schedule="1f1b", microbatches=4)
     try:
         squared_step(made, lambda batch: (model(batch["x"]).square().mean(), None), inputs)
@@ -610,6 +622,15 @@ def test_arguments_that_are_not_tensors_count(on_workers: dict[str, list[Any]]) 
 def test_microbatches_are_checked_with_a_plan(on_workers: dict[str, list[Any]]) -> None:
     for found in on_workers["corners"]:
         assert found["planned"].startswith("cfg.fragments.schedule=1f1b needs at least as many microbatches as stages")
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero_bubble"])
+def test_the_first_stage_may_be_on_the_last_worker(on_workers: dict[str, list[Any]], kind: str) -> None:
+    for found in on_workers["corners"]:
+        (replicas, own), (_, expected) = found[f"placed {kind}"], found["placed gpipe"]
+        assert replicas == ((1, 0),)
+        assert len(own) == 2
+        assert close(own, expected, 1e-6)
 
 
 def test_buffers_of_earlier_batches_are_released(on_workers: dict[str, list[Any]]) -> None:
