@@ -142,6 +142,11 @@ class Experiment(BaseModule):
                 self.one_pass(val, epoch, training=False)
             self.save_checkpoint(epoch=epoch)
 
+    def eval_loop(self, dataset_shards: DatasetShards) -> None:
+        self.models.net = prepare_model(self.models.net)
+        _, val = self.generate_loaders(dataset_shards=dataset_shards)
+        self.one_pass(val, self.cfg.start_epoch - 1, training=False)
+
     def one_pass(self, loader: Loader, epoch: int, *, training: bool) -> None:
         self.models.net.train(training)
         self.reset_all_metrics_and_losses()

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
-from mlx_runtime.distributed import Topology, broadcast
+from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
@@ -208,6 +208,8 @@ class Averages:
         if not self._meets:
             mean, sent = self._mean(period, tensors, difference)
             self._adopt(period, tensors, mean)
+            if self._pipeline is not None and (each := gather(sent)) is not None:
+                sent = sum(each[rank] for rank in self._topology.replicas[0])
             self._record({"bytes": sent, "averaged": self._topology.data_parallel_size, "round": period.rounds})
             return
         [compressor] = self._compressors(period, [tensors])

@@ -1,6 +1,5 @@
 """Pipelines: each worker holds consecutive parts of the models, which work on different microbatches."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -61,7 +60,10 @@ class Pipeline:
             return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
         if fragments.stages == 1:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
-        plan = _plan(cfg)
+        try:
+            plan = _plan(cfg)
+        except ConfigError as error:
+            return str(error)
         if plan is not None and cfg.elastic.keep_global_batch:
             return "cfg.elastic.keep_global_batch counts equal pipelines; remove it, or cfg.fragments.plan"
         if plan is not None and cfg.start_workers % plan.workers:
@@ -371,14 +373,11 @@ def _unchanged(model: nn.Module, **_: Any) -> nn.Module:
 
 
 def _plan(cfg: Any) -> Any:
-    """Return the plan of a run, or None if it has none, or if it cannot be read, which workers report."""
+    """Return the plan of a run, or None if it has none, or if it is not here, which workers report."""
     from mlx_runtime.companions.fragments.planfile import read
 
-    if cfg.fragments.plan is None:
-        return None
-    with contextlib.suppress(ConfigError):
-        return read(Path(cfg.fragments.plan))
-    return None
+    path = cfg.fragments.plan
+    return read(Path(path)) if path is not None and Path(path).exists() else None
 
 
 class AbsentTensor(torch.Tensor):

@@ -9,6 +9,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,6 +364,7 @@ def averaged_apart(rank: int) -> Any:
         whole: Any = None
         own: dict[str, Any] = {}
         notices: list[str] = []
+        numbers: list[dict[str, float]] = []
         for clusters, updates in parts:
             file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
             write_plan(file, clusters)
@@ -373,7 +375,7 @@ def averaged_apart(rank: int) -> Any:
             model.embed.requires_grad_(False)
             model.positions.requires_grad_(False)
             optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
-            averages = Averages(session(made, model, optimizer, notices.append), None)
+            averages = Averages(session(made, model, optimizer, notices.append, numbers.append), None)
             if whole is not None:
                 model.load_state_dict(whole["models"]["net"])
                 averages.common.load_state_dict(whole["own"]["common"])
@@ -393,16 +395,22 @@ def averaged_apart(rank: int) -> Any:
             [whole] = states
         held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
         found[change] = {"held": held, "net": whole["models"]["net"], **whole["own"]["common"]["sgd"]}
-        found[change]["notices"] = notices
+        found[change] |= {"notices": notices, "bytes": [item["replicas/bytes"] for item in numbers]}
     return found
 
 
-def session(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer, notice: Callable[[str], None]) -> Any:
+def session(
+    made: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    notice: Callable[[str], None],
+    record: Callable[[dict[str, float]], None],
+) -> Any:
     """Return the parts of a session that averages need."""
     members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", replicas=APART)
     context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
-    reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda *_: None)
+    reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda values, *_: record(values))
     progress = SimpleNamespace(global_step=1, epoch=0)
     metrics = SimpleNamespace(receive=lambda: None)
     optimization = SimpleNamespace(strategy=made)
@@ -645,6 +653,8 @@ def test_replicas_are_equal_after_averages_of_pipelines_that_were_cut_differentl
             assert all(torch.equal(net[title], item) for title, item in rank[change]["held"].items())
     in_a_period, never, at_an_average = found[0].values()
     assert [line.partition(" with ")[0] for line in in_a_period["notices"]] == ["replicas  continue"]
+    trained = sum(item.nbytes for item in Transformer().blocks.state_dict().values())
+    assert on_workers["averaged_apart"][0]["never"]["bytes"] == 2 * [trained + 2 * 25 * 4]  # both stages have the mask
     assert (in_a_period["rounds"], never["rounds"], at_an_average["rounds"]) == (1, 2, 2)
     assert at_an_average["notices"] == []
     trained = [name for name, _ in Transformer().named_parameters() if not name.startswith(("embed", "positions"))]
@@ -746,6 +756,7 @@ def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(ConfigError, match=re.escape(text)):
             read(plan)
+        assert text in problems(replace(cfg, fragments=Fragments(plan=str(plan))))[0]  # before machines join
     write_plan(plan, PLANS["other cuts"])
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=6, fragments=Fragments(plan=str(plan)))
     assert "is for 4 workers, and cfg.start_workers is 6; set it to 4" in problems(cfg)[0]
