@@ -11,11 +11,11 @@ import torch
 
 def set_seed(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch, on all devices. Runs do so with `cfg.seed`."""
-    _seed_on_cpu(seed)
+    seed_on_cpu(seed)
     torch.manual_seed(seed)
 
 
-def _seed_on_cpu(seed: int) -> None:
+def seed_on_cpu(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -51,7 +51,7 @@ def temporary_seed(seed: int) -> Iterator[None]:
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     if on_gpus is not None:
         torch.cuda.manual_seed_all(seed)
-    _seed_on_cpu(seed)
+    seed_on_cpu(seed)
     try:
         yield
     finally:

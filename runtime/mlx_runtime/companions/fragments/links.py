@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
-from mlx_runtime.companions.fragments.wire import Feedback, Wire, raw
+from mlx_runtime.companions.fragments.wire import Feedback, Wire
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
+from mlx_runtime.training.strategies import raw
 
 Ranks = tuple[int, ...]
 
@@ -69,7 +70,7 @@ class Links:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
         early = self._early[stage]
         if not early:
-            self._begin((tuple(shape), dtype, stage))
+            self._post((tuple(shape), dtype, stage))
         work, received, expected = early.popleft()
         if expected != (tuple(shape), dtype, stage):
             raise MlxError(
@@ -82,9 +83,9 @@ class Links:
     def expect(self, *messages: Message) -> None:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
         for message in messages if self.ahead else ():
-            self._begin(message)
+            self._post(message)
 
-    def _begin(self, message: Message) -> None:
+    def _post(self, message: Message) -> None:
         shape, dtype, stage = message
         received = self.wire.empty(shape, dtype, self.device)
         self._early[stage].append((dist.irecv(raw(received), self.rank_of(stage)), received, message))

@@ -24,7 +24,7 @@ from mlx_runtime.companions.fragments.tensors import (
     check_traceable,
 )
 from mlx_runtime.data import mix_seeds
-from mlx_runtime.distributed.randomness import temporary_seed
+from mlx_runtime.distributed.randomness import seed_on_cpu, temporary_seed
 from mlx_runtime.errors import MlxError
 
 KEPT = 100
@@ -332,9 +332,7 @@ def spare_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
     _generators.set_bit_generator(np.random.MT19937(0))
 
     def seed(number: int) -> None:
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.default_generator.manual_seed(number)
+        seed_on_cpu(number)
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(number)

@@ -28,6 +28,7 @@ from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage import storage_root
+from mlx_runtime.training.strategies import raw
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.fragments.meeting import Meeting
@@ -465,7 +466,7 @@ def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tu
         torch.distributed.all_reduce(total, group=group)
         return total / size, sent
     shapes = {name: (item.shape, item.dtype, item.nbytes) for name, item in payload.items()}
-    packed = torch.cat([item.contiguous().reshape(-1).view(torch.uint8) for item in payload.values()])
+    packed = torch.cat([raw(item.contiguous()) for item in payload.values()])
     received = [torch.empty_like(packed) for _ in range(size)]
     torch.distributed.all_gather(received, packed, group=group)
     total = torch.zeros_like(difference)

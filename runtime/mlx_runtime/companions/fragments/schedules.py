@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -229,7 +228,7 @@ class Schedule:
         """Return the outcome of the last stage, on every worker, which gets the states of metrics from there, too.
 
         Raises:
-            MlxError: self.loss has failed there; on all workers, because the others would wait for ever.
+            MlxError: self.loss failed on the last stage. It is raised on all workers, which would otherwise hang.
         """
         links, last = self.links, self.links.stages - 1
         facts, message = torch.zeros(4, dtype=torch.float64), b""  # loss, its weight, correction, bytes that follow
@@ -466,10 +465,10 @@ class _Passes:
             values = [leaving(item.value) if isinstance(item, StageTensor) else item for item in outputs]
             self._results[at] = tree_unflatten(values, structure)
             return tuple(item.value for item in tensors)
-        types = ((known[number], links.wire.type_of(known[number].dtype)) for number in self._across[stage])
-        for number in self._across[stage]:
-            links.check(known[number])
-        sent = [_own(value, kind) for value, kind in types]
+        crossing = [known[number] for number in self._across[stage]]
+        for value in crossing:
+            links.check(value)
+        sent = [_own(value, links.wire.type_of(value.dtype)) for value in crossing]
         links.sent += sum(item.nbytes for item in sent)
         return tuple(map(leaving, sent))
 
@@ -551,8 +550,7 @@ def _example(spec: Spec) -> torch.Tensor:
 
 
 def _seeds(seed: int, kind: int, count: int) -> list[int]:
-    numbers = np.random.SeedSequence((seed, kind)).generate_state(count, np.uint64) >> 1
-    return [int(item) for item in numbers]
+    return [mix_seeds(seed, kind, at) for at in range(count)]
 
 
 def _is_of_torch(error: BaseException) -> bool:

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
-from mlx_runtime.companions.fragments.wire import raw
 from mlx_runtime.distributed import Topology, broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.errors import ConfigError
@@ -34,6 +33,7 @@ from mlx_runtime.training.strategies import (
     own_strategies,
     place,
     problems,
+    raw,
     recompute_blocks,
     select_modules,
 )

@@ -10,11 +10,6 @@ Feedback = dict[Hashable, torch.Tensor]
 """Rounding errors of the last tensor that was sent from each point of a pass, which are added to the next one."""
 
 
-def raw(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, because NCCL has fewer types than torch."""
-    return value.detach().view(-1).view(torch.uint8)
-
-
 class Wire:
     """Packs tensors and unpacks them again.
 

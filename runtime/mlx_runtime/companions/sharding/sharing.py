@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mlx_runtime.distributed import Topology, broadcast
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import MlxError
+from mlx_runtime.training.strategies import raw
 
 Contents = dict[str, dict[str, torch.Tensor]]
 """Parameters and buffers, by model and by name."""
@@ -76,7 +77,7 @@ def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) 
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
         if full.numel():
-            torch.distributed.broadcast(full.view(-1).view(torch.uint8), src=0)
+            torch.distributed.broadcast(raw(full), src=0)
         _fill(tensor.detach(), full)
 
 

@@ -12,7 +12,7 @@ STRATEGIES = {
 
 __all__, __getattr__ = door(
     __name__,
-    aliasing="alias",
+    aliasing="alias raw",
     base="Strategy StrategyClass",
     blocks="blocks_of repeated_blocks select_modules without_shared",
     building="allocate build_models check_values deferred_models initialize place",

@@ -1,5 +1,6 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.training.strategies.aliasing import alias as alias
+from mlx_runtime.training.strategies.aliasing import raw as raw
 from mlx_runtime.training.strategies.base import Strategy as Strategy
 from mlx_runtime.training.strategies.base import StrategyClass as StrategyClass
 from mlx_runtime.training.strategies.blocks import blocks_of as blocks_of

@@ -1,4 +1,4 @@
-"""Tensors that share the memory of others, but are neither their views nor leaves."""
+"""Tensors that share the memory of others."""
 
 from typing import Any
 
@@ -16,4 +16,12 @@ class _Alias(torch.autograd.Function):
 
 
 alias: Any = _Alias.apply
-"""Returns a tensor with the memory and the gradient of another one, which may be changed in place."""
+"""Returns a tensor with the memory and the gradient of another one, which may be changed in place.
+
+It is neither a view nor a leaf.
+"""
+
+
+def raw(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, because NCCL has fewer types than torch."""
+    return value.detach().view(-1).view(torch.uint8)
