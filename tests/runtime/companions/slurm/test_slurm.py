@@ -71,7 +71,7 @@ def test_a_run_continues_exactly_after_the_time_limit(
     wait(lambda: record_of(digits).get("best"))
     ask("scancel", "--batch", "--signal=USR1", job["id"])
     wait(lambda: record_of(digits)["status"] == "PENDING")
-    wait(lambda: "PENDING" in ask("squeue", "--noheader", "--format=%T"))
+    wait(lambda: "BeginTime" in ask("squeue", "--noheader", "--format=%r"))
     listed = mlx(digits, "xp", "ls", **cluster).stdout
     assert "PENDING (BeginTime)" in listed
     shown += ["$ mlx xp ls", *listed.splitlines()]
@@ -122,6 +122,7 @@ def test_jobs_that_are_refused_wait_or_are_cancelled(
 
     done = launch("--sbatch=--begin=now+1hour --comment=later")
     assert done.returncode == 0, done.stderr
+    wait(lambda: ask("squeue", "--noheader", "--format=%r") == "BeginTime\n")  # Slurm names it when it first schedules
     assert statuses() == {"run_001": "PENDING BeginTime"}
     done = mlx(digits, "xp", "stop", "digits", "1", **cluster)
     assert done.stdout == "digits run_001 was STOPPED before it began\n", done.stderr
