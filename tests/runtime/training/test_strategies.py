@@ -253,6 +253,8 @@ def test_without_workers_models_are_not_sharded() -> None:
     strategy = strategy_of(TrainConfig(strategy="fsdp"), ALONE, TREE["models"])
     assert isinstance(strategy, DDP)
     assert strategy.notice == "without workers, models are whole: fsdp has no effect"
+    cfg = TrainConfig(fragments=Fragments(schedule="1f1b"))
+    assert strategy_of(cfg, ALONE, None).notice == "cfg.fragments has no effect without cfg.strategy=pipeline"
 
 
 @pytest.mark.parametrize(("stages", "pipelines"), [(None, 1), (2, 2)])

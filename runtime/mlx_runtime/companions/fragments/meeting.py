@@ -47,6 +47,9 @@ SNAPSHOT_EVERY = 8
 OUTAGE_S = 600.0
 """Maximum time that the storage may not answer, in seconds."""
 
+MISTAKES = (FileNotFoundError, NotADirectoryError, FileExistsError, PermissionError)
+"""Errors of a new replica that waiting does not help: its folder cannot be created."""
+
 DOCUMENT_BYTES = 1 << 20
 """Maximum size of a JSON file, for a few thousand replicas."""
 
@@ -150,7 +153,13 @@ class Meeting:
         self._facts["model"] = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
         self.common, self.momentum, self.rounds = common, momentum, rounds
         before = self._digest(), rounds
-        self._patiently(self._agree)
+        try:
+            self._patiently(self._agree, at_once=MISTAKES)
+        except MISTAKES as error:
+            raise ConfigError(
+                f"cannot meet at {self._storage.root}: {short_message(error)}; set cfg.replicas.meet to a folder that "
+                "all machines can write to, or to a URI like s3://bucket/m"
+            ) from error
         self._announce()
         self.stack.callback(self._leave)
         self.stack.enter_context(heartbeat(self._announce, min(HEARTBEAT_S, self._timeout_s / 4)))
@@ -495,22 +504,31 @@ class Meeting:
         except OSError as error:
             if self._outage_since is None:
                 self._outage_since = time.monotonic()
-                self._notice(f"replicas  {self._storage.root} does not answer; trying again")
+                self._complain(error)
             if time.monotonic() - self._outage_since > OUTAGE_S:
                 raise StorageError(f"cannot meet at {self._storage.root}: {short_message(error)}") from error
             return None
         self._outage_since = None
         return result
 
-    def _patiently(self, action: Callable[[], T]) -> T:
-        """Return the result of an action that may be repeated, also after an outage of the storage."""
+    def _complain(self, error: OSError) -> None:
+        reason = short_message(error)
+        self._notice(f"replicas  {self._storage.root} does not answer ({reason}); trying for {OUTAGE_S / 60:.0f} min")
+
+    def _patiently(self, action: Callable[[], T], at_once: tuple[type[OSError], ...] = ()) -> T:
+        """Return the result of an action that may be repeated, also after an outage of the storage.
+
+        Errors of the types `at_once` are raised.
+        """
         deadline = time.monotonic() + OUTAGE_S
         while True:
             try:
                 return action()
             except OSError as error:
+                if isinstance(error, at_once):
+                    raise
                 if time.monotonic() > deadline or self._stop_asked():
                     raise StorageError(f"cannot meet at {self._storage.root}: {short_message(error)}") from error
-                self._notice(f"replicas  {self._storage.root} does not answer; trying again")
+                self._complain(error)
                 self._beat()
                 time.sleep(5.0)

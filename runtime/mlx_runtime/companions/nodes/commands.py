@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from mlx_runtime.cli import options
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.settings import prepare_fork
 
 KEY = "MLX_JOIN_KEY"
@@ -41,7 +41,9 @@ def train_join(where: str, name: str | None, key_file: str | None, wait_s: float
         if not first.port:
             raise UsageError(f"{where} has no port for {first.name}, where others join; write its IP as HOST:PORT")
         address = str(first.host), first.port
-        if name in nodes and _is_here(str(nodes[name].host)):
+        if name is not None and name not in nodes:
+            raise UsageError(f"{where} has no machine {name!r:.60}.{suggest(name, nodes)}")
+        if name is not None and _is_here(str(nodes[name].host)):
             source = nodes[name].host
     else:
         try:
@@ -49,6 +51,8 @@ def train_join(where: str, name: str | None, key_file: str | None, wait_s: float
         except ValueError as error:
             raise UsageError(str(error)) from None
     key = _key(key_file)
+    if len(key.encode()) < roster.KEY_BYTES:
+        raise UsageError(f"the key has {len(key)} characters; those of runs have at least {roster.KEY_BYTES}")
     prepare_fork()
     from mlx_runtime.companions.nodes import agent  # here: it imports torch, which a prompt need not wait for
 

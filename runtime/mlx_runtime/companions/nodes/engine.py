@@ -18,7 +18,7 @@ from typing import Any
 
 from mlx_runtime.companions import is_remote
 from mlx_runtime.companions.nodes.rendezvous import RESTORED, Member, Message, Rendezvous
-from mlx_runtime.companions.nodes.roster import Node, nodes_of
+from mlx_runtime.companions.nodes.roster import KEY_BYTES, Node, nodes_of
 from mlx_runtime.companions.nodes.store import NetworkStore, Values
 from mlx_runtime.errors import ConfigError, MlxError, WorkerLostError
 from mlx_runtime.events import Notice
@@ -40,9 +40,6 @@ from mlx_runtime.training.strategies import own_strategies, strategy_class
 
 KEY = "MLX_JOIN_KEY"
 """Environment variable with the key of the run, on all its machines."""
-
-KEY_BYTES = 16
-"""Minimum length of a key that a user chooses."""
 
 CHUNK_BYTES = 1 << 20
 """Size of the messages with the content of files."""

@@ -12,6 +12,9 @@ from typing import Any
 from mlx_runtime.errors import ConfigError, suggest
 from mlx_runtime.storage.documents import NUMBER, TEXT, Kind, from_json, is_name, mapping_of, misfit
 
+KEY_BYTES = 16
+"""Minimum length of the key of a run."""
+
 FILE_BYTES = 1 << 20
 
 _COUNT = Kind("a whole number above 0", lambda value: type(value) is int and 0 < value < 1 << 16)
@@ -84,7 +87,7 @@ def read(file: Path) -> list[Node]:
         if not entries:
             raise ValueError("it lists no machines" if content else f"it has more than {FILE_BYTES} bytes")
     except OSError as error:
-        raise ConfigError(f"cannot read cfg.nodes={file}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {file}, the list of machines: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
     return parse(entries, str(file))

@@ -297,7 +297,8 @@ def serve_update(
 ) -> None:
     """Replace the model NAME by another RUN without failing a request.
 
-    On this machine, RUN can also be the folder of an export.
+    RUN without an experiment is one of the experiment that NAME serves now. On this machine, RUN can also be the folder
+    of an export.
     """
     from mlx_runtime.companions.serving.http import registry
 

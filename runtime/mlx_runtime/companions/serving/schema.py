@@ -220,6 +220,8 @@ def _tensor_of(value: Any) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float64)
     _refuse_others(value)
     array = np.asarray(value)  # faster than torch for nested lists
+    if array.dtype in (object, np.uint64) and all(isinstance(item, int | float | np.uint64) for item in array.flat):
+        raise RowError(" holds integers outside of int64")
     if array.dtype.kind not in "biuf":
         raise TypeError
     return torch.from_numpy(array)

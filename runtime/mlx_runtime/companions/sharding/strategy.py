@@ -89,10 +89,9 @@ class FSDP:
         self._mesh = cache(self._new_mesh)  # one per strategy
         self._offloads = cfg.sharding.offload == "cpu" and topology.device.type != "cpu"
         self._lines: list[str] = []
-        without_effect = cfg.sharding.offload == "cpu" and not self._offloads
-        self.notice = (
-            "cfg.sharding.offload=cpu has no effect: models are on the CPU already" if without_effect else None
-        )
+        self.notice = self._ddp.notice
+        if cfg.sharding.offload == "cpu" and not self._offloads:
+            self.notice = "cfg.sharding.offload=cpu has no effect: models are on the CPU already"
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
     def build(self, node: Mapping[str, Any]) -> Any:

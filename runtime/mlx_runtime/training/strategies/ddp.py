@@ -12,6 +12,7 @@ from mlx_runtime.config import build
 from mlx_runtime.config.constructors import object_at
 from mlx_runtime.distributed import Topology
 from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.sections import Fragments
 
 
 class DDP:
@@ -37,7 +38,8 @@ class DDP:
         return 1
 
     def __init__(self, cfg: Any, topology: Topology, notice: str | None = None) -> None:
-        self.cfg, self.topology, self.notice = cfg, topology, notice
+        unused = "cfg.fragments has no effect without cfg.strategy=pipeline" if cfg.fragments != Fragments() else None
+        self.cfg, self.topology, self.notice = cfg, topology, notice or unused
 
     def build(self, node: Mapping[str, Any]) -> Any:
         deferred: Collection[str] = ()

@@ -48,13 +48,11 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
     """Return the strategy of a run. `node` is the group `models` in conf.yaml, or None without such a group."""
     names = sorted({cfg.strategy, *own_strategies(node, cfg).values()})
     kinds = {name: strategy_class(name) for name in names}
+    others = " and ".join(name for name in names if kinds[name] is not DDP)
     if not torch.distributed.is_initialized():
-        without = [name for name in names if kinds[name] is not DDP]
-        notice = f"without workers, models are whole: {' and '.join(without)} has no effect" if without else None
-        return DDP(cfg, topology, notice)
+        return DDP(cfg, topology, f"without workers, models are whole: {others} has no effect" if others else None)
     kind = next((item for item in kinds.values() if item.shards), kinds[cfg.strategy])
-    size = kind.model_parallel_size(cfg, topology.world_size)
-    topology = replace(topology, model_parallel_size=size)
+    topology = replace(topology, model_parallel_size=kind.model_parallel_size(cfg, topology.world_size))
     if cfg.replicas.every or cfg.replicas.traffic:
         topology = companions.part("fragments.replicas").topology_of(cfg, topology)
     return kind(cfg, topology)

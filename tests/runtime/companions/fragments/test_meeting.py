@@ -133,6 +133,13 @@ def test_a_replica_that_was_given_up_cannot_change_a_round(tmp_path: Path, joine
 
 
 @pytest.mark.process
+def test_a_folder_that_cannot_be_created_is_refused_at_once(tmp_path: Path, joined: Callable[..., Replica]) -> None:
+    (tmp_path / "nodes.json").touch()
+    with pytest.raises(ConfigError, match=r"cannot meet at .*nodes\.json: .*set cfg\.replicas\.meet to a folder"):
+        joined(str(tmp_path / "nodes.json"), A)
+
+
+@pytest.mark.process
 def test_a_replica_can_be_stopped_during_an_outage(tmp_path: Path, joined: Callable[..., Replica]) -> None:
     stops: list[bool] = []
     one = joined(str(tmp_path), A, stop_asked=lambda: bool(stops))

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from conftest import Mlx, Start
 from faults import diary, differences, final_state, reports, run_of, wait_for
 
@@ -28,6 +29,7 @@ from mlx_runtime.companions.fragments import costs, planfile
 from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.companions.nodes import agent, channel, roster
 from mlx_runtime.companions.nodes.channel import Channel, connect
+from mlx_runtime.companions.nodes.commands import train_join
 from mlx_runtime.companions.nodes.engine import largest_group, stores_shards
 from mlx_runtime.companions.nodes.rendezvous import Rendezvous, versions
 from mlx_runtime.companions.nodes.store import NetworkStore, Values
@@ -124,6 +126,24 @@ class TestRoster:
                 roster.nodes_of(cfg)
         else:
             assert [node.slots for node in roster.nodes_of(cfg)] == slots
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("words", "key", "problem"),
+    [
+        (["--name=node_7"], "k" * 16, "nodes.json has no machine 'node_7'. Did you mean 'node_1'?"),
+        (["--name=node_1"], "short", "the key has 5 characters; those of runs have at least 16"),
+    ],
+)
+def test_what_no_run_would_accept_is_refused_at_once(
+    words: list[str], key: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLX_JOIN_KEY", key)
+    Path("nodes.json").write_text(json.dumps({"0": {"IP": "10.0.0.1:29500"}, "1": {"IP": "10.0.0.2"}}))
+    done = CliRunner().invoke(train_join, ["nodes.json", *words])
+    assert str(done.exception) == problem
 
 
 @pytest.mark.pure

@@ -30,7 +30,7 @@ ROW = {"image": [[[0, 1], [2, 3]]], "tokens": [4, 5], "text": "six", "on": True}
         ({"image": np.array([[[0, 1j], [2, 3]]])}, "image is a ndarray; expected float32 (1, 2, 2)"),
         ({"image": np.array([[["0", "1"], ["2", "3"]]], object)}, "image is a ndarray; expected float32 (1, 2, 2)"),
         ({"tokens": [4, 5.5]}, "tokens is float64; expected int64 (any,)"),
-        ({"tokens": [4, 10**30]}, "tokens is a list; expected int64 (any,)"),
+        ({"tokens": [4, 10**30]}, "tokens holds integers outside of int64; expected int64 (any,)"),
         ({"tokens": 4}, "tokens has shape (); expected int64 (any,)"),
         ({"text": 6}, "text is 6; expected a string"),
         ({"on": 1}, "on is int64; expected bool"),
