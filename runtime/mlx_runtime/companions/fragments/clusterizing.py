@@ -21,6 +21,7 @@ from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
 from mlx_runtime.companions.fragments.surveying import survey
 from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, flops_per_s, trace
+from mlx_runtime.companions.fragments.wire import HALVES
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
@@ -41,6 +42,8 @@ def clusterize(
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
+    traffic: str | None = None,
+    sends_outputs: bool = True,
     name: str = "net",
     output: str | Path | None = FILE,
 ) -> Plan:
@@ -61,18 +64,22 @@ def clusterize(
         clusters: number of clusters, which hold the whole model each; None for the most batches per second.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
+        traffic: `cfg.fragments.traffic`, the form in which activations and gradients are sent.
+        sends_outputs: count the outputs that the last stage sends to all others, as with GPipe.
         name: name of the model in `Models`, for the file.
         output: file for the plan; None writes none.
 
     Raises:
         ConfigError: the model does not fit, or cannot be cut; or the nodes are wrong.
-        UsageError: `example_args` is a tensor.
+        UsageError: `example_args` is a tensor, or there is no such `traffic`.
     """
     if isinstance(example_args, torch.Tensor):
         raise UsageError("example_args is a tensor; write a tuple of arguments: example_args=(tensor,)")
+    if traffic not in (None, "int8", *HALVES):
+        raise UsageError(f"traffic is {traffic!r}; write 'bf16', 'fp16' or 'int8', or None for values as they are")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
-    traced = trace(model, example_args, example_kwargs, optimizers)
+    traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic, sends_outputs=sends_outputs)
     found = plan(
         traced.blocks,
         machines,
@@ -81,7 +88,7 @@ def clusterize(
         average_every=average_every,
         all_nodes=all_nodes,
     )
-    show(found, traced, rows_of(example_args, example_kwargs))
+    show(found, traced, rows_of(example_args, example_kwargs), traffic)
     if output is not None:
         write(Path(output), name, found)
     return found
@@ -159,14 +166,13 @@ def rows_of(args: Any, kwargs: Any) -> int:
     return len(tensors[0]) if tensors else 1
 
 
-def show(found: Plan, traced: Trace, rows: int) -> None:
+def show(found: Plan, traced: Trace, rows: int, traffic: str | None = None) -> None:
     """Print the stages of each cluster, and the expected time of a step."""
     lines = []
     for number, stages in enumerate(found.clusters):
-        slowest = max(stages, key=lambda item: item.compute_s + item.transfer_s)
+        slowest = max(stages, key=lambda item: item.busy_s)
         for role, stage in zip(roles(len(stages)), stages, strict=True):
             names = [block.name or "all" for block in found.blocks[stage.first : stage.last + 1]]
-            busy = stage.compute_s + stage.transfer_s
             lines.append(
                 {
                     "cluster": str(number),
@@ -176,16 +182,19 @@ def show(found: Plan, traced: Trace, rows: int) -> None:
                     "parameters": f"{stage.parameters:,}",
                     "MB": f"{stage.memory / 1e6:,.1f} of {stage.machine.memory / 1e6:,.0f}",
                     "compute": _time(stage.compute_s),
-                    "transfer": _time(stage.transfer_s),
+                    "transfer": _time(stage.transfer_s + stage.outputs_s),
                     "step": _time(found.step_s(number)) if role == "Root" else "",
-                    "bottleneck": f"{_bottleneck(stage)} ({_time(busy)})" if stage is slowest else "",
+                    "bottleneck": f"{_bottleneck(stage)} ({_time(stage.busy_s)})" if stage is slowest else "",
                 }
             )
     print_table(lines, sys.stdout)
     count = len(found.clusters)
-    average = f"; {_time(found.average_s)} of it to average {count} clusters" if count > 1 else ""
+    uses = [f"{_time(found.outputs_s)} to send outputs to all stages"] if found.outputs_s >= 5e-5 else []
+    uses += [f"{_time(found.average_s)} to average {count} clusters"] if count > 1 else []
+    share = f"; {' and '.join(uses)}" if uses else ""
     parts = f"{found.microbatches} microbatch{'es' * (found.microbatches > 1)}"
-    print(f"{_time(found.total_s)} per step of {plural(count * rows, 'row')}, in {parts}{average}")
+    parts += f" sent as {traffic}" if traffic else ""
+    print(f"{_time(found.total_s)} per step of {plural(count * rows, 'row')}, in {parts}{share}")
     if found.idle:
         print(f"idle: {', '.join(machine.name for machine in found.idle)}; the fastest plan found does not use them")
     for note in traced.notes:

@@ -74,7 +74,8 @@ def train_clusterize(
     else:
         machines = clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
     call = capture(experiment, config, model)
-    traced = trace(call.model, call.args, call.kwargs, call.optimizers)
+    traffic, sends_outputs = cfg.fragments.traffic, cfg.fragments.schedule == "gpipe"
+    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic, sends_outputs=sends_outputs)
     found = plan(
         traced.blocks,
         machines,
@@ -83,7 +84,7 @@ def train_clusterize(
         average_every=average_every or cfg.replicas.every or 1,
         all_nodes=all_nodes,
     )
-    clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs))
+    clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs), traffic)
     if not dry_run:
         file = output or CONF.with_name(FILE)
         write(file, call.name, found)

@@ -2,7 +2,8 @@
 
 A cluster is a pipeline. Its machines, the stages, hold consecutive blocks and send activations forward and gradients
 back. A batch passes in microbatches, so a cluster of S stages takes (M + S - 1) / M times as long for it as its
-slowest stage, where M is the number of microbatches (GPipe, arXiv 1811.06965).
+slowest stage, where M is the number of microbatches (GPipe, arXiv 1811.06965). Between the forward and the backward
+pass, GPipe sends the outputs of the last stage to all others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +27,11 @@ class Block:
     gradients: int = 0
     states: int = 0  # of optimizers
     activations: int = 0  # kept until the backward pass
-    sends: int = 0  # to the next block, in the forward pass
+    sends: int = 0  # to the next block, in the forward pass; of the last block, outputs to each other stage
     returns: int = 0  # from the next block, in the backward pass
     seconds: float = 0  # of the forward and backward pass, at speed 1
     source: str = ""  # class of the module, and its line
+    crossing: int = 0  # memory that the next block needs for what this one sends, if another machine has it
 
     @property
     def memory(self) -> int:
@@ -58,6 +60,12 @@ class Stage:
     weights: int  # bytes
     compute_s: float  # of a batch
     transfer_s: float  # to and from the next stage
+    outputs_s: float = 0.0  # of the last stage, to all others
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of a batch in microbatches, without its outputs."""
+        return self.compute_s + self.transfer_s
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,13 @@ class Plan:
     def step_s(self, cluster: int) -> float:
         """Return the seconds that a cluster takes for a batch, without the averaging of clusters."""
         stages = self.clusters[cluster]
-        slowest = max(stage.compute_s + stage.transfer_s for stage in stages)
-        return slowest * (self.microbatches + len(stages) - 1) / self.microbatches
+        slowest = max(stage.busy_s for stage in stages)
+        return slowest * (self.microbatches + len(stages) - 1) / self.microbatches + stages[-1].outputs_s
+
+    @property
+    def outputs_s(self) -> float:
+        """Seconds per step for sending outputs to all stages."""
+        return max(stages[-1].outputs_s for stages in self.clusters)
 
     @property
     def average_s(self) -> float:
@@ -105,25 +118,32 @@ def joined(blocks: Sequence[Block]) -> Block:
     return replace(blocks[-1], name=blocks[0].name, **sums)
 
 
+def seconds_of_outputs(blocks: Sequence[Block], machines: Sequence[Machine]) -> float:
+    """Return the seconds for sending outputs to all machines; as many as have them send them at a time."""
+    rounds = (len(machines) - 1).bit_length()
+    return rounds * blocks[-1].sends / min(machine.bandwidth for machine in machines)
+
+
 def stages_of(blocks: Sequence[Block], machines: Sequence[Machine], starts: Sequence[int]) -> tuple[Stage, ...]:
     """Return the stages of machines that begin with the given blocks."""
     stages = []
     for index, (machine, first) in enumerate(zip(machines, starts, strict=True)):
         after = starts[index + 1] if index + 1 < len(starts) else len(blocks)
         own, link = blocks[first:after], machine.bandwidth
-        crossing = 0
+        moved = 0
         if after < len(blocks):
-            link, crossing = min(link, machines[index + 1].bandwidth), own[-1].sends + own[-1].returns
+            link, moved = min(link, machines[index + 1].bandwidth), own[-1].sends + own[-1].returns
         stages.append(
             Stage(
                 machine,
                 first,
                 after - 1,
-                sum(block.memory for block in own) + (blocks[first - 1].sends if first else 0),
+                sum(block.memory for block in own) + (blocks[first - 1].crossing if first else 0),
                 sum(block.parameters for block in own),
                 sum(block.weights for block in own),
                 sum(block.seconds for block in own) / machine.speed,
-                crossing / link,
+                moved / link,
+                seconds_of_outputs(blocks, machines) if after == len(blocks) else 0.0,
             )
         )
     return tuple(stages)
@@ -136,8 +156,8 @@ class Costs:
         self.blocks, self.machines, self.microbatches = blocks, machines, microbatches
         self._memory = np.cumsum([0.0, *(block.memory for block in blocks)])
         self._seconds = np.cumsum([0.0, *(block.seconds for block in blocks)])
-        self._sends = np.array([0.0, *(block.sends for block in blocks)])
-        self._crossing = np.array([0.0, *(block.sends + block.returns for block in blocks)])
+        self._crossing = np.array([0.0, *(block.crossing for block in blocks)])
+        self._moved = np.array([0.0, *(block.sends + block.returns for block in blocks)])
         self._of_kind: dict[tuple[float, float], Floats] = {}
 
     def compute(self, machine: int) -> Floats:
@@ -145,7 +165,7 @@ class Costs:
         kind = self.machines[machine]
         key = (kind.memory, kind.speed)
         if key not in self._of_kind:
-            total = self._memory[None, :] - self._memory[:-1, None] + self._sends[:-1, None]
+            total = self._memory[None, :] - self._memory[:-1, None] + self._crossing[:-1, None]
             seconds = (self._seconds[None, :] - self._seconds[:-1, None]) / kind.speed
             fits = (total <= kind.memory) & np.triu(np.ones_like(seconds, dtype=bool), 1)
             self._of_kind[key] = np.where(fits, seconds, np.inf)
@@ -154,7 +174,7 @@ class Costs:
     def transfer(self, machine: int, following: int) -> Floats:
         """Return the seconds of a cut after each block, (blocks + 1,)."""
         link = min(self.machines[machine].bandwidth, self.machines[following].bandwidth)
-        transfer: Floats = self._crossing / link
+        transfer: Floats = self._moved / link
         return transfer
 
     def before(self, machine: int, following: int, rest: Floats) -> tuple[Floats, np.ndarray[Any, Any]]:
@@ -170,8 +190,10 @@ class Costs:
         cut = slowest.argmin(axis=1)
         return np.take_along_axis(slowest, cut[:, None], axis=1)[:, 0], cut + 1
 
-    def factor(self, stages: int) -> float:
-        return (self.microbatches + stages - 1) / self.microbatches
+    def step(self, slowest: float, machines: Sequence[int]) -> float:
+        """Return the seconds of a cluster for a batch, given those of its slowest stage."""
+        factor = (self.microbatches + len(machines) - 1) / self.microbatches
+        return float(slowest) * factor + seconds_of_outputs(self.blocks, [self.machines[item] for item in machines])
 
     def plan(self, clusters: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Plan:
         """Return the plan of clusters, given as machines in order and the first block of each."""

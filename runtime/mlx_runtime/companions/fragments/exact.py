@@ -22,9 +22,9 @@ class Exact:
             members = [item for item in range(count) if used >> item & 1]
             for first in members:
                 self._extend(used, first, [item for item in members if item != first])
-            step = min(self._slowest[used, first][0] for first in members) * costs.factor(len(members))
+            step = costs.step(min(self._slowest[used, first][0] for first in members), members)
             smaller = [] if all_nodes else [self._best[used ^ 1 << item] for item in members]
-            self._best[used] = min([(float(step), used), *smaller], key=lambda item: item[0])
+            self._best[used] = min([(step, used), *smaller], key=lambda item: item[0])
 
     def _extend(self, used: int, first: int, others: list[int]) -> None:
         if not others:

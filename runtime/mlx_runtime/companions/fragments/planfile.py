@@ -269,6 +269,7 @@ def write(file: Path, model: str, found: Plan) -> None:
                         "memory": stage.memory,
                         "compute_s": stage.compute_s,
                         "transfer_s": stage.transfer_s,
+                        "outputs_s": stage.outputs_s,
                     }
                     for role, stage in zip(roles(len(stages)), stages, strict=True)
                 ],

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from mlx_runtime.companions.fragments.wire import Wire
+
 View = tuple[Any, ...]
 """Offset, shape and strides of a tensor in its storage."""
 
@@ -32,6 +34,11 @@ class _Memory:
     size: int
     views: dict[View, "_Use"] = field(default_factory=dict)
 
+    def share(self, uses: Sequence["_Use"]) -> tuple[int, int]:
+        """Return the bytes of views, which may overlap, in memory and as they travel."""
+        size, sent = sum(use.size for use in uses), sum(use.sent for use in uses)
+        return (size, sent) if size <= self.size else (self.size, sent * self.size // size)
+
 
 @dataclass
 class _Use:
@@ -40,6 +47,7 @@ class _Use:
     first: int
     last: int
     size: int
+    sent: int  # bytes that travel
     has_gradient: bool = False
 
 
@@ -51,15 +59,17 @@ class Recorded:
     users: dict[str, set[int]]  # blocks that use a parameter or buffer, by its name
     activations: list[int]  # bytes kept for the backward pass
     flops: list[int]  # of the forward pass
-    sends: list[int]  # bytes that cross the cut after a block
-    returns: list[int]  # bytes of their gradients
+    crossing: list[int]  # bytes of the tensors that cross the cut after a block
+    sends: list[int]  # bytes of these that travel; of the last block, bytes of outputs
+    returns: list[int]  # the same of their gradients
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it, as below
     """Records a forward pass within `with`, whose blocks begin when the modules `names` are called first."""
 
-    def __init__(self, states: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(self, states: Mapping[str, torch.Tensor], names: Sequence[str], wire: Wire) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._wire = wire
         self._order: list[str] = []
         self._states: dict[int, str] = {}
         self._memories: dict[int, _Memory] = {}
@@ -116,7 +126,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             return
         view = (tensor.storage_offset(), tensor.shape, tensor.stride())
         size = tensor.numel() * tensor.element_size()
-        use = self._memories[number].views.setdefault(view, _Use(self._block, self._block, size))
+        sent = self._wire.size(tensor.shape, tensor.dtype)
+        use = self._memories[number].views.setdefault(view, _Use(self._block, self._block, size, sent))
         use.last = self._block
         use.has_gradient |= tensor.requires_grad
 
@@ -138,16 +149,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         activations = [0] * count
         for number, block in self._kept.items():
             activations[block] += self._memories[number].size
-        sends, returns = [0] * count, [0] * count
+        crossing, sends, returns = [0] * count, [0] * count, [0] * count
         for memory in self._memories.values():
             for cut in range(count - 1):
                 uses = [use for use in memory.views.values() if use.first <= cut < use.last]
-                sends[cut] += min(memory.size, sum(use.size for use in uses))
-                returns[cut] += min(memory.size, sum(use.size for use in uses if use.has_gradient))
-        return Recorded(self._order or [""], self._users, activations, self._flops[:count], sends, returns)
+                size, sent = memory.share(uses)
+                crossing[cut] += size
+                sends[cut] += sent
+                returns[cut] += memory.share([use for use in uses if use.has_gradient])[1]
+        sends[-1] = sum(item.nbytes for item in _tensors(outputs))  # not compressed
+        return Recorded(self._order or [""], self._users, activations, self._flops[:count], crossing, sends, returns)
 
 
-def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], *, fake: bool) -> Recorded:
+def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], wire: Wire, *, fake: bool) -> Recorded:
     """Record a forward pass of a model. With `fake`, no memory is needed, and no value is computed.
 
     Raises:
@@ -155,7 +169,7 @@ def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], *, fa
     """
     states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not fake:
-        return _recorded(model, states, args, kwargs, names, lambda: model(*args, **kwargs))
+        return _recorded(model, states, args, kwargs, names, wire, lambda: model(*args, **kwargs))
     with FakeTensorMode(allow_non_fake_inputs=True):
         states = {name: _like(tensor) for name, tensor in states.items()}
         args, kwargs = tree_map(lambda item: _like(item) if isinstance(item, torch.Tensor) else item, (args, kwargs))
@@ -163,7 +177,7 @@ def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], *, fa
         def call() -> Any:
             return torch.func.functional_call(model, states, args, kwargs)
 
-        return _recorded(model, states, args, kwargs, names, call)
+        return _recorded(model, states, args, kwargs, names, wire, call)
 
 
 def _recorded(
@@ -172,9 +186,10 @@ def _recorded(
     args: Any,
     kwargs: Any,
     names: Sequence[str],
+    wire: Wire,
     call: Callable[[], Any],
 ) -> Recorded:
-    recorder = Recorder(states, names)
+    recorder = Recorder(states, names, wire)
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: recorder.begins(name), prepend=True)
         for name, module in model.named_modules()

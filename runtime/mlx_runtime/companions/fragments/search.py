@@ -182,7 +182,7 @@ class Search:
         rest = self._costs.compute(order[-1])[:, -1]
         for machine, following in reversed([*itertools.pairwise(order)]):
             rest, _ = self._costs.before(machine, following, rest)
-        step = float(rest[0]) * self._costs.factor(len(order))
+        step = self._costs.step(rest[0], order)
         return step if step < float("inf") else 1e9 * (1 + self._lacks(order))
 
     def _lacks(self, order: tuple[int, ...]) -> float:

@@ -20,6 +20,7 @@ import mlx_runtime
 from mlx_runtime.companions.fragments.costs import Block, joined
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
+from mlx_runtime.companions.fragments.wire import Wire
 from mlx_runtime.distributed import unwrap
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, short_message
@@ -51,7 +52,7 @@ def blocks_of_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
         ConfigError: shapes depend on values.
     """
     model = opened(unwrap(model))
-    found, _ = _structure(model, args, kwargs or {})
+    found, _ = _structure(model, args, kwargs or {}, Wire(None))
     return [names[0] for names in _groups(model, found)[0]]
 
 
@@ -60,6 +61,9 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     optimizers: Iterable[Optimizer] = (),
+    *,
+    traffic: str | None = None,
+    sends_outputs: bool = False,
 ) -> Trace:
     """Return the blocks of a model with the memory and the time that a batch needs.
 
@@ -68,6 +72,8 @@ def trace(
         args: arguments of a call.
         kwargs: keyword arguments of the call.
         optimizers: those of its parameters.
+        traffic: `cfg.fragments.traffic`.
+        sends_outputs: True if the last stage sends outputs to all others, as with GPipe.
 
     Raises:
         ConfigError: shapes depend on values, or the model fails.
@@ -76,12 +82,14 @@ def trace(
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
-        found, notes = _structure(model, args, kwargs)
+        found, notes = _structure(model, args, kwargs, Wire(traffic))
         seconds, measured = _seconds(model, args, kwargs, found)
     finally:
         for module, mode in modes.items():
             module.training = mode
     states = {param: size for item in optimizers for param, size in states_after_step(item).items()}
+    if not sends_outputs:
+        found.sends[-1] = 0
     blocks = _sized(model, found, seconds, states)
     groups, shared = _groups(model, found)
     merged, index = [], 0
@@ -120,13 +128,15 @@ def _is_closed(module: nn.Module) -> bool:
     return isinstance(module, OpenedModule) and not module.is_open
 
 
-def _structure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Recorded, list[str]]:
+def _structure(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wire: Wire
+) -> tuple[Recorded, list[str]]:
     """Record a call on fake tensors or, if the model needs values, on real ones."""
     names, problem = _candidates(model), ""
     try:
         with temporary_seed(0):
             try:
-                return record(model, args, kwargs, names, fake=True), []
+                return record(model, args, kwargs, names, wire, fake=True), []
             except ShapeError:
                 raise
             except USER_ERRORS as error:
@@ -134,7 +144,7 @@ def _structure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
                 if _on_meta(model):
                     raise
                 with _unchanged(model):
-                    found = record(model, args, kwargs, names, fake=False)
+                    found = record(model, args, kwargs, names, wire, fake=False)
         return found, [f"measured with real tensors, because the model needs values: {problem}"]
     except ShapeError as error:
         raise ConfigError(
@@ -213,7 +223,8 @@ def _sized(
             count["parameters"] += tensor.numel()
             count["gradients"] += size * tensor.requires_grad
             count["states"] += states.get(params[name], 0)
-    facts = zip(found.names, counts, found.activations, found.sends, found.returns, seconds, strict=True)
+    sizes = (found.activations, found.sends, found.returns)
+    facts = zip(found.names, counts, *sizes, seconds, found.crossing, strict=True)
     return [
         Block(
             name,
@@ -226,8 +237,9 @@ def _sized(
             returns,
             time_s,
             _source(modules[name]),
+            crossing,
         )
-        for name, count, activations, sends, returns, time_s in facts
+        for name, count, activations, sends, returns, time_s, crossing in facts
     ]
 
 

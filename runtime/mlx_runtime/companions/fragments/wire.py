@@ -25,12 +25,18 @@ class Wire:
         """Return the type in which values travel, unless as int8."""
         return self._half if self._half is not None and dtype == torch.float32 else dtype
 
+    def size(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Return the number of bytes of a packed tensor."""
+        if not self._packs(shape, dtype):
+            return torch.Size(shape).numel() * self.type_of(dtype).itemsize
+        rows, width = _rows(shape)
+        return rows * (4 + width)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for a packed tensor."""
         if not self._packs(shape, dtype):
             return torch.empty(shape, dtype=self.type_of(dtype), device=device)
-        rows, width = _rows(shape)
-        return torch.empty(rows * (4 + width), dtype=torch.uint8, device=device)
+        return torch.empty(self.size(shape, dtype), dtype=torch.uint8, device=device)
 
     def pack(self, value: torch.Tensor, feedback: Feedback | None = None, point: Hashable = None) -> torch.Tensor:
         """Return a tensor as it travels. With `feedback`, errors at a point are carried over to its next tensor."""

@@ -7,6 +7,7 @@ on this process, and any process that sees the storage can follow it.
 import base64
 import contextlib
 import multiprocessing
+import os
 import pickle
 import threading
 import time
@@ -22,8 +23,9 @@ from mlx_runtime.companions.notebook.returned import UnknownClassError, read_val
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
-from mlx_runtime.runs import RunFolder, named_run, records
-from mlx_runtime.runs.queries import resolve_run
+from mlx_runtime.runs import RunFolder, records
+from mlx_runtime.runs.queries import conf_value, resolve_run
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage import join_path, storage_at
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.training.processes import RunJob, load_bound_config
@@ -33,6 +35,8 @@ POLL_S = 0.5
 
 RECONNECT_S = 60.0
 """Maximum time without an answer of the cluster or the storage until the connection counts as lost."""
+
+STORAGE = "MLX_STORAGE"
 
 LOST = "LOST"
 """Status of a run whose cluster does not answer any more. It may still train."""
@@ -179,6 +183,25 @@ def _address(text: str) -> Any:
     return part("ray").Address.parse(text, "address")
 
 
+@contextlib.contextmanager
+def storage_there(address: str, typed: str | None = None) -> Iterator[bool]:
+    """Within the block, the storage of this process is that of the cluster, if only that has it. Yield True if so.
+
+    `typed` is the path in the arguments of the call, if there is one.
+    """
+    path, before = typed or Settings.read().storage or conf_value("cfg.storage_path") or "", os.environ.get(STORAGE)
+    root = part("ray.cluster_storage").reached(path, _address(address).url)
+    if root == path:
+        yield False
+        return
+    os.environ[STORAGE] = root
+    try:
+        yield True
+    finally:
+        os.environ.pop(STORAGE)
+        os.environ.update({} if before is None else {STORAGE: before})
+
+
 def launch(job: RunJob, address: str) -> ClusterRun:
     """Check that a run can train on a cluster, upload the working directory, and submit the run as a job.
 
@@ -188,6 +211,15 @@ def launch(job: RunJob, address: str) -> ClusterRun:
     """
     if job.request.fast or job.request.checkpoint:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
+    overrides = job.request.overrides
+    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
+    path = typed[-1].partition("=")[2].strip("'\"") if typed else None
+    with storage_there(address, path) as there:
+        kept = tuple(item for item in overrides if item not in typed) if there else overrides
+        return _launch(replace(job, request=replace(job.request, overrides=kept)), address)
+
+
+def _launch(job: RunJob, address: str) -> ClusterRun:
     lines = list[str]()
     experiment = getattr(project_module(job.module, Path.cwd()), job.name)
     where = _address(address)
@@ -200,8 +232,7 @@ def launch(job: RunJob, address: str) -> ClusterRun:
         raise ClusterError("\n".join(failed) or str(error)) from None
     driver = ["-m", cluster_job.__name__, job.module, job.name, job.function]
     submitted = launch.submit_run(driver, function=job.function)
-    folder = named_run(submitted.facts["folder"], "", "")
-    return ClusterRun(submitted.dashboard, submitted.id, folder, job.function)
+    return ClusterRun(submitted.dashboard, submitted.id, submitted.run, job.function)
 
 
 def find(run: str | Path, address: str) -> ClusterRun:
@@ -213,7 +244,8 @@ def find(run: str | Path, address: str) -> ClusterRun:
     """
     clusters = part("ray")
     where = _address(address)
-    folder = resolve_run(str(run))
+    with storage_there(address):
+        folder = resolve_run(clusters.cluster_storage.reached(str(run), where.url))
     job = (records.load_record(folder).get("job") or {}).get("id")
     if job is None:
         raise UsageError(f"{folder.title} does not run on a cluster; read it with open_run({folder.title!r})")

@@ -147,7 +147,8 @@ class Trainer:
         backend: `torch`; `jax` or `tensorflow`, whose collectives are set up besides those of torch; or the import path
             of a class of another package.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
-            directory and trains as a job there; the storage must be visible here, too.
+            directory and trains as a job there. If this machine lacks the folder of the storage, it is that of the
+            cluster's head node.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
             `gpus_per_worker=2`, `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name
             of the function.
@@ -273,8 +274,12 @@ class Trainer:
         if not isinstance(callbacks, Sequence):
             raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
         called = [_handler(item) for item in callbacks]
-        job = self._job(function, config, dataset=dataset, fold=fold, checkpoint=checkpoint, resume=resume)
-        self._latest = FunctionRun(job, called, show, None if self._address is None else self._launched(job))
+        options: dict[str, Any] = {"dataset": dataset, "fold": fold, "checkpoint": checkpoint, "resume": resume}
+        if self._address is None:
+            self._latest = FunctionRun(self._job(function, config, **options), called, show)
+        else:
+            job, remote = self._launched(self._address, function, config, **options)
+            self._latest = FunctionRun(job, called, show, remote)
         return self._latest
 
     def launch(
@@ -297,13 +302,13 @@ class Trainer:
         """
         if self._address is None:
             raise UsageError("launch needs a cluster: Trainer(address='http://HEAD:8265')")
-        job = self._job(function, config, dataset=dataset, fold=fold, checkpoint=checkpoint, resume=resume)
-        return self._launched(job).folder.location
+        options: dict[str, Any] = {"dataset": dataset, "fold": fold, "checkpoint": checkpoint, "resume": resume}
+        return self._launched(self._address, function, config, **options)[1].folder.location
 
-    def _launched(self, job: RunJob) -> ClusterRun:
-        assert self._address is not None, "there is a cluster"
-        with own_words():
-            return cluster_runs.launch(job, self._address)
+    def _launched(self, address: str, *arguments: Any, **options: Any) -> tuple[RunJob, ClusterRun]:
+        with own_words(), cluster_runs.storage_there(address, self.settings.get("storage_path")):
+            job = self._job(*arguments, **options)  # stores datasets there
+            return job, cluster_runs.launch(job, address)
 
     def _job(
         self, function: Callable[..., Any], config: dict[str, Any] | None, *, resume: str | None, **options: Any

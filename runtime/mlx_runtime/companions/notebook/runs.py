@@ -105,7 +105,8 @@ def run(
         show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
             too.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`, after an upload of the working
-            directory, as by `mlx train launch`. The storage must be visible here, too.
+            directory, as by `mlx train launch`. If this machine lacks the folder of the storage, it is that of the
+            cluster's head node.
 
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.

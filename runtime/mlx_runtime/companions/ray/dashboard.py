@@ -158,9 +158,9 @@ class Dashboard:
         """Write the output of a job until it ends, and return its last state. Lost connections are reopened.
 
         `tail` is the number of lines to begin with; None means all output so far. Raises if the cluster does not
-        answer for `RECONNECT_S`.
+        answer for `RECONNECT_S`. If the node of an ended job is lost, the end of its output is, too.
         """
-        seen = 0
+        seen, ended = 0, None
         if tail is not None:
             log = self.log(job)
             write(last_lines(log, tail))
@@ -170,13 +170,16 @@ class Dashboard:
             complete, seen = asyncio.run(self._stream(job, seen, write))
             try:
                 state = self.state(job)
-                deadline = time.monotonic() + RECONNECT_S
                 if state.ended:
+                    ended = state
                     if not complete and (rest := self.log(job)[seen:]):
                         write(rest)
                     return state
+                deadline = time.monotonic() + RECONNECT_S
             except ClusterError:
                 if time.monotonic() > deadline:
+                    if ended is not None:
+                        return ended
                     raise
             time.sleep(0.5)
 

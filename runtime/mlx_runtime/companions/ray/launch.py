@@ -37,10 +37,11 @@ STOP_WAIT_S = 30  # between SIGTERM and SIGKILL when a job is stopped: long enou
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job accepted by a cluster, facts to print by title, and a check whether it has begun."""
+    """A job accepted by a cluster, its run or sweep, facts to print by title, and a check whether it has begun."""
 
     dashboard: Dashboard
     id: str
+    run: RunFolder
     facts: Mapping[str, str]
     has_begun: Callable[[], bool]
 
@@ -127,6 +128,7 @@ class Launch:
         record = pending_record(run, before, known, config.overrides, **fields)
         metadata = {"mlx": "data" if is_data else "train", "experiment": run.experiment, "run": run.name, **metadata}
         if self.retries:
+            metadata |= {"retries": str(self.retries)}  # who follows the job then waits for the next one
             command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
         try:
             page = self.submit(job, command, metadata, {CLAIMED: there} if is_data else {})
@@ -142,7 +144,9 @@ class Launch:
             facts |= {"folder": fields["output"], "follow": f"mlx data logs {words}", "stop": f"mlx data stop {words}"}
         else:
             facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
-        return SubmittedJob(self.dashboard, job, facts, lambda: records.load_record(run).get("status") != "PENDING")
+        return SubmittedJob(
+            self.dashboard, job, run, facts, lambda: records.load_record(run).get("status") != "PENDING"
+        )
 
     def submit_data_job(self) -> SubmittedJob:
         """Create the record of a data job, and submit it."""

@@ -84,7 +84,7 @@ class SlurmLaunch(Launch):
         name = typed_name(run, self.config.overrides)
         facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.address.url}"}
         facts |= {"script": str(folder / "job.sh"), "follow": f"mlx xp logs {name}", "stop": f"mlx xp stop {name}"}
-        return QueuedJob(self.dashboard, job, facts, lambda: True)
+        return QueuedJob(self.dashboard, job, run, facts, lambda: True)
 
     @property
     def typed(self) -> list[str]:

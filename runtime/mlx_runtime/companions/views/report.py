@@ -48,8 +48,11 @@ GROUP = "lr"
 INTERVAL = "_interval"
 """Suffix of averages since the previous record; they share a chart with the average of the same name."""
 
-OF_TRAINING = re.compile(rf"({GROUP}|time|gpu)/|tflops$|.*_per_s$")
-"""Names of numbers that are not results: learning rates, times, speeds, and the use of devices."""
+OF_WORKERS = ("fragments", "replicas")
+"""Prefixes of numbers about workers, of which each has a chart with its ranks, like `fragments/bytes/rank_0`."""
+
+OF_TRAINING = re.compile(rf"({'|'.join((GROUP, 'time', 'gpu', *OF_WORKERS))})/|tflops$|.*_per_s$")
+"""Names of numbers that are not results: learning rates, times, speeds, and the use of devices and networks."""
 
 Point = tuple[int, float | None, int]
 """Step, value (None for NaN), epoch counted from 1."""
@@ -253,6 +256,9 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
     for name, points in curves.items():
         group, _, short = name.partition("/")
         title, label = (group, short) if group == GROUP or not short else (short, group)
+        if group in OF_WORKERS:
+            short, _, rank = short.partition("/")
+            title, label = f"{group}/{short}", rank or group
         if name.endswith(INTERVAL) and name.removesuffix(INTERVAL) in curves:
             title, label = title.removesuffix(INTERVAL), f"{label} interval"
         order = 2 if OF_TRAINING.match(name) else 1

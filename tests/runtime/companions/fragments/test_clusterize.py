@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(stage.memory < 1e9 for stage in stages)
     table = capsys.readouterr().out
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["Root", "Stem", "Leaf"]
-    assert "per step of 64 rows, in 4 microbatches" in table
+    assert re.search(r" per step of 64 rows, in 4 microbatches; 838\.9 ms to send outputs to all stages\n", table)
     plan = json.loads(Path("fragments.json").read_text())
     assert plan["blocks"] == [str(index) for index in range(16)]
     [cluster] = plan["clusters"]
@@ -48,6 +49,11 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ends[-1][1] == 15
     assert all(last + 1 == first for (_, last), (first, _) in itertools.pairwise(ends))
     assert sum(stage["parameters"] for stage in cluster["stages"]) == 16 * (2048 * 2048 + 2048)
+    [halved] = clusterize(model, (torch.rand(64, 2048),), traffic="fp16", sends_outputs=False).clusters
+    sent = 2 * 64 * 2048 * 4  # an activation and its gradient, at the lower bandwidth
+    for plain, half in zip(stages[:-1], halved[:-1], strict=True):
+        assert (plain.transfer_s, half.transfer_s) == pytest.approx((sent / 1.25e6, sent / 2 / 1.25e6))
+    assert "4 microbatches sent as fp16\n" in capsys.readouterr().out
 
 
 @pytest.mark.pure
@@ -78,9 +84,11 @@ def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path, capsys:
 
 
 @pytest.mark.pure
-def test_arguments_without_a_tuple_are_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match=r"write a tuple of arguments: example_args=\(tensor,\)"):
         clusterize(nn.Linear(8, 8), torch.rand(4, 8), nodes=2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="traffic is 'half'; write 'bf16', 'fp16' or 'int8'"):
+        clusterize(nn.Linear(8, 8), (torch.rand(4, 8),), nodes=2, traffic="half")
 
 
 @pytest.mark.pure

@@ -25,7 +25,8 @@ def case(seed: int, machines: int, blocks: int, memory: float) -> tuple[list[Blo
         weights = draw.randint(1, 100)
         sends, returns = draw.randint(1, 50), draw.randint(0, 50)
         kept, seconds = draw.randint(0, 200), draw.uniform(0.1, 2)
-        made.append(Block(f"layers.{index}", weights, weights, weights, 2 * weights, kept, sends, returns, seconds))
+        sizes = (weights, weights, weights, 2 * weights, kept, sends, returns)
+        made.append(Block(f"layers.{index}", *sizes, seconds, crossing=2 * sends))
     each = memory * sum(block.memory for block in made) / machines
     return made, [
         Machine(f"node_{index}", each * draw.uniform(0.3, 1.7), draw.choice([5, 20, 100]), draw.choice([0.5, 1, 4]))
@@ -58,7 +59,9 @@ def brute_force(
                     stages = stages_of(blocks, order, [0, *cuts])
                     if all(stage.memory <= stage.machine.memory for stage in stages):
                         slowest = max(stage.compute_s + stage.transfer_s for stage in stages)
-                        found.append(slowest * (microbatches + count - 1) / microbatches)
+                        rounds = {1: 0, 2: 1, 3: 2, 4: 2}[count]  # as many machines as have the outputs send them
+                        outputs = rounds * blocks[-1].sends / min(machine.bandwidth for machine in order)
+                        found.append(slowest * (microbatches + count - 1) / microbatches + outputs)
         return min(found)
 
     steps: dict[frozenset[str], float] = {}

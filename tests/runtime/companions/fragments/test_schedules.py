@@ -684,14 +684,31 @@ def test_batches_are_split_with_their_lists() -> None:
     assert split(batch, 3) == []
 
 
-def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> None:
-    """In fp16, with updates of two steps, a clipped norm, and metrics of the last stage.
-
-    With gpipe, it sends as much as a plan predicts, and outputs.
-    """
+@pytest.fixture
+def sorter(mlx: Mlx, baked: Path, tmp_path: Path) -> Path:
+    """An experiment that trains docs/examples/sorter.py."""
     folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
     shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
-    bind(mlx, folder)
+    return bind(mlx, folder)
+
+
+def test_an_error_of_one_stage_ends_the_run_with_its_line(mlx: Mlx, sorter: Path) -> None:
+    """The other stage, which loses its connection, does not hide it."""
+    file, line = sorter / "src" / "experiment.py", "        return x + self.mlp("
+    fail = 'if type(x) is torch.Tensor and torch.distributed.get_rank() == 1:\n            raise KeyError("mine")\n'
+    file.write_text(file.read_text().replace(line, f"        {fail}{line}"))
+    done = mlx(sorter, "train", "run", "cfg.fragments.schedule=1f1b")
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert error.startswith("error: KeyError: 'mine' (raised on rank 1)\n  src/experiment.py:")
+    assert error.endswith(' in forward\n    raise KeyError("mine")\n')
+
+
+def test_a_run_resumes_bit_for_bit(mlx: Mlx, sorter: Path) -> None:
+    """In fp16, with updates of two steps, a clipped norm, and metrics of the last stage.
+
+    With gpipe, it sends as much as a plan predicts.
+    """
     fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=fp16", "cfg.debug.limit_batches=8")
     schedule = ("cfg.fragments.schedule=zero_bubble", "cfg.checkpoint_every_steps=2")
     for words in (
@@ -700,19 +717,19 @@ def test_a_run_resumes_bit_for_bit(mlx: Mlx, baked: Path, tmp_path: Path) -> Non
         ("cfg.name=resumed", "cfg.max_steps=4", "cfg.resume=run_001", *schedule),
         ("cfg.name=gpipe", "cfg.max_steps=4"),
     ):
-        done = mlx(folder, "train", "run", *fixed, *words)
+        done = mlx(sorter, "train", "run", *fixed, *words)
         assert done.returncode == 0, done.stdout + done.stderr
-    runs = [open_run(folder / "runs" / name / "run_001") for name in ("straight", "resumed", "gpipe")]
+    runs = [open_run(sorter / "runs" / name / "run_001") for name in ("straight", "resumed", "gpipe")]
     straight, resumed, gpipe = (run.state()["models"]["net"] for run in runs)
     assert all(torch.equal(resumed[name], item) for name, item in straight.items())
     # AdamW also moves weights whose gradients are only rounding errors, like biases of keys, so not all are close.
     assert all(float((gpipe[name] - item).abs().mean()) < 3e-3 for name, item in straight.items())
     losses = [run.record["metrics"]["train/loss"] for run in runs]
     assert losses[0] == pytest.approx(losses[1]) == pytest.approx(losses[2], abs=1e-2)
-    done = mlx(folder, "train", "clusterize", "cfg.precision=fp16")
+    done = mlx(sorter, "train", "clusterize", "cfg.precision=fp16")
     assert done.returncode == 0, done.stdout + done.stderr
-    costs = json.loads((folder / "src" / "fragments.json").read_text())["costs"]
+    costs = json.loads((sorter / "src" / "fragments.json").read_text())["costs"]
     last_of_first_stage = costs[2]
-    outputs = 64 * 11 * 4 * 2
     sent = runs[2].metrics()["fragments/bytes"].dropna()
+    outputs = costs[-1]["sends"] / 2  # in a plan, they are float32
     assert [*sent] == [2 * (last_of_first_stage["sends"] + last_of_first_stage["returns"] + outputs)]

@@ -46,6 +46,15 @@ def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
     assert first.sends == first.returns == FLOAT * ROWS * 16
     assert second.activations == FLOAT * ROWS * (16 + 3)  # with the outputs, which the loss needs
     assert second.sends == second.returns == 0
+    assert (first.crossing, second.crossing) == (first.sends, 0)
+
+
+def test_what_crosses_a_cut_is_compressed_and_outputs_are_not() -> None:
+    sizes = {None: 4 * 16, "bf16": 2 * 16, "fp16": 2 * 16, "int8": 4 + 16}
+    for traffic, size in sizes.items():
+        first, second = trace(Net(), (torch.rand(ROWS, 8),), traffic=traffic, sends_outputs=True).blocks
+        assert (first.sends, first.returns, first.crossing) == (ROWS * size, ROWS * size, FLOAT * ROWS * 16)
+        assert (second.sends, second.returns, second.crossing) == (FLOAT * ROWS * 3, 0, 0)
 
 
 def test_what_skips_a_block_crosses_both_cuts() -> None:

@@ -24,6 +24,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import Mlx, Start
 from faults import diary, differences, final_state, reports, run_of, wait_for
+from transcripts import check_transcript
 
 from mlx_runtime.companions.fragments import costs, planfile
 from mlx_runtime.companions.fragments.planning import plan
@@ -292,7 +293,7 @@ def test_a_lost_machine_joins_again_and_the_run_ends_as_a_local_one(
     words = ("cfg.checkpoint_every_steps=3",)
     done = mlx(reference, "train", "run", *words)
     assert done.returncode == 0, done.stderr
-    file, _ = nodes_file(tmp_path)
+    file, address = nodes_file(tmp_path)
     words = (*words, "cfg.engine=nodes", f"cfg.nodes={file}", "cfg.pause_s=0.1")
     run = start(folder, "train", "run", *words, MLX_JOIN_KEY=KEY.decode())
     lost = start(tmp_path, "train", "join", str(file), "--name", "node_1", MLX_JOIN_KEY=KEY.decode())
@@ -312,6 +313,13 @@ def test_a_lost_machine_joins_again_and_the_run_ends_as_a_local_one(
     record = json.loads((one / "run.json").read_text())
     assert (record["engine"]["used"], record["workers"], record["failures"]) == ("nodes", 2, 1)
     assert (one / "logs" / "rank_1.log").is_file()
+    key_file = re.search(r"\S+/join\.key", output)
+    assert key_file is not None
+    names = {address: "10.0.0.1:40321", "127.0.0.2": "10.0.0.2", key_file[0]: "/tmp/mlx-local-06eb8r5z/join.key"}
+    lines = [line for line in output.splitlines() if not line.startswith("waiting   for ")]  # only on a slow machine
+    for name, first, last in (("join", "join ", "machines "), ("lost", "lost ", "restored ")):
+        begin, end = (next(at for at, line in enumerate(lines) if line.startswith(word)) for word in (first, last))
+        check_transcript("nodes.md", name, lines[begin:end], names)
 
 
 @pytest.mark.local

@@ -126,7 +126,8 @@ def test_a_busy_cluster_is_asked_again() -> None:
         with pytest.raises(ClusterError):
             dashboard.state("digits-run_001")
         Busy.asked = 0
-        assert SubmittedJob(dashboard, "digits-run_001", {}, lambda: False).wait() == "SUCCEEDED"
+        run = RunFolder(Path("digits", "run_001"))
+        assert SubmittedJob(dashboard, "digits-run_001", run, {}, lambda: False).wait() == "SUCCEEDED"
         server.shutdown()
 
 

@@ -22,6 +22,40 @@ from mlx_runtime.storage import storage_at
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
+SCRIPT = """
+import json
+import os
+import sys
+
+import torch
+
+from mlx_runtime import Trainer, get_dataset_shard, reattach, report
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        return torch.tensor(row)
+
+
+def train():
+    for epoch in range(2):
+        report(loss=epoch)
+    return sorted(row.item() for row in get_dataset_shard())
+
+
+if __name__ == "__main__":
+    url, storage = sys.argv[1:]
+    name = Trainer(1, address=url, name="far", storage_path=storage).launch(train, dataset=Rows())
+    running = reattach(name, address=url)
+    losses = [results[0]["loss"] for results in running]
+    found = {"name": name, "losses": losses, "rows": running.get_returns(), "storage": os.environ["MLX_STORAGE"]}
+    print(json.dumps(found))
+"""
+
+
 @pytest.fixture(scope="module")
 def hidden(user: User, launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the cluster with the storage `runs`, which has a run."""
@@ -37,7 +71,8 @@ def laptop(hidden: Path, user: User, ray_cluster: RayCluster) -> "Callable[..., 
     settings = {"RAY_ADDRESS": ray_cluster.url, "MLX_STORAGE": str(hidden / "runs")}
 
     def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
-        command = [*mount, sys.executable, *([] if arguments[0] == "-c" else ["-m", "mlx_runtime"]), *arguments]
+        is_python = arguments[0] == "-c" or arguments[0].endswith(".py")
+        command = [*mount, sys.executable, *([] if is_python else ["-m", "mlx_runtime"]), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = user.environment | settings | more
         return subprocess.Popen(command, cwd=user.folder, env=environment, text=True, **pipes)
@@ -98,6 +133,23 @@ class TestAFolderOfTheCluster:
         assert far("xp", "stop", "d", "latest")[2].endswith("d run_001 is SUCCEEDED; there is nothing to stop\n")
         assert far("xp", "rm", "d", "latest", "-y")[0] == 0
         assert not folder.exists()
+
+    def test_a_function_trains_and_its_values_come_back(
+        self, far: Any, hidden: Path, user: User, ray_cluster: RayCluster
+    ) -> None:
+        """No variable names the storage or the cluster, only the arguments of the Trainer."""
+        (user.folder / "calls.py").write_text(SCRIPT)
+        nothing = {"RAY_ADDRESS": "", "MLX_STORAGE": ""}
+        code, output, errors = far("calls.py", ray_cluster.url, f"{hidden}/runs", **nothing)
+        assert code == 0, output + errors
+        assert json.loads(output.splitlines()[-1]) == {
+            "name": f"ray+{ray_cluster.url}{hidden}/runs/far/run_001",
+            "losses": [0, 1],
+            "rows": [[*range(8)]],
+            "storage": "",
+        }
+        assert f"storage   {hidden}/runs on {ray_cluster.url}, as this machine lacks it\n" in errors
+        assert f"storage_path: {hidden}/runs\n" in (hidden / "runs/far/run_001/conf.yaml").read_text()
 
     def test_the_board_answers(self, laptop: Any) -> None:
         port = free_ports(1)[0]

@@ -59,6 +59,9 @@ class TestLostNodes:
             cluster.wait(1)
             name = launched_on_a_worker(user, cluster)
             until(lambda: guards(cluster))
+            following = user.starts("xp", "logs", "--follow", name, "run_001")
+            assert following.stdout is not None
+            following.stdout.readline()  # of the job that is about to be lost
             cluster.remove()
             resumed(user, name)
             record = user.record(name=name)
@@ -74,6 +77,9 @@ class TestLostNodes:
             record = user.record(name=name)
             assert record["status"] == "FAILED"
             assert record["error"] == "the job of the driver was killed, after 1 of 1 retries"
+            output = following.stdout.read()
+            assert re.search(rf"job {name}-run_001: .*job {name}-run_001\.2: .*\nrestored  ", output, re.DOTALL)
+            assert following.wait() == 128 + signal.SIGKILL
 
     def test_a_driver_on_the_head_comes_back_with_it(self, environment: dict[str, str], user: User) -> None:
         with redis() as address:

@@ -310,6 +310,18 @@ def test_long_curves_keep_their_peaks() -> None:
 
 
 @pytest.mark.pure
+def test_numbers_about_workers_follow_metrics() -> None:
+    names = ["replicas/bytes", "fragments/bytes", "fragments/bytes/rank_0", "fragments/bytes/rank_1", "train/loss"]
+    charts = report.group_charts({name: [(1, 2.0, 1)] for name in [*names, "val/loss", "lr/adam"]}, None)
+    assert [(chart["title"], [curve["name"] for curve in chart["curves"]]) for chart in charts] == [
+        ("loss", ["train", "val"]),
+        ("replicas/bytes", ["replicas"]),
+        ("fragments/bytes", ["fragments", "rank_0", "rank_1"]),
+        ("lr", ["adam"]),
+    ]
+
+
+@pytest.mark.pure
 def test_keys_in_addresses_are_not_shown(tmp_path: Path) -> None:
     folder = claim_run(str(tmp_path), "digits")
     records.Record(folder, status="FAILED", command="mlx train run cfg.storage_path=s3://KEY:SECRET@bucket/runs")
