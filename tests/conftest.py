@@ -1,6 +1,7 @@
 """Shared fixtures: the command `mlx` as typed by a user, and experiments to run it in."""
 
 import compileall
+import gc
 import importlib.util
 import json
 import os
@@ -73,6 +74,17 @@ def pytest_configure(config: pytest.Config) -> None:
     spec = importlib.util.find_spec("mlx_runtime")
     if not hasattr(config, "workerinput") and spec is not None:
         compileall.compile_dir(*(spec.submodule_search_locations or ()), quiet=2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among the imported libraries, neither here nor later: each search takes a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
