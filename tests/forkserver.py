@@ -232,6 +232,7 @@ def become(folder: str, arguments: list[str], environment: dict[str, str], strea
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
+    tempfile.tempdir = None  # that of this TMPDIR
     if "HF_HOME" in environment:  # they have read it during their import
         for name in [name for name in sys.modules if name.partition(".")[0] in ("huggingface_hub", "transformers")]:
             del sys.modules[name]
@@ -248,8 +249,8 @@ def leave(status: int) -> None:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os._exit(status & 0xFF)
 
 
