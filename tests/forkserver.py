@@ -154,7 +154,7 @@ class Commands:
         command = self.start(folder, arguments, environment, code)
         try:
             code = command.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except BaseException:  # also Ctrl-C, which does not reach its session
             command.kill()
             command.wait()
             raise
