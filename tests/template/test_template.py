@@ -44,7 +44,7 @@ def trained(
 ) -> tuple[Path, str]:
     """The experiment after the command of `make bind` and `make run`, with the output of the latter."""
     folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
-    assert make(folder, environment, "-n", "bind").stdout.splitlines()[-1].endswith("python -m mlx_runtime train bind")
+    assert make(folder, environment, "-n", "bind").stdout.splitlines()[-1].endswith(" -m mlx_runtime train bind")
     assert mlx(folder, "train", "bind").stdout == "wrote src/conf.yaml\n"
     done = make(folder, environment, "run")
     assert (done.returncode, done.stderr) == (0, "")
