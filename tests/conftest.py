@@ -1,6 +1,7 @@
 """Shared fixtures: the command `mlx` as typed by a user, and experiments to run it in."""
 
 import compileall
+import gc
 import importlib.util
 import json
 import os
@@ -24,6 +25,9 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 os.environ.update(KEYS)  # here, because some tests restore the environment of this process
+
+MAIN = "import runpy; runpy.run_module('mlx_runtime', run_name='__main__', alter_sys=True)"
+"""The end of a script that does what `python -m mlx_runtime` does, under other circumstances."""
 
 TIMEOUT_S = 560
 """Timeout of one command."""
@@ -49,6 +53,9 @@ LONGEST = (
     *("test_examples.py", "test_setup.py", "test_driver.py", "test_notebook.py", "test_waterline.py", "test_tuning.py"),
     *("test_backends.py", "test_function_sweeps.py", "test_sources.py", "test_light.py"),
     *("test_export.py", "test_serving_on_a_cluster.py", "test_offline.py", "test_predictor.py", "test_server.py"),
+    *("test_zoo.py", "test_nodes.py", "test_schedules.py", "test_variants.py", "test_data.py", "test_resuming.py"),
+    *("test_shards.py", "test_evaluate.py", "test_replicas.py", "test_kube_launch.py", "test_kube_driver.py"),
+    *("test_composition.py", "test_fuzz.py", "test_pipeline.py", "test_sharding.py", "test_api.py", "test_survey.py"),
     *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_optimization.py", "test_listing.py"),
 )
 """The slowest files, slowest first. Each process runs one file after another."""
@@ -73,6 +80,17 @@ def pytest_configure(config: pytest.Config) -> None:
     spec = importlib.util.find_spec("mlx_runtime")
     if not hasattr(config, "workerinput") and spec is not None:
         compileall.compile_dir(*(spec.submodule_search_locations or ()), quiet=2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among the imported libraries, neither here nor later: each search takes a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -164,7 +182,8 @@ def current_test() -> dict[str, str]:
 
 def forks(settings: Mapping[str, str]) -> bool:
     """True if these variables take effect in a command whose libraries were imported before."""
-    return all(name.startswith(("MLX_", "HF_")) or name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN") for name in settings)
+    others = ("TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR")
+    return all(name.startswith(("MLX_", "HF_")) or name in others for name in settings)
 
 
 @pytest.fixture(scope="session")

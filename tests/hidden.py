@@ -37,8 +37,14 @@ def distribution(library: str) -> str:
     return DISTRIBUTIONS.get(library, library)
 
 
+def hiding(libraries: Collection[str]) -> str:
+    """Return code at the start of a script that hides libraries which its process may have imported already."""
+    code = HIDE.format(libraries=tuple(libraries), distributions=[*map(distribution, libraries)])
+    loaded = f"[name for name in sys.modules if name.partition('.')[0] in {tuple(libraries)!r}]"
+    return f"{code}\nfor name in {loaded}: del sys.modules[name]\n"
+
+
 def hide(folder: Path, libraries: Collection[str]) -> dict[str, str]:
     """Return the variables of commands that cannot import some libraries, given an empty folder."""
-    distributions = [*map(distribution, libraries)]
-    (folder / "sitecustomize.py").write_text(HIDE.format(libraries=tuple(libraries), distributions=distributions))
+    (folder / "sitecustomize.py").write_text(hiding(libraries))
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "runtime")])}

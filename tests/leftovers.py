@@ -106,3 +106,14 @@ def marked(mark: Path | str, name: str = "MLX_TEST_MARK") -> list[int]:
             if entry.name.isdecimal() and f"{name}={mark}\0".encode() in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
     return found
+
+
+def of_session(leader: int) -> list[int]:
+    """Return the living processes of a session: of a command and what it has started, whatever their variables."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                found.append(int(entry.name))
+    return found

@@ -1,6 +1,7 @@
 """docs/architecture.md: everything named there exists, and each function uses those listed below it."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -27,9 +28,14 @@ def path_of(file: str) -> Path:
     return next((root / file for root in (PACKAGE, ROOT) if (root / file).is_file()), PACKAGE / file)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def definition(file: str, name: str) -> ast.AST | None:
     """Return the definition of `function`, `Class` or `Class.method`, or None if the file has no such definition."""
-    node: ast.AST | None = ast.parse(path_of(file).read_text())
+    node: ast.AST | None = tree_of(path_of(file))
     for part in name.split("."):
         node = next((item for item in getattr(node, "body", []) if defines(item, part)), None)
     return node

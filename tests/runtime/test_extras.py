@@ -1,42 +1,42 @@
 """Optional dependencies: if one is missing, its features end with one line, and all others work."""
 
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Mlx
-from hidden import distribution, hide
+from conftest import MAIN, ROOT, TIMEOUT_S, Mlx
+from forkserver import Commands
+from hidden import distribution, hide, hiding
 
 from mlx_runtime.companions.notebook.backends import BACKENDS
 from mlx_runtime.extras import EXTRAS
 
 pytestmark = pytest.mark.process
 
-Without = Callable[..., dict[str, str]]
+Without = Callable[..., "subprocess.CompletedProcess[str]"]
 
 METRIC = ("--metric", "val/mse", "--mode", "min")
 SHORT = ("cfg.start_workers=0", "cfg.num_epochs=1")
 
 
+@pytest.fixture
+def without(commands: Commands, environment: dict[str, str]) -> Without:
+    """`without("optuna", folder, "train", "sweep", ...)` runs a command that cannot import a library."""
+
+    def run(library: str, folder: Path, *arguments: str, script: str = MAIN) -> "subprocess.CompletedProcess[str]":
+        return commands.run(folder, [*arguments], environment, TIMEOUT_S, hiding([library]) + script)
+
+    return run
+
+
 @pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
-    """`without("optuna")` returns the variables of commands that cannot import some libraries."""
-
-    def variables(*libraries: str) -> dict[str, str]:
-        return hide(tmp_path_factory.mktemp("hidden"), libraries)
-
-    return variables
-
-
-@pytest.fixture(scope="module")
-def swept(
-    mlx: Mlx, make_in: Callable[[str, Path], Path], without: Without, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """An experiment with a sweep over a grid, by a command that could not import optional libraries."""
+def swept(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment with a sweep over a grid, by a new interpreter that could not import optional libraries."""
     folder = make_in("faults", tmp_path_factory.mktemp("swept"))
     optional = {library for library, extra in EXTRAS.items() if extra != "train"}
-    hidden = without(*optional - {"jinja2"})  # which torch imports
+    hidden = hide(tmp_path_factory.mktemp("hidden"), optional - {"jinja2"})  # which torch imports
     done = mlx(folder, "train", "sweep", "cfg.seed=1,2", "--parallel", "1", *METRIC, *SHORT, **hidden)
     assert done.returncode == 0, done.stderr
     return folder
@@ -72,45 +72,35 @@ def test_a_run_and_a_plain_grid_need_none(swept: Path) -> None:
     ],
 )
 def test_what_needs_a_missing_library_ends_with_one_line(
-    library: str, command: tuple[str, ...], line: str, swept: Path, mlx: Mlx, without: Without
+    library: str, command: tuple[str, ...], line: str, swept: Path, without: Without
 ) -> None:
     """It exits with 1 and writes no run."""
     before = sorted(swept.rglob("run.json"))
-    done = mlx(swept, *command, *(SHORT if command[0] == "train" else ()), **without(library))
+    done = without(library, swept, *command, *(SHORT if command[0] == "train" else ()))
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n"), done.stdout
     assert sorted(swept.rglob("run.json")) == before
 
 
 @pytest.mark.parametrize("library", BACKENDS)
-def test_so_does_a_backend_of_functions(library: str, python: Mlx, without: Without, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(f"from mlx_runtime import Trainer\nTrainer(backend={library!r})\n")
-    done = python(tmp_path, "script.py", **without(library))
+def test_so_does_a_backend_of_functions(library: str, without: Without, tmp_path: Path) -> None:
+    done = without(library, tmp_path, script=f"from mlx_runtime import Trainer\nTrainer(backend={library!r})\n")
     line = f'backend={library!r} needs {library}; type: pip install "mlx-runtime[{library}]"'
     assert done.stderr.splitlines()[-1] == f"mlx_runtime.errors.MissingLibraryError: {line}"
 
 
 @pytest.mark.s3
-def test_so_does_a_storage(experiment: Callable[[str], Path], mlx: Mlx, without: Without, s3: str) -> None:
+def test_so_does_a_storage(experiment: Callable[[str], Path], without: Without, s3: str) -> None:
     folder = experiment("faults")
-    done = mlx(folder, "train", "run", f"cfg.storage_path={s3.format('none')}", *SHORT, **without("botocore"))
+    done = without("botocore", folder, "train", "run", f"cfg.storage_path={s3.format('none')}", *SHORT)
     line = 'storage on S3 needs botocore; type: pip install "mlx-runtime[stores]"'
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n"), done.stdout
     assert list(folder.rglob("run.json")) == []
 
 
-def test_a_missing_library_that_conf_yaml_names_is_a_line_of_its_problems(
-    swept: Path, mlx: Mlx, without: Without
-) -> None:
+def test_a_missing_library_that_conf_yaml_names_is_a_line_of_its_problems(swept: Path, without: Without) -> None:
     override = "cfg.cross_validation.splitter={_target_: sklearn.model_selection.KFold}"
-    done = mlx(
-        swept,
-        "train",
-        "run",
-        "cfg.cross_validation.folds=3",
-        "cfg.cross_validation.fold=0",
-        override,
-        **without("sklearn"),
-    )
+    folds = ("cfg.cross_validation.folds=3", "cfg.cross_validation.fold=0")
+    done = without("sklearn", swept, "train", "run", *folds, override)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.endswith("no module named 'sklearn'; type: pip install \"mlx-runtime[sweeps]\"\n")

@@ -144,30 +144,32 @@ def stubs() -> Any:
 @functools.cache
 def doors() -> dict[str, tuple[list[str], dict[str, str]]]:
     """The modules that each package exports, and the module of each name that it exports."""
-    found = {name: stubs().exports(file_of(name)) for name in modules() if file_of(name).name == "__init__.py"}
+    found = {name_of(file): stubs().exports(file) for file in sorted(PACKAGE.rglob("__init__.py"))}
     return {name: exported for name, exported in found.items() if exported is not None}
 
 
 @functools.cache
 def modules() -> dict[str, frozenset[str]]:
     """Return the names that each module imports, anywhere in its code, by its dotted name in the package."""
-    return {name: frozenset(imports(tree, for_types=False)) for name, tree in trees().items()}
+    return {name: imports(name, for_types=False) for name in trees()}
 
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = ast.parse(file.read_text())
-    return found
+    return {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports(tree: ast.Module, for_types: bool) -> set[str]:
-    """Return the imported names, and the attributes of imported modules that are used."""
-    checking = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    left_out = set() if for_types else {inner for node in checking for inner in ast.walk(node)}
-    nodes = set(ast.walk(tree)) - left_out
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def imports(name: str, for_types: bool) -> frozenset[str]:
+    """Return the names that a module imports, and the attributes of imported modules that are used."""
+    nodes = {*ast.walk(trees()[name])}
+    if not for_types:
+        checking = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        nodes -= {inner for node in checking for inner in ast.walk(node)}
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     bound = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -176,11 +178,8 @@ def imports(tree: ast.Module, for_types: bool) -> set[str]:
         for alias in node.names
     }
     attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
-    return {
-        *names,
-        *bound.values(),
-        *(f"{bound[node.value.id]}.{node.attr}" for node in attributes if node.value.id in bound),  # type: ignore[attr-defined]
-    }
+    used = {f"{bound[node.value.id]}.{node.attr}" for node in attributes if node.value.id in bound}  # type: ignore[attr-defined]
+    return frozenset({*names, *bound.values(), *used})
 
 
 def edges(name: str) -> set[str]:
@@ -218,9 +217,10 @@ def test_every_module_is_in_a_room() -> None:
     assert {companion(name) for name in modules()} == {*COMPANIONS, ""}
 
 
-def parts(name: str) -> set[str]:
+@functools.cache
+def parts(name: str) -> frozenset[str]:
     """Return the modules of companions that a module asks for by name, as in `part("hub.pins")`."""
-    return set(re.findall(r'\bpart\("([\w.]+)"\)', file_of(name).read_text()))
+    return frozenset(re.findall(r'\bpart\("([\w.]+)"\)', file_of(name).read_text()))
 
 
 def file_of(name: str) -> Path:
@@ -280,9 +280,9 @@ def test_neighbours_come_in_by_the_door() -> None:
     """A package imports from others what they export, also for annotations."""
     past = {
         (name, path)
-        for name, tree in trees().items()
+        for name in trees()
         for path in (
-            used.removeprefix("mlx_runtime.") for used in imports(tree, for_types=True) if used.startswith("mlx_")
+            used.removeprefix("mlx_runtime.") for used in imports(name, for_types=True) if used.startswith("mlx_")
         )
         if package(module_of(path)) != package(name) and not is_exported(path)
     }
@@ -295,7 +295,7 @@ def test_a_door_exports_few_names_that_are_used(name: str) -> None:
     assert len(public) + len(names) <= MOST_NAMES
     assert {item for item in names if f"{name}.{item}" in modules()} == set(), "hidden once the module is imported"
     assert {item for item in public if f"{name}.{item}" not in modules()} == set()
-    used = {path for other, tree in trees().items() if package(other) != name for path in imports(tree, for_types=True)}
+    used = {path for other in trees() if package(other) != name for path in imports(other, for_types=True)}
     asked = {
         node.attr
         for other, tree in trees().items()
@@ -360,13 +360,13 @@ RANKS = frozenset(
 
 
 def test_only_the_topology_is_asked_for_ranks() -> None:
-    askers = {}
-    for file in PACKAGE.rglob("*.py"):
-        called = {node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)}
+    askers = set()
+    for module, tree in trees().items():
+        called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
         names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in called}
         if names & RANKS:
-            askers[str(file.relative_to(PACKAGE))] = names & RANKS
-    assert {name for name in askers if not name.startswith("distributed/")} == set()
+            askers.add(room(module))
+    assert askers == {"distributed"}
 
 
 @pytest.mark.process
@@ -407,8 +407,8 @@ OTHERS = {"_exit", "_split", "_timeout"}
 
 def test_tests_use_no_private_name_of_the_package() -> None:
     ours: set[str] = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for tree in trees().values():
+        for node in ast.walk(tree):
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                     ours.add(name)

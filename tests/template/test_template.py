@@ -39,11 +39,13 @@ def make(folder: Path, environment: dict[str, str], *arguments: str) -> "subproc
 
 
 @pytest.fixture(scope="module")
-def trained(baked: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The experiment after `make bind` and `make run`, with the output of the latter."""
+def trained(
+    mlx: Mlx, baked: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """The experiment after the command of `make bind` and `make run`, with the output of the latter."""
     folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
-    done = make(folder, environment, "bind")
-    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+    assert make(folder, environment, "-n", "bind").stdout.splitlines()[-1].endswith(" -m mlx_runtime train bind")
+    assert mlx(folder, "train", "bind").stdout == "wrote src/conf.yaml\n"
     done = make(folder, environment, "run")
     assert (done.returncode, done.stderr) == (0, "")
     return folder, done.stdout

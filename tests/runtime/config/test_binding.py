@@ -6,8 +6,6 @@ import inspect
 import json
 import random
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import jsonschema
 import pytest
 import torch
 import torchmetrics
+from conftest import Mlx
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -686,7 +685,9 @@ def test_what_would_be_forgotten_is_refused(experiment: type, message: str, tmp_
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["meta", "real"])
-def test_default_networks_are_built_with_real_numbers_only_where_they_need_them(kind: str, tmp_path: Path) -> None:
+def test_default_networks_are_built_with_real_numbers_only_where_they_need_them(
+    kind: str, mlx: Mlx, tmp_path: Path
+) -> None:
     """On the meta device a layer of 4 TB is free; what fails there leaves nothing behind, so a registry accepts it."""
     source = tmp_path / "src"
     source.mkdir()
@@ -717,7 +718,6 @@ def test_default_networks_are_built_with_real_numbers_only_where_they_need_them(
         "    cfg: TrainConfig\n"
         "    models: Models\n"
     )
-    command = [sys.executable, "-m", "mlx_runtime", "train", "bind"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = mlx(tmp_path, "train", "bind")
     assert (done.returncode, done.stdout, done.stderr) == (0, "wrote src/conf.yaml\n", "")
     assert "_target_: src.models.Net" in (source / "conf.yaml").read_text()

@@ -1,12 +1,11 @@
 """Errors that mean a lost worker."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import ray.exceptions
 import torch
+from forkserver import Commands
 
 from mlx_runtime.distributed.peers import lost_peer
 
@@ -49,10 +48,8 @@ class TestLostPeer:
         assert not lost_peer(caught.value)
 
     @pytest.mark.process
-    def test_collectives_and_backward_whose_peer_is_gone(self, tmp_path: Path) -> None:
-        done = subprocess.run(
-            [sys.executable, "-c", PEERS, tmp_path / "store"], capture_output=True, text=True, timeout=60
-        )
+    def test_collectives_and_backward_whose_peer_is_gone(self, commands: Commands, tmp_path: Path) -> None:
+        done = commands.run(tmp_path, [str(tmp_path / "store")], commands.environment, 60, PEERS)
         assert done.stdout.split() == ["True"] * 3, done.stdout + done.stderr
 
 

@@ -3,14 +3,15 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import groups
 import pytest
 import torch
 import torchmetrics as tm
+from forkserver import Commands
 from sessions import attach
 from torchmetrics import Metric, MetricCollection
 
@@ -76,22 +77,9 @@ def value_of(metric: Any, name: str, states: list[Snapshot]) -> dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def on_workers(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name. Each had a separate gloo group."""
-    folder = tmp_path_factory.mktemp("workers")
-    torch.multiprocessing.spawn(_worked, (folder,), nprocs=WORLD)
-    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
-    return {name: [rank[name] for rank in ranks] for name in WORKS}
-
-
-def _worked(rank: int, folder: Path) -> None:
-    found = {}
-    for name, work in WORKS.items():
-        store = torch.distributed.FileStore(str(folder / name), WORLD)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-        found[name] = work(rank)
-        torch.distributed.destroy_process_group()
-    torch.save(found, folder / f"{rank}.pt")
+    return groups.on_workers(commands, WORKS, tmp_path_factory.mktemp("workers"), WORLD)
 
 
 def topology(rank: int) -> Topology:
@@ -206,7 +194,7 @@ def test_numbers_are_reported_some_steps_later(on_workers: dict[str, list[Any]])
     assert on_workers["lagging"][0] == {"known": [0] * 6 + [1] * 3, "recorded": [(3.0, 4), (5.0, 8)]}
 
 
-WORKS: dict[str, Callable[[int], Any]] = {
+WORKS: dict[str, groups.Work] = {
     "lagging": _lagging,
     "values": _values,
     "large": _large,

@@ -24,9 +24,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx, Start, edit
+from conftest import MAIN, Mlx, Start, Started, edit
 from faults import diary, differences, final_state, points, reports, run_of, wait_for
-from leftovers import marked
+from leftovers import marked, of_session
 
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
@@ -247,11 +247,12 @@ class TestTheSameNumbers:
         folder = Path(shutil.copytree(bound, tmp_path / "faults"))
         with (folder / "src" / "experiment.py").open("a") as file:
             file.write("\nimport threading\nthreading.Thread(target=time.sleep, args=(9999,), daemon=True).start()\n")
-        done = mlx(folder, "train", "run", OFTEN)
+        one = ("cfg.start_workers=1", "cfg.engine=local")
+        done = mlx(folder, "train", "run", OFTEN, *one)
         assert done.returncode == 0, done.stderr
         why = "this process already has 1 other thread"
         assert f"          started as new interpreters, which takes longer than forking: {why}\n" in done.stdout
-        assert same(folder, finished()) == []
+        assert same(folder, finished(*one)) == []
 
 
 @pytest.mark.pure
@@ -417,9 +418,11 @@ class TestALocalWorker:
         assert done.returncode != 0
         assert [(found["errors"], found["children"]) for found in seen(acts)] == [([line] * 3, [])] * 2
 
-    def test_what_it_starts_does_not_read_the_terminal(self, start_group: StartGroup, acts: Path) -> None:
-        process = start_group(acts, "cfg.act=read_the_terminal", "cfg.start_workers=1")
-        assert process.wait(timeout=90) == 0
+    def test_what_it_starts_does_not_read_the_terminal(self, python: Mlx, acts: Path) -> None:
+        """A pipe that nobody writes to stands for a terminal."""
+        (acts / "script.py").write_text(f"import os; os.dup2(os.pipe()[0], 0)\n{MAIN}")
+        done = python(acts, "script.py", "train", "run", "cfg.act=read_the_terminal", "cfg.start_workers=1")
+        assert done.returncode == 0, done.stderr
         assert seen(acts, 1)[0]["read"] == ""
 
 
@@ -539,11 +542,12 @@ class TestStart:
         assert (done.returncode, done.stderr) == (0, "")
         assert "new interpreters" not in done.stdout
 
-    def test_the_environment_can_ask_for_new_interpreters(self, mlx: Mlx, acts: Path) -> None:
-        done = mlx(acts, "train", "run", "cfg.act=nothing", "cfg.start_workers=1", MLX_START_METHOD="spawn")
-        assert (done.returncode, done.stderr) == (0, "")
-        why = "started as new interpreters, which takes longer than forking: MLX_START_METHOD=spawn"
-        assert f"          {why}\n" in done.stdout
+    @pytest.mark.pure
+    def test_the_environment_can_ask_for_new_interpreters(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLX_START_METHOD", "spawn")
+        server = ForkServer(fresh=True)
+        server.close()
+        assert server.spawns == "MLX_START_METHOD=spawn"
 
     @pytest.mark.pure
     def test_a_thread_that_ends_while_threads_are_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,9 +580,10 @@ class TestStart:
         assert (done.returncode, done.stderr) == (0, "")
         assert len(seen(acts, 8)) == 8
 
-    def test_without_stdout(self, environment: dict[str, str], acts: Path) -> None:
-        command = f"exec {sys.executable} -m mlx_runtime train run cfg.act=print_everything >&-"
-        done = subprocess.run(command, shell=True, cwd=acts, env=environment, stderr=subprocess.PIPE, timeout=120)
+    def test_without_stdout(self, python: Mlx, acts: Path) -> None:
+        """As `mlx train run >&-` does."""
+        (acts / "script.py").write_text(f"import os, sys; os.close(1); sys.stdout = sys.__stdout__ = None\n{MAIN}")
+        done = python(acts, "script.py", "train", "run", "cfg.act=print_everything")
         assert done.returncode == 0, done.stderr
         assert "rank 1: by libc" in log_of(acts, 1).splitlines()
 
@@ -704,7 +709,7 @@ class TestNothingIsLeft:
 class TestInterrupt:
     """Ctrl-C at any moment: the terminal sends SIGINT to the driver, its fork server and workers that just began."""
 
-    def moments(self, process: "subprocess.Popen[str]", folder: Path) -> "dict[str, Callable[[], Any]]":
+    def moments(self, process: Started, folder: Path) -> "dict[str, Callable[[], Any]]":
         def maps(name: str) -> bool:
             return name in Path(f"/proc/{process.pid}/maps").read_text()
 
@@ -725,9 +730,12 @@ class TestInterrupt:
         ],
     )
     def test_it_ends_the_run(
-        self, moment: str, later_s: float, times: int, start_group: StartGroup, acts: Path, tmp_path: Path
+        self, moment: str, later_s: float, times: int, start: Start, start_group: StartGroup, acts: Path, tmp_path: Path
     ) -> None:
-        process = start_group(acts, *TestNothingIsLeft.WAITING)
+        if moment == "workers train":  # however it was started
+            process = start(acts, "train", "run", *TestNothingIsLeft.WAITING)
+        else:
+            process = start_group(acts, *TestNothingIsLeft.WAITING)
         self.check(process, moment, later_s, times, acts, tmp_path)
 
     @pytest.mark.parametrize("moment", ["the run is there", "workers are there"])
@@ -738,11 +746,10 @@ class TestInterrupt:
         process = start_group(acts, *TestNothingIsLeft.WAITING, MLX_START_METHOD="spawn")
         self.check(process, moment, 0.1, 1, acts, tmp_path)
 
-    def check(
-        self, process: "subprocess.Popen[str]", moment: str, later_s: float, times: int, acts: Path, mark: Path
-    ) -> None:
+    def check(self, process: Started, moment: str, later_s: float, times: int, acts: Path, mark: Path) -> None:
         wait_for(self.moments(process, acts)[moment], 60, every_s=0.005)
         time.sleep(later_s)
+        assert of_session(process.pid)
         for _ in range(times):
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.02)
@@ -752,7 +759,7 @@ class TestInterrupt:
         resume = f"stopped; acts run_001 is marked STOPPED and {left}: mlx train run --resume=run_001"
         assert errors in ("error: interrupted\n", f"error: {resume}\n")
         assert process.returncode == 130
-        assert marked(mark) == []
+        assert marked(mark) == of_session(process.pid) == []
         if list(acts.glob("runs/acts/*/run.json")):
             assert record(acts)["status"] == "STOPPED"
 

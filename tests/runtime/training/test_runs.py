@@ -2,21 +2,21 @@
 
 import json
 import os
+import pty
 import re
-import resource
+import select
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mlx, Start, edit, unbound
+from conftest import MAIN, Mlx, Start, edit, unbound
 from faults import differences
-from leftovers import marked
+from forkserver import Command, Commands
+from leftovers import of_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.process
@@ -227,33 +227,14 @@ def test_one_that_is_stopped_while_it_loads_says_so(start: Start, experiment: Ma
     ],
 )
 def test_a_stopped_run_is_marked_and_leaves_no_process(
-    workers: int, sent: int, code: int, environment: dict[str, str], experiment: Make, tmp_path: Path
+    workers: int, sent: int, code: int, start: Start, experiment: Make
 ) -> None:
     folder = experiment("probe")
-    mark = tmp_path.name
-    command = [
-        sys.executable,
-        "-m",
-        "mlx_runtime",
-        "train",
-        "run",
-        f"cfg.start_workers={workers}",
-        "cfg.num_epochs=9999",
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment | {"MLX_TEST_MARK": mark, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert any(line.split()[:1] == ["2/9999"] for line in process.stdout)
+    process = start(folder, "train", "run", f"cfg.start_workers={workers}", "cfg.num_epochs=9999")
     while not list(folder.glob("runs/probe/run_001/checkpoints/*/checkpoint.json")):
-        time.sleep(0.1)  # checkpoints are written while the run continues
-    assert len(marked(mark)) > workers
+        assert process.poll() is None
+        time.sleep(0.02)
+    assert len(of_session(process.pid)) > workers
     os.killpg(process.pid, sent)  # like a terminal, to the whole foreground group
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
@@ -263,9 +244,9 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     )
     assert record(folder)["status"] == "STOPPED"
     deadline = time.monotonic() + 10
-    while marked(mark) and time.monotonic() < deadline:
+    while of_session(process.pid) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert marked(mark) == []
+    assert of_session(process.pid) == []
 
 
 @pytest.mark.parametrize(
@@ -433,7 +414,7 @@ def test_losses_and_metrics_may_be_saved_apart_and_loaders_read_side_by_side(mlx
     assert [line["step"] for line in reports(folder)][:2] == [3, 6]
 
 
-def test_default_networks_of_any_size_bind_in_little_memory(environment: dict[str, str], experiment: Make) -> None:
+def test_default_networks_of_any_size_bind_in_little_memory(python: Mlx, experiment: Make) -> None:
     """Defaults with twelve gigabytes of weights, bound in an address space that is too small for one of them."""
     folder = experiment("probe")
     edit(
@@ -442,14 +423,14 @@ def test_default_networks_of_any_size_bind_in_little_memory(environment: dict[st
         "    teacher: nn.Module = nn.Linear(40_000, 40_000)",
     )
     edit(folder / "src" / "experiment.py", "    first: Net = Net()", "    first: nn.Module = nn.Linear(40_000, 40_000)")
-    script = (
-        "import resource, runpy, sys\n"
-        "sys.argv = ['mlx', 'train', 'bind']\n"
-        "try: runpy.run_module('mlx_runtime', run_name='__main__')\n"
-        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)"
+    (folder / "script.py").write_text(
+        "import resource, sys\n"
+        f"try: {MAIN}\n"
+        "finally:\n"
+        "    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
+        "    print(max(item.ru_maxrss for item in used) * 1024, file=sys.stderr)"
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = python(folder, "script.py", "train", "bind")
     assert done.returncode == 0, done.stderr
     assert "in_features: 40000" in (folder / "src" / "conf.yaml").read_text()
     assert int(done.stderr.split()[-1]) < 2 << 30
@@ -474,22 +455,17 @@ def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
         )
 
 
-def test_one_that_is_stopped_before_its_first_checkpoint(environment: dict[str, str], experiment: Make) -> None:
+def test_one_that_is_stopped_before_its_first_checkpoint(start: Start, experiment: Make) -> None:
     folder = experiment("probe")
     waiting = (
         'print("waiting", flush=True)\n        __import__("time").sleep(60)\n        if self.cfg.fault == "early":'
     )
     edit(folder / "src" / "experiment.py", 'if self.cfg.fault == "early":', waiting)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_runtime", "train", "run", *HERE],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert any(line.strip() == "waiting" for line in process.stdout)
+    process = start(folder, "train", "run", *HERE)
+    assert isinstance(process, Command)
+    while "\nwaiting\n" not in process.output():
+        assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     process.send_signal(signal.SIGINT)  # there is no step after which it could stop
@@ -500,20 +476,18 @@ def test_one_that_is_stopped_before_its_first_checkpoint(environment: dict[str, 
     )
 
 
-def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experiment: Make) -> None:
+def test_a_disk_that_fills_up_while_training(python: Mlx, experiment: Make) -> None:
     """Files of more than 2 MB cannot be written, and the checkpoint is larger."""
     folder = experiment("probe")
     (folder / "src" / "conf.yaml").unlink()
     edit(folder / "src" / "experiment.py", "linear(3)", "linear(400_000)")
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
-
-    command = [sys.executable, "-m", "mlx_runtime", "train", "run", *HERE]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=limit
+    (folder / "script.py").write_text(
+        "import resource, signal\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n"
+        f"{MAIN}"
     )
+    done = python(folder, "script.py", "train", "run", *HERE)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot write a checkpoint to {folder}/runs/probe/run_001/checkpoints: ")
     assert "File too large" in done.stderr
@@ -523,24 +497,25 @@ def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experi
     assert list(folder.glob("runs/probe/run_001/checkpoints/*")) == []
 
 
-def test_a_terminal_gets_a_bar(environment: dict[str, str], experiment: Make) -> None:
+def test_a_terminal_gets_a_bar(commands: Commands, environment: dict[str, str], experiment: Make) -> None:
     """On a pseudo-terminal the current stage is a progress bar, and finished epochs are lines."""
     folder = experiment("probe")
-    command = f"{sys.executable} -m mlx_runtime train run cfg.start_workers=0 datasets.train.rows=4000"
-    done = subprocess.run(
-        ["script", "-qec", command, "/dev/null"],
-        cwd=folder,
-        env=environment | {"TERM": "xterm-256color", "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"epoch 1 train .*━", done.stdout)
-    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)
+    screen, terminal = pty.openpty()
+    code = f"import os\nfor number in range(3): os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), number)\n{MAIN}"
+    settings = environment | {"TERM": "xterm-256color", "COLUMNS": "120"}
+    process = commands.start(folder, ["train", "run", *HERE, "datasets.train.rows=1000"], settings, code)
+    read = b""
+    while select.select([screen], [], [], 0.1)[0] or process.poll() is None:
+        if select.select([screen], [], [], 0)[0]:
+            read += os.read(screen, 65536)
+    os.close(screen)
+    os.close(terminal)
+    shown = read.decode()
+    assert process.returncode == 0, shown
+    assert re.search(r"epoch 1 train .*━", shown)
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
     assert re.search(r"epoch +[^\n]*mse .*  1/2 +\d.*  2/2 +\d", text, re.DOTALL)
-    assert "\x1b[1mepoch 1 train" not in done.stdout  # titles are bold, the bar next to them is not
+    assert "\x1b[1mepoch 1 train" not in shown  # titles are bold, the bar next to them is not
 
 
 def test_a_pipe_gets_a_few_lines_per_epoch(mlx: Mlx, experiment: Make) -> None:

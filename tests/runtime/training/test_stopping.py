@@ -1,11 +1,10 @@
 """Agreement of all workers to stop."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forkserver import Commands
 from sessions import ALONE
 
 from mlx_runtime.distributed import Topology
@@ -83,11 +82,11 @@ if rank == 0:
 
 
 @pytest.mark.process
-def test_all_workers_stop_at_the_same_step(tmp_path: Path) -> None:
+def test_all_workers_stop_at_the_same_step(commands: Commands, tmp_path: Path) -> None:
     """Although one is faster, another one was asked, and none waits for the result of a round."""
-    command = [sys.executable, "-c", STEPS_OF_TWO, str(tmp_path / "store")]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-    first, second = map(int, output.split())
+    done = commands.run(tmp_path, [str(tmp_path / "store")], commands.environment, 120, STEPS_OF_TWO)
+    assert done.returncode == 0, done.stderr
+    first, second = map(int, done.stdout.split())
     assert first == second
     assert 30 < first <= 30 + 3 * MAX_STEPS_PER_VOTE
 

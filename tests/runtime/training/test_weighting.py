@@ -11,6 +11,7 @@ import groups
 import pytest
 import torch
 import torch.distributed as dist
+from forkserver import Commands
 from sessions import ALONE, Events, attach
 from torch import nn
 from torch.nn import functional as F
@@ -70,7 +71,6 @@ class Models:
 
 NODE = {"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.Net"}}
 
-PRELOAD = ["ray.train.torch", "mlx_runtime.companions.sharding.strategy"]  # as test_sharding.py
 
 Loss = Callable[[BaseModule, torch.Tensor, dict[str, torch.Tensor]], None]
 
@@ -160,10 +160,10 @@ def work(rank: int, size: int, folder: Path) -> dict[str, tuple[float, int]]:
 
 
 @pytest.mark.examples
-def test_updates_are_those_of_one_large_batch(tmp_path: Path) -> None:
+def test_updates_are_those_of_one_large_batch(commands: Commands, tmp_path: Path) -> None:
     """With short and unequal batches at the end of the pass, and workers that have nothing to learn from a batch."""
     works = {f"{size}": partial(work, size=size, folder=tmp_path) for size in WORKERS}
-    found = groups.on_workers(works, tmp_path, max(WORKERS), PRELOAD, {f"{size}": size for size in WORKERS})
+    found = groups.on_workers(commands, works, tmp_path, max(WORKERS), {f"{size}": size for size in WORKERS})
     results = {f"{size} {key}": item for size in works for rank in found[size] for key, item in rank.items()}
     assert len(results) == len(STEPS) * (5 + 5 + 7)
     assert {key: gap for key, (gap, _) in results.items() if not gap < 1e-5} == {}

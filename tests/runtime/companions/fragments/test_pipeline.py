@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from conftest import Mlx, edit
 from faults import differences
+from forkserver import Commands
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
 
@@ -51,13 +52,12 @@ def work(function: groups.Work) -> groups.Work:
 
 
 @pytest.fixture(scope="module")
-def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def on_workers(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
-    preload = ["ray.train.torch", "mlx_runtime.companions.fragments.pipelined"]
     on_four = ("in_replicas", "branches", "planned", "averaged_apart")
     sizes = {name: 2 for name in WORKS if name not in on_four} | {"queued": 3}
-    return groups.on_workers(WORKS, folder, 4, preload, sizes)
+    return groups.on_workers(commands, WORKS, folder, 4, sizes)
 
 
 class Block(nn.Module):

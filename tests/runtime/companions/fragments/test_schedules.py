@@ -19,6 +19,7 @@ import pytest
 import test_pipeline as pipelines
 import torch
 from conftest import ROOT, Mlx, bind
+from forkserver import Commands
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
@@ -494,13 +495,11 @@ def on_four(rank: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def on_workers(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     works: dict[str, groups.Work] = {"on_two": on_two, "in_half": in_half, "others": others, "corners": corners}
     works |= {"sent": sent, "on_four": on_four}
-    preload = ["ray.train.torch", "torch.distributed.pipelining", "mlx_runtime.companions.fragments.schedules"]
-    return groups.on_workers(
-        works, tmp_path_factory.mktemp("workers"), 4, preload, {name: 2 for name in works if name != "on_four"}
-    )
+    sizes = {name: 2 for name in works if name != "on_four"}
+    return groups.on_workers(commands, works, tmp_path_factory.mktemp("workers"), 4, sizes)
 
 
 def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import current_test
+from forkserver import Command, Commands
 
 from mlx_runtime.companions.kubernetes import driver
 from mlx_runtime.companions.kubernetes.manifest import STOP_DRIVER
@@ -22,7 +22,7 @@ LONG = (
     "tools.early_stopping.patience=1000000",
 )
 
-Attempt = Callable[[], "subprocess.Popen[str]"]
+Attempt = Callable[[], Command]
 
 
 def job_of(folder: RunFolder, job: str) -> None:
@@ -45,16 +45,16 @@ def test_the_run_of_a_job_is_found(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def attempt(bound: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[Attempt]:
+def attempt(bound: Path, commands: Commands, environment: dict[str, str], tmp_path: Path) -> Iterator[Attempt]:
     """`attempt()` starts the command of one RayJob, as in its pod."""
     started = []
     variables = {"MLX_IN_JOB": "1", "MLX_JOB": "digits-1", "MLX_JOB_ADDRESS": "kube:///digits-1"}
     variables |= {"MLX_STORAGE": str(tmp_path), "TMPDIR": str(tmp_path)} | current_test()
-    command = [sys.executable, "-u", "-m", driver.__name__, "run_", str(tmp_path), "digits", *LONG]
+    code = f"import runpy; runpy.run_module({driver.__name__!r}, run_name='__main__', alter_sys=True)"
 
-    def start() -> "subprocess.Popen[str]":
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started.append(subprocess.Popen(command, cwd=bound, env=environment | variables, text=True, **streams))
+    def start() -> Command:
+        words = ["run_", str(tmp_path), "digits", *LONG]
+        started.append(commands.start(bound, words, environment | variables, code))
         return started[-1]
 
     yield start
@@ -69,7 +69,7 @@ def test_a_deleted_pod_resumes_and_a_stopped_run_does_not(attempt: Attempt, tmp_
     def record() -> dict[str, Any]:
         return json.loads(run.record.read_text()) if run.record.exists() else {}
 
-    def until_epoch(epoch: int, process: "subprocess.Popen[str]") -> None:
+    def until_epoch(epoch: int, process: Command) -> None:
         until = time.monotonic() + 300
         while (record().get("latest") or {"epoch": -1})["epoch"] < epoch:
             assert time.monotonic() < until

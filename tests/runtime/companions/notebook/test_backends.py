@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -281,6 +280,8 @@ def test_objects_that_stay_on_workers_have_only_torch() -> None:
 
 @pytest.mark.pure
 def test_arrays_become_tensors_that_share_no_memory() -> None:
+    import jax.numpy as jnp  # here, because it takes a second
+
     array = np.arange(3.0)
     state = OrderedDict(a=array, b=(1, "text", [jnp.ones(2, jnp.bfloat16)]), c=torch.ones(1), d=np.float32(2))
     kept, unsafe = checkpoints.plain_entries(as_tensors(state))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx, edit
+from conftest import MAIN, Mlx, edit
 from safetensors.torch import load_file
 
 from mlx_runtime import load_export, open_run
@@ -288,8 +288,9 @@ def test_a_project_may_have_a_folder_of_licenses(here: Path, mlx: Mlx) -> None:
     assert json.loads((here / "licensed" / "export.json").read_text())["license"] is None
 
 
-def test_missing_tools_are_named_before_anything_is_read(here: Path, mlx: Mlx) -> None:
-    done = mlx(here, "xp", "export", "exports", "-o", "new", "--format", "aoti", PATH=str(here))
+def test_missing_tools_are_named_before_anything_is_read(here: Path, mlx: Mlx, python: Mlx) -> None:
+    (here / "script.py").write_text(f"import os; os.environ['PATH'] = os.getcwd()\n{MAIN}")
+    done = python(here, "script.py", "xp", "export", "exports", "-o", "new", "--format", "aoti")
     line = "error: --format aoti needs a C++ compiler, and there is no g++ or clang++ here; use pt2\n"
     assert (done.returncode, done.stderr) == (2, line)
     done = mlx(here, "xp", "export", "exports", "--format", "pt2,tflite")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Mlx
+from forkserver import Commands
 from ray.train.torch import prepare_model  # bound before anything is sharded, as in user code
 from sessions import ALONE
 from torch import nn
@@ -39,10 +40,10 @@ def work(function: groups.Work) -> groups.Work:
 
 
 @pytest.fixture(scope="module")
-def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def on_workers(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
-    return groups.on_workers(WORKS, folder, WORLD, ["ray.train.torch", "mlx_runtime.companions.sharding.strategy"])
+    return groups.on_workers(commands, WORKS, folder, WORLD)
 
 
 # -- models

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Mlx
+from forkserver import Commands
 from safetensors.torch import load_file
 
 from mlx_runtime.companions.sharding import segments
@@ -35,10 +37,11 @@ RESTORED = ("same", "three", "hybrid", "hybrid to two", "one", "from whole")
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+def stages(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Stages:
     """The folder of the checkpoints, and what each stage of `sharding.py` found on each rank."""
     folder = tmp_path_factory.mktemp("shards")
-    subprocess.run([sys.executable, SCRIPT, "main", str(folder)], check=True, timeout=240)
+    done = python(folder, SCRIPT, "main", str(folder))
+    assert done.returncode == 0, done.stderr
     return folder, torch.load(folder / "results.pt", weights_only=True)
 
 
@@ -311,9 +314,9 @@ def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Pat
     assert all(path.name.startswith("epoch_") for path in (tmp_path / "checkpoints").iterdir())
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(commands: Commands, tmp_path: Path) -> None:
     """A file size limit of 64 KiB simulates one; the part that is not sharded, which torch writes, does not fit."""
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = commands.run(tmp_path, [str(tmp_path)], commands.environment, 60, FULL)
     assert done.stdout == f"cannot write a checkpoint to {tmp_path}: [Errno 27] File too large\n", done.stderr
     assert list(tmp_path.iterdir()) == []
 

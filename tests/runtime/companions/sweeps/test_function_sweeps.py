@@ -1,8 +1,6 @@
 """Sweeps of training functions, in a script as users write them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +73,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def found(folder: Path, python: Mlx) -> dict[str, Any]:
     """What a script has seen that interrupts and resumes a sweep."""
     (folder / "tuning.py").write_text(SCRIPT)
-    command = [sys.executable, "tuning.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = python(folder, "tuning.py")
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
