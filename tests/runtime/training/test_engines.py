@@ -163,6 +163,13 @@ def same(folder: Path, other: Path) -> list[str]:
     return found + [name for name in ("train/mse", "val/mse") if points(one, name) != points(two, name)]
 
 
+def at_step_5(folder: Path, starts: int) -> bool:
+    """True if workers of `faults` have started that often, and the last ones have reached step 5."""
+    notes = diary(folder)
+    began = [note["at"] for note in notes if "start" in note]
+    return len(began) == starts and any(note.get("step") == 5 and note["at"] > began[-1] for note in notes)
+
+
 class TestTheSameNumbers:
     """With dropout and batch norm, random numbers of every kind, metrics, and a schedule."""
 
@@ -233,12 +240,11 @@ class TestTheSameNumbers:
         folder = Path(shutil.copytree(bound, tmp_path / "faults"))
         pauses = ("cfg.pause_s=1", "cfg.pause_from=5")
         process = start(folder, "train", "run", OFTEN, *pauses, "cfg.elastic.max_failures=2")
-        since = 0.0
-        for rank in (1, 0):
-            wait_for(lambda: any(note.get("step") == 5 and note["at"] > since for note in diary(folder)))
-            at = time.time()
-            os.kill([note["pid"] for note in diary(folder) if note["rank"] == rank and "pid" in note][-1], signal.SIGKILL)
-            since = wait_for(lambda: [note["at"] for note in diary(folder) if "start" in note and note["at"] > at])[0]
+        for attempt, rank in enumerate((1, 0), start=1):
+            wait_for(lambda starts=2 * attempt: at_step_5(folder, starts))
+            victim = [note["pid"] for note in diary(folder) if note["rank"] == rank and "pid" in note][-1]
+            os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: at_step_5(folder, 6))
         (folder / "diary" / "hurry").touch()
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors

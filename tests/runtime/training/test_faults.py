@@ -46,8 +46,8 @@ pytestmark = [
 
 EPOCHS = 12
 
-ENDLESS = "datasets.train.rows=100000"
-"""Makes a run with `cfg.pause_s` last longer than any test, in its first epoch."""
+LONG = "datasets.train.rows=1200"
+"""With `cfg.pause_s=0.2`, the first epoch on two workers takes half a minute."""
 
 OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.elastic.max_failures=-1")
 
@@ -282,7 +282,7 @@ class TestTwoWorkers:
     """Tests that need a process group."""
 
     def test_sigterm_ends_with_a_checkpoint_of_the_last_step(self, start: Start, mlx: Mlx, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.pause_s=0.2", ENDLESS)
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
@@ -290,7 +290,7 @@ class TestTwoWorkers:
         self.check_stopped(folder)
 
     def test_workers_are_shown_and_one_that_is_frozen_too(self, start: Start, mlx: Mlx, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.pause_s=0.2", ENDLESS)
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
         pids = [worker["process"]["pid"] for worker in found["workers"]]
@@ -309,7 +309,7 @@ class TestTwoWorkers:
     @pytest.mark.kills
     def test_closed_streams_end_it_in_the_same_way(self, environment: dict[str, str], folder: Path) -> None:
         """As `mlx train run 2>&1 | head` does."""
-        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.pause_s=0.2", ENDLESS]
+        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.pause_s=0.2", LONG]
         pipe, same = subprocess.PIPE, subprocess.STDOUT
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=same) as process:
             wait_for(lambda: len(steps_of(folder)) > 4)
@@ -321,7 +321,7 @@ class TestTwoWorkers:
     @pytest.mark.kills
     def test_a_closed_output_ends_it_in_the_same_way(self, start: Start, folder: Path) -> None:
         """As `mlx train run | head` does."""
-        process = start(folder, "train", "run", "cfg.pause_s=0.2", ENDLESS, PYTHONUNBUFFERED="1")  # a new interpreter
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG, PYTHONUNBUFFERED="1")  # a new interpreter
         wait_for(lambda: len(steps_of(folder)) > 4)
         assert isinstance(process, subprocess.Popen)
         assert process.stdout is not None
@@ -338,7 +338,7 @@ class TestTwoWorkers:
     @pytest.mark.parametrize("ignored", [False, True], ids=["", "under nohup"])
     def test_so_does_a_closed_terminal(self, ignored: bool, environment: dict[str, str], folder: Path) -> None:
         """Unless it ignores SIGHUP, whatever its output goes to."""
-        overrides = ["cfg.pause_s=1", "cfg.pause_from=3", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2", ENDLESS]
+        overrides = ["cfg.pause_s=1", "cfg.pause_from=3", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2", LONG]
         command = [sys.executable, "-m", "mlx_runtime", "train", "run", "-q", *overrides]
         pid, terminal = pty.fork()
         if pid == 0:
@@ -373,7 +373,7 @@ class TestTwoWorkers:
         assert record(folder).get("failures") is None
 
     def test_lost_workers_are_replaced_so_often_and_no_more(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.elastic.max_failures=0", "cfg.pause_s=0.2", ENDLESS)
+        process = start(folder, "train", "run", "cfg.elastic.max_failures=0", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         os.kill(next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note), signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
@@ -398,7 +398,7 @@ class TestTwoWorkers:
 
     @pytest.mark.kills
     def test_a_worker_that_is_frozen_does_not_answer(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.elastic.hang_timeout_s=5", "cfg.pause_s=0.2", ENDLESS)
+        process = start(folder, "train", "run", "cfg.elastic.hang_timeout_s=5", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         frozen = next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note)
         os.kill(frozen, signal.SIGSTOP)
