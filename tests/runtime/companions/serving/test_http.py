@@ -272,8 +272,11 @@ def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
 
 
 @pytest.fixture
-def blocked(serve: Serve) -> Iterator[tuple[Client, threading.Event]]:
-    """A server whose model is computing until the event is set, with room for two more rows."""
+def blocked(serve: Serve, request: pytest.FixtureRequest) -> Iterator[tuple[Client, threading.Event]]:
+    """A server whose model is computing until the event is set, with room for two more rows.
+
+    The parameter is the time in which requests are answered.
+    """
     entered, release = threading.Event(), threading.Event()
 
     def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -281,7 +284,7 @@ def blocked(serve: Serve) -> Iterator[tuple[Client, threading.Event]]:
         release.wait()
         return model(batch)
 
-    client = serve(function, limits=Limits(max_queue=2, timeout_s=600))
+    client = serve(function, limits=Limits(max_queue=2, timeout_s=getattr(request, "param", 600)))
     thread = threading.Thread(target=client.ask, args=("POST", "/predict", ONE_ROW), kwargs={"Content_Type": JSON})
     thread.start()
     assert entered.wait(60)
@@ -309,12 +312,13 @@ def test_a_full_queue_refuses_and_a_slow_model_times_out(blocked: tuple[Client, 
     assert ask()[0] == 200
 
 
+@pytest.mark.parametrize("blocked", [1], indirect=True)
 def test_a_model_that_hangs_does_not_keep_the_server(
     blocked: tuple[Client, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, release = blocked
     monkeypatch.setattr(interface, "CLOSE_S", 0.2)
-    client.server.stop()  # it would wait forever
+    client.server.stop()  # it would wait forever for the model
     assert not release.is_set()
 
 
@@ -329,7 +333,7 @@ def test_a_shadow_that_hangs_does_not_keep_the_server(monkeypatch: pytest.Monkey
     other = shadow.Shadow("first", Predictor(function, SCHEMA, "x"), counters)
     for _ in range(shadow.WAITING + 2):  # one is computed, and the last one finds no room
         other([Part({"image": images(1)}, 1, [0], model({"image": images(1)}))])
-    other.close()  # it would wait forever
+    other.close()  # it would wait forever for the model
     assert not release.is_set()
     release.set()
     assert counters.total("mlx_shadow_rows_total", outcome="skipped")
