@@ -680,6 +680,17 @@ class TestNothingIsLeft:
             server.kill(0)
             assert list(server.exits(60)) == [(0, -signal.SIGKILL)]
 
+    @pytest.mark.local
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_a_worker_ends_without_finalizing_its_interpreter(
+        self, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Threads of gloo can abort that."""
+        monkeypatch.setenv("MLX_START_METHOD", method)
+        with contextlib.closing(ForkServer(fresh=True)) as server:
+            start(server, 0, partial(eval, "__import__('atexit').register(__import__('os').abort) and 0", {}))
+            assert list(server.exits(60)) == [(0, 0)]
+
     def test_a_worker_that_ends_without_a_word_is_lost(self, mlx: Mlx, acts: Path) -> None:
         """And are replaced, up to the limit; the other workers connect to the new one."""
         done = mlx(acts, "train", "run", "cfg.act=exit_silently", "cfg.elastic.max_failures=3")
