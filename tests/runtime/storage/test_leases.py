@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_a_process_of_this_machine_is_known_to_live_or_not() -> None:
     assert leases.is_alive(mine)
     assert not leases.is_alive(mine | {"pid_started": "1"})
     assert leases.holder(mine).startswith(f"process {os.getpid()} on ")
-    assert leases.holder(mine).endswith(", last heard from 1000 s ago")
+    assert re.search(r", last heard from 10\d\d s ago$", leases.holder(mine))
 
 
 @pytest.mark.parametrize(("age", "alive"), [(1, True), (leases.STALE_S + 1, False)])
