@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import groups
 import pytest
 import torch
 import torchmetrics as tm
@@ -17,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
+from mlx_runtime.tracking import metric_sync
 from mlx_runtime.tracking.metric_sync import (
     BUFFER_BYTES,
     MetricSync,
@@ -78,20 +80,7 @@ def value_of(metric: Any, name: str, states: list[Snapshot]) -> dict[str, float]
 @pytest.fixture(scope="module")
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name. Each had a separate gloo group."""
-    folder = tmp_path_factory.mktemp("workers")
-    torch.multiprocessing.spawn(_worked, (folder,), nprocs=WORLD)
-    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
-    return {name: [rank[name] for rank in ranks] for name in WORKS}
-
-
-def _worked(rank: int, folder: Path) -> None:
-    found = {}
-    for name, work in WORKS.items():
-        store = torch.distributed.FileStore(str(folder / name), WORLD)
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-        found[name] = work(rank)
-        torch.distributed.destroy_process_group()
-    torch.save(found, folder / f"{rank}.pt")
+    return groups.on_workers(WORKS, tmp_path_factory.mktemp("workers"), WORLD, ["torchmetrics", metric_sync.__name__])
 
 
 def topology(rank: int) -> Topology:
