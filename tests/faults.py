@@ -50,7 +50,7 @@ REPLICAS = {
 }
 """The same of runs whose models are cut into two stages, or averaged every three updates."""
 
-MOST_S = 240
+MOST_S = 400
 """Maximum time without progress before the campaign fails."""
 
 LAST_S = 1800
