@@ -67,7 +67,7 @@ def test_a_lost_node_of_a_plan(
     }
     (at.folder / "src" / "fragments.json").write_text(json.dumps(plan))
     words = ("cfg.strategy=pipeline", "cfg.fragments.plan=src/fragments.json", "cfg.start_workers=3")
-    whole = ("cfg.num_epochs=2", "cfg.checkpoint_every_steps=5", "cfg.pause_s=1", "cfg.pause_from=6")
+    whole = ("cfg.num_epochs=2", "cfg.checkpoint_every_steps=5", "cfg.pause_s=10", "cfg.pause_from=6")
     ray_cluster.add(cpus=2, labels={"node": "node_2"})
     try:
         ray_cluster.wait(3)
