@@ -512,20 +512,20 @@ class TestOutput:
         """It prints what has arrived, but not what arrives in the meantime."""
         (stdout, _) = output.writers[0]
         log = tmp_path / "acts" / "run_001" / "logs" / "rank_0.log"
-        texts = []
 
         def say(text: str) -> None:
             os.write(stdout.fileno(), f"{text}\n".encode())
             wait_for(lambda: log.read_text().endswith(f"{text}\n"), 60)
-            wait_for(output._lines.qsize, 60)  # it arrives after the log
+
+        def first() -> tuple[str, Iterator[Any]] | None:
+            line = next(lines := output.lines(), None)
+            return None if line is None else (line.text, lines)
 
         say("one")
-        for line in output.lines():
-            texts.append(line.text)
-            if len(texts) < 5:
-                say("more")
-        assert texts == ["one"]
-        assert [line.text for line in output.lines()] == ["more"]
+        text, lines = wait_for(first, 60)  # it arrives after the log
+        say("more")
+        assert (text, list(lines)) == ("one", [])
+        assert [line.text for line in wait_for(lambda: list(output.lines()), 60)] == ["more"]
 
     @pytest.mark.pure
     def test_a_line_of_any_length_takes_time_that_grows_with_it(self, output: Output) -> None:
