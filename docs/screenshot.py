@@ -1,7 +1,6 @@
 """Trains the template's experiment, opens it in TensorBoard, and saves a screenshot as docs/tensorboard.png."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from browser import Browser, Page  # noqa: E402 - needs the path above
+from clusters import free_ports  # noqa: E402
 
 MLX = (sys.executable, "-m", "mlx_runtime")
 
@@ -23,9 +23,7 @@ MLX = (sys.executable, "-m", "mlx_runtime")
 @contextlib.contextmanager
 def board(folder: Path, *names: str) -> Iterator[str]:
     """Run `mlx xp board NAMES` in an experiment, and yield the address of its TensorBoard."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen([*MLX, "xp", "board", *names, "--port", str(port)], cwd=folder, stderr=subprocess.DEVNULL)
     try:

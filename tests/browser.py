@@ -32,7 +32,7 @@ PACKAGE = f"@sparticuz/chromium@{VERSION}"
 SHA512 = "jiGWqSvPMdu4+P9TilYqAR7yEGPEHINx+lCvE/NqNO/EHYzF/x1hUiI5T6ioVIt7dEy7n88byyT0vk+dnsgQwA=="
 """SHA-512 of the package in base64, as in the npm registry."""
 
-ANSWER_S = 30
+ANSWER_S = 120
 
 UNPACK = """
 const fs = require("fs"), zlib = require("zlib");
@@ -259,7 +259,7 @@ class Page:
         self._call("Page.navigate", url=place.absolute().as_uri() if isinstance(place, Path) else place)
         self._browser.wait_for("Page.loadEventFired", self._session)
 
-    def until(self, expression: str, timeout_s: float = 60) -> None:
+    def until(self, expression: str, timeout_s: float = 240) -> None:
         """Wait until a JavaScript expression is true.
 
         Raises:

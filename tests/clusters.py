@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -35,12 +37,25 @@ IDLE = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "
 """Keeps nodes from starting workers before they are needed: most of them would never be used."""
 
 
+FIRST_PORT, PORTS = 20_000, 3_000
+"""First port of the first process of a test session, and number of ports of each. Outgoing connections of Linux have
+higher ports, so nobody takes a free one of these before the test does."""
+
+_taken: set[int] = set()
+
+
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
+    """Return ports of loopback that no other test uses."""
+    first = FIRST_PORT + PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
+    found: list[int] = []
+    while len(found) < count:
+        port = first + secrets.randbelow(PORTS)
+        if port not in _taken:
+            with contextlib.suppress(OSError), socket.socket() as item:
+                item.bind(("127.0.0.1", port))
+                found.append(port)
+                _taken.add(port)
+    return found
 
 
 @dataclass

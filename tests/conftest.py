@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -76,7 +77,13 @@ def ring_of(item: pytest.Item) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the runtime once, because commands that tests start do not write bytecode."""
+    """Compile the runtime once, because commands that tests start do not write bytecode.
+
+    Shells start jobs in the background with SIGINT and SIGQUIT ignored, which the commands would inherit.
+    """
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     spec = importlib.util.find_spec("mlx_runtime")
     if not hasattr(config, "workerinput") and spec is not None:
         compileall.compile_dir(*(spec.submodule_search_locations or ()), quiet=2)

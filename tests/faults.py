@@ -50,7 +50,7 @@ REPLICAS = {
 }
 """The same of runs whose models are cut into two stages, or averaged every three updates."""
 
-MOST_S = 240
+MOST_S = 400
 """Maximum time without progress before the campaign fails."""
 
 LAST_S = 1800
@@ -219,6 +219,7 @@ class Campaign:
                 self.recoveries.append((kind, back["at"] - at))
                 again = f"back at step {back['start']} after {back['at'] - at:.1f} s"
                 print(f"{len(self.recoveries):>4} {victim:<7} killed in step {step:>3}, {again}", flush=True)
+            (self.folder / "diary" / "hurry").touch()
             return driver.wait(timeout=LAST_S)
         finally:
             if driver.poll() is None:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -49,8 +50,8 @@ class Command:
         returncode: exit code, or None until the command is known to have ended.
     """
 
-    def __init__(self, commands: "Commands", arguments: list[str], pid: int, place: str) -> None:
-        self._commands, self._arguments, self.pid = commands, arguments, pid
+    def __init__(self, commands: "Commands", arguments: list[str], number: int, pid: int, place: str) -> None:
+        self._commands, self._arguments, self._number, self.pid = commands, arguments, number, pid
         self._streams = [Path(place, name) for name in STREAMS]
         self.returncode: int | None = None
 
@@ -66,7 +67,7 @@ class Command:
             subprocess.TimeoutExpired: it did not end in time.
         """
         if self.returncode is None:
-            self.returncode = self._commands.end_of(self.pid, timeout)
+            self.returncode = self._commands.end_of(self._number, timeout)
         if self.returncode is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self._arguments, timeout, *(path.read_bytes() for path in self._streams))
@@ -106,6 +107,8 @@ class Commands:
 
     def __enter__(self) -> "Commands":
         self._places = tempfile.TemporaryDirectory()
+        self._numbers = itertools.count()  # of commands, because the system uses process ids again
+        self._pids: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         command, streams = [sys.executable, __file__], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._server = subprocess.Popen(command, env=dict(self.environment) | ONE_THREAD, bufsize=0, **streams)
@@ -127,16 +130,16 @@ class Commands:
         streams = [Path(place, name) for name in STREAMS]
         for stream in streams:
             stream.touch()  # so that they can be read before the command starts
-        order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams], code]
+        number = next(self._numbers)
+        order = [number, str(folder), arguments, dict(environment), [str(stream) for stream in streams], code]
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         if self.threads is None:
             self.threads = json.loads(self._server.stdout.readline())
         self._server.stdin.write(json.dumps(order).encode() + b"\n")
-        while (pid := self._hear()) is None:
-            pass
-        self._ends.pop(pid, None)  # of an earlier command with the same pid, which the system uses again
-        return Command(self, arguments, pid, place)
+        while number not in self._pids:
+            self._hear()
+        return Command(self, arguments, number, self._pids[number], place)
 
     def run(
         self,
@@ -160,24 +163,21 @@ class Commands:
             raise
         return subprocess.CompletedProcess(arguments, code, *command.communicate())
 
-    def end_of(self, pid: int, timeout_s: float | None) -> int | None:
+    def end_of(self, number: int, timeout_s: float | None) -> int | None:
         """Return the exit code of a command, or None if it has not ended in that time."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while pid not in self._ends:
+        while number not in self._ends:
             left = None if until is None else max(0.0, until - time.monotonic())
             if not select.select([self._server.stdout], [], [], left)[0]:
                 return None
             self._hear()
-        return self._ends[pid]
+        return self._ends[number]
 
-    def _hear(self) -> int | None:
-        """Wait for the next message of the server: the pid of a started command, or the exit code of an ended one."""
+    def _hear(self) -> None:
+        """Wait for the next message of the server: that a command has started, or has ended."""
         assert self._server.stdout is not None
-        pid, *code = map(int, self._server.stdout.readline().split())
-        if not code:
-            return pid
-        self._ends[pid] = code[0]
-        return None
+        kind, number, fact = self._server.stdout.readline().split()
+        (self._pids if kind == b"pid" else self._ends)[int(number)] = int(fact)
 
 
 def as_script(folder: str, command: list[str]) -> str:
@@ -191,7 +191,7 @@ def as_script(folder: str, command: list[str]) -> str:
 
 
 def serve() -> str | None:
-    """Send the names of this process's threads, then the pid of a child for each command, and its exit code at its end.
+    """Send the names of this process's threads, then the process id of each command, and its exit code.
 
     Returns only in the children: the code to run, or None for `mlx`.
     """
@@ -202,24 +202,23 @@ def serve() -> str | None:
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     print(json.dumps([(task / "comm").read_text().strip() for task in tasks]), flush=True)
     orders = sys.stdin.buffer.raw  # unbuffered: a buffer would hide commands from `select`
-    running: set[int] = set()
+    running: dict[int, int] = {}  # numbers by process id
     while True:
         if select.select([orders], [], [], LOOK_S if running else None)[0]:
             order = orders.readline()
             if not order.strip():
                 sys.exit()
+            number, *place, code = json.loads(order)
             pid = os.fork()
             if pid == 0:
-                *place, code = json.loads(order)
                 become(*place)
                 return code
-            running.add(pid)
-            print(pid, flush=True)
+            running[pid] = number
+            print("pid", number, pid, flush=True)
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                running.remove(pid)
-                print(pid, os.waitstatus_to_exitcode(status), flush=True)
+                print("end", running.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
 
 
 def become(folder: str, arguments: list[str], environment: dict[str, str], streams: list[str]) -> None:

@@ -9,7 +9,8 @@ GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 WRITE = "MLX_WRITE_TRANSCRIPTS"
 """Environment variable: write what commands print into the guides instead."""
 
-VARIES = r"\d+\.\d+|\d+(?= (?:s|min|h|ms|MB/s)\b)|(?<=job )\d+|\d+(?=/\d)"
+DURATION = r"\d+ h(?: \d+ min)?|\d+ min(?: \d+ s)?|\d+(?:\.\d+)? s\b"
+VARIES = rf"{DURATION}|\d+\.\d+|\d+(?= (?:s|min|h|ms|MB/s)\b)|(?<=job )\d+|\d+(?=/\d)"
 
 
 def check_transcript(guide: str, name: str, lines: list[str], names: Mapping[str, str]) -> None:

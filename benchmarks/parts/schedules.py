@@ -151,6 +151,7 @@ def _worked(rank: int, count: int, work: Callable[[int, int], Any], rounds: int,
         torch.save(found, Path(folder) / "found.pt")
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads can abort an interpreter that is finalizing
 
 
 def _step(rank: int, kind: str, model: str, batch: torch.Tensor) -> Callable[[], None]:

@@ -420,7 +420,7 @@ def test_an_engine_of_sweeps_stops_and_goes_on(
     run: Run, extended: Path, start: Start, settings: dict[str, str], tmp_path: Path
 ) -> None:
     """Its first run is lost, and the second stopped."""
-    process = start(extended, "train", "sweep", *SWEEP, IN_TURN, "cfg.num_epochs=60", **settings)
+    process = start(extended, "train", "sweep", *SWEEP, IN_TURN, "cfg.num_epochs=200", **settings)
 
     def latest(number: int) -> dict[str, Any] | None:
         found = records(tmp_path)

@@ -28,7 +28,8 @@ class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "faults"
     num_epochs: int = 3
     log_every_steps: int = 2
-    pause_s: float = field(default=0.0, metadata={"resumable": True})  # seconds per step
+    pause_s: float = field(default=0.0, metadata={"resumable": True})  # seconds per step, until `hurry` exists in `out`
+    pause_from: int = field(default=0, metadata={"resumable": True})  # first step with a pause
     fault: str | None = field(default=None, metadata={"resumable": True})
     own_loaders: bool = False  # call iter_torch_batches of each shard, in each epoch
     late: str = field(default="", metadata={"resumable": True})  # the error to cause before the first pass
@@ -196,8 +197,8 @@ class Experiment(BaseModule):
 
     def step(self, batch, epoch):
         self.note(step=self.global_step, epoch=epoch, rows=batch["row"].tolist())
-        if self.cfg.pause_s:
-            time.sleep(self.cfg.pause_s)
+        if self.global_step >= self.cfg.pause_from:
+            self.pause()
         output = self.models.net(self.tools.noise(batch["x"]))
         target = batch["x"].sum(dim=1)
         loss = self.losses.mse(output, target)
@@ -217,6 +218,11 @@ class Experiment(BaseModule):
             raise ValueError("on purpose")
         if self.cfg.fault == "hang" and self.rank == 1 and self.global_step == 6:
             time.sleep(1000)
+
+    def pause(self):
+        until = time.monotonic() + self.cfg.pause_s
+        while (left_s := until - time.monotonic()) > 0 and not (self.cfg.out / "hurry").exists():
+            time.sleep(min(left_s, 0.05))
 
     @staticmethod
     def go_wrong(how):

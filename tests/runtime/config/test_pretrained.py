@@ -337,6 +337,13 @@ def source(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modul
         del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def nothing_made() -> Iterator[None]:
+    """Forget the models that a test has made."""
+    yield
+    getattr(sys.modules.get("timm"), "made", []).clear()
+
+
 def test_importing_and_binding_download_nothing(source: ModuleType, hub: Hub, tmp_path: Path) -> None:
     models = source.Models
     assert [name for name in models.__annotations__ if not isinstance(vars(models)[name], Declaration)] == ["ordinary"]

@@ -325,10 +325,10 @@ class TestLs:
         made(start=ago(100), end=ago(40), attempts=[first, {"start": ago(5_000), "end": None}])
         made(status="RUNNING", start=ago(100), **leases.this_process())
         done, running = listing.list_rows()
-        assert done.age_s == pytest.approx(10_000, abs=5)
-        assert done.duration_s == pytest.approx(1_060, abs=2)
-        assert done.cells()["duration"] == "17 min 40 s"
-        assert running.duration_s == pytest.approx(100, abs=5)
+        assert done.age_s == pytest.approx(10_000, abs=60)
+        assert done.duration_s == pytest.approx(1_060, abs=60)
+        assert re.fullmatch(r"1[678] min( \d+ s)?", done.cells()["duration"])
+        assert running.duration_s == pytest.approx(100, abs=60)
 
     def test_only_slow_storages_are_read_many_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         together = threading.Barrier(8, timeout=20)

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,15 +120,13 @@ def test_a_link_is_named_and_not_followed(folder: Path, tmp_path: Path) -> None:
     }
 
 
-def test_30_000_files_take_seconds(tmp_path: Path) -> None:
+def test_30_000_files_are_counted(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number}").mkdir()
         for name in range(1000):
             (tmp_path / f"{number}" / f"{name}").touch()
-    started = time.monotonic()
     found = survey(StoragePath.parse(str(tmp_path), None), depth=2, limit=20)
     assert found.top.files == 30_000
-    assert time.monotonic() - started < 18  # about 0.3 on an idle machine
     assert len(found.lines()) == 1 + 20 + 20 * 21 + 1
 
 

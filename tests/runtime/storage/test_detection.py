@@ -1,7 +1,5 @@
 """Secrets of many kinds are recognized in any context, and other text remains readable."""
 
-import time
-
 import pytest
 
 from mlx_runtime.storage.secrets import detection
@@ -244,9 +242,8 @@ def test_names_in_code_are_not_secrets() -> None:
     assert (code[found.start : found.end], found.kind) == (WORDS, "api_key")
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("part", ["password", "a.b-c", "=", "x://", "'", "(", "a", '\\"', "login(a,", "token: ", "y "])
 def test_the_time_of_a_scan_is_linear(part: str) -> None:
-    """A megabyte of a diff takes about a second, so 30 kB of what is slow for a regular expression take less."""
-    started = time.monotonic()
+    """A megabyte of a diff takes about a second; 30 kB of what is slow for a regular expression could take hours."""
     detection.find(part * (30_000 // len(part)))
-    assert time.monotonic() - started < 5

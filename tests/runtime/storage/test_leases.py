@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_a_process_of_this_machine_is_known_to_live_or_not() -> None:
     assert leases.is_alive(mine)
     assert not leases.is_alive(mine | {"pid_started": "1"})
     assert leases.holder(mine).startswith(f"process {os.getpid()} on ")
-    assert leases.holder(mine).endswith(", last heard from 1000 s ago")
+    assert re.search(r", last heard from 10\d\d s ago$", leases.holder(mine))
 
 
 @pytest.mark.parametrize(("age", "alive"), [(1, True), (leases.STALE_S + 1, False)])
@@ -32,10 +33,11 @@ def test_of_another_machine_the_heartbeat_counts(age: float, alive: bool) -> Non
 
 
 def test_the_heart_beats_while_the_block_runs() -> None:
-    beats = threading.Semaphore(0)
+    beats, before = threading.Semaphore(0), {*threading.enumerate()}
     with leases.heartbeat(beats.release, 0.01):
-        assert all(beats.acquire(timeout=10) for _ in range(3))
-    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
+        (thread,) = (item for item in {*threading.enumerate()} - before if item.name == "heartbeat")
+        assert all(beats.acquire(timeout=60) for _ in range(3))
+    assert not thread.is_alive()
 
 
 def test_a_mark_is_there_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +48,7 @@ def test_a_mark_is_there_while_the_block_runs(tmp_path: Path, monkeypatch: pytes
         (name,) = [name for name in storage.names("data") if name.startswith("used-")]  # others are refreshes
         path = tmp_path / "data" / name
         os.utime(path, (0, 0))
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while path.stat().st_mtime == 0 and time.monotonic() < until:
             time.sleep(0.01)
         assert path.stat().st_mtime > 0

@@ -83,7 +83,7 @@ def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = Receiver("127.0.0.1")
     strangers = [silent(receiver), half_a_message(receiver)]
     for connection in strangers:
-        connection.settimeout(5)
+        connection.settimeout(60)
         while connection.recv(1000):  # the challenge; then nothing, when the other end has closed
             pass
     receiver.close()
@@ -133,13 +133,13 @@ def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkey
         time.sleep(delay_s)  # the other end is connected now, and sends
 
     monkeypatch.setattr(connections, "answer_challenge", answer)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 600.0)
     stranger = silent(receiver)
     with Client(receiver.address, authkey=receiver.key) as connection:
         for step in range(1000):
             connection.send_bytes(encode(StepProgress("train", 0, step, 1000, 0.0)))
-    started = time.monotonic()
     assert [event.step for event in receiver.drain(PATIENCE_S) if isinstance(event, StepProgress)] == list(range(1000))
-    assert time.monotonic() - started < PATIENCE_S  # it does not wait for the stranger
+    assert len(receiver.pending) == 1  # it does not wait for the stranger
     stranger.close()
 
 
@@ -161,11 +161,17 @@ def test_an_event_that_takes_long_to_decode_is_drained(receiver: Receiver, monke
         drained.set()
 
 
-def test_many_silent_workers_are_waited_for_once(receiver: Receiver) -> None:
+def test_many_silent_workers_are_waited_for_once(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, waits = threading.Thread.join, list[float]()
+
+    def waited(thread: threading.Thread, timeout: float) -> None:
+        waits.append(timeout)
+        join(thread, timeout)
+
     workers = [Client(receiver.address, authkey=receiver.key) for _ in range(40)]
-    started = time.monotonic()
+    monkeypatch.setattr(threading.Thread, "join", waited)
     assert list(receiver.drain(PATIENCE_S / 20)) == []
-    assert time.monotonic() - started < PATIENCE_S  # not 40 times as long
+    assert PATIENCE_S / 40 < sum(waits) < PATIENCE_S / 10  # not 40 times as long
     for connection in workers:
         connection.close()
 
@@ -176,9 +182,8 @@ def test_a_worker_that_goes_on_sending_is_left(receiver: Receiver) -> None:
 
     def send() -> None:
         with Client(receiver.address, authkey=receiver.key) as connection:
-            for _ in range(1000):
-                if not left.wait(PATIENCE_S / 1000):
-                    connection.send_bytes(encode(Notice("still there")))
+            while not left.wait(PATIENCE_S / 1000):
+                connection.send_bytes(encode(Notice("still there")))
 
     worker = threading.Thread(target=send)
     worker.start()

@@ -44,7 +44,10 @@ pytestmark = [
     pytest.mark.timeout(900),  # lost nodes are noticed after a while, which is long on a busy machine
 ]
 
-EPOCHS = 8
+EPOCHS = 12
+
+LONG = "datasets.train.rows=1200"
+"""With `cfg.pause_s=0.2`, the first epoch on two workers takes half a minute."""
 
 OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.elastic.max_failures=-1")
 
@@ -151,17 +154,16 @@ def test_a_killed_driver_goes_on_where_it_was(
     moment: str, start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
     """In a single process, so each of the two kills ends everything."""
-    options = ["cfg.start_workers=0", *OFTEN, "cfg.pause_s=0.05", f"cfg.own_loaders={'shards' in moment}"]
-    if moment == "while saving":
-        options.append("cfg.num_epochs=3")
+    options = ["cfg.start_workers=0", *OFTEN, f"cfg.own_loaders={'shards' in moment}"]
     at = 0.0
-    for attempt in range(2):
-        process = start(folder, "train", "run", *options, *(["--resume"] if attempt else []))
+    for attempt, pause_from in enumerate((14, 30)):
+        pauses = "cfg.pause_s=0.05" if moment == "while saving" else f"cfg.pause_s=1 cfg.pause_from={pause_from}"
+        process = start(folder, "train", "run", *options, *pauses.split(), *(["--resume"] if attempt else []))
         if moment == "while saving":
             wait_for(lambda at=at: len(steps_of(folder, at)) > 7)
             wait_for(lambda: list(run_of(folder).glob("checkpoints/.*.part-*")), every_s=0.0001)
         else:
-            wait_for(lambda at=at: len(steps_of(folder, at)) > 14)
+            wait_for(lambda step=pause_from: any(note["step"] == step for note in steps_of(folder)))
         process.kill()
         process.wait()
         at = time.time()
@@ -246,7 +248,7 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
     """`xp stop` ends a run that it can reach only through the storage, with a checkpoint."""
-    process = start(folder, "train", "run", "cfg.start_workers=0", *OFTEN, "cfg.pause_s=0.5")
+    process = start(folder, "train", "run", "cfg.start_workers=0", *OFTEN, "cfg.pause_s=1", "cfg.pause_from=5")
     wait_for(lambda: len(steps_of(folder)) > 4)
     second = mlx(folder, "train", "run", "--resume")
     assert second.returncode == 2
@@ -263,7 +265,7 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     assert (stopped.returncode, stopped.stdout) == (0, "faults run_001 is STOPPED\n"), stopped.stderr
     ended = mlx(folder, "xp", "ps", "faults", "1")
     assert ended.stderr == "error: faults/run_001 is STOPPED; see how it went with: mlx xp logs faults run_001\n"
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "stopping  after this step, with a checkpoint (mlx xp stop)" in output
     assert errors.endswith("Resume: mlx train run --resume=run_001\n")
@@ -280,7 +282,7 @@ class TestTwoWorkers:
     """Tests that need a process group."""
 
     def test_sigterm_ends_with_a_checkpoint_of_the_last_step(self, start: Start, mlx: Mlx, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
@@ -288,7 +290,7 @@ class TestTwoWorkers:
         self.check_stopped(folder)
 
     def test_workers_are_shown_and_one_that_is_frozen_too(self, start: Start, mlx: Mlx, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
         pids = [worker["process"]["pid"] for worker in found["workers"]]
@@ -307,7 +309,7 @@ class TestTwoWorkers:
     @pytest.mark.kills
     def test_closed_streams_end_it_in_the_same_way(self, environment: dict[str, str], folder: Path) -> None:
         """As `mlx train run 2>&1 | head` does."""
-        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.pause_s=0.2"]
+        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.pause_s=0.2", LONG]
         pipe, same = subprocess.PIPE, subprocess.STDOUT
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=same) as process:
             wait_for(lambda: len(steps_of(folder)) > 4)
@@ -319,7 +321,7 @@ class TestTwoWorkers:
     @pytest.mark.kills
     def test_a_closed_output_ends_it_in_the_same_way(self, start: Start, folder: Path) -> None:
         """As `mlx train run | head` does."""
-        process = start(folder, "train", "run", "cfg.pause_s=0.2", PYTHONUNBUFFERED="1")  # a new interpreter
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG, PYTHONUNBUFFERED="1")  # a new interpreter
         wait_for(lambda: len(steps_of(folder)) > 4)
         assert isinstance(process, subprocess.Popen)
         assert process.stdout is not None
@@ -336,7 +338,7 @@ class TestTwoWorkers:
     @pytest.mark.parametrize("ignored", [False, True], ids=["", "under nohup"])
     def test_so_does_a_closed_terminal(self, ignored: bool, environment: dict[str, str], folder: Path) -> None:
         """Unless it ignores SIGHUP, whatever its output goes to."""
-        overrides = ["cfg.pause_s=0.05", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2"]
+        overrides = ["cfg.pause_s=1", "cfg.pause_from=3", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2", LONG]
         command = [sys.executable, "-m", "mlx_runtime", "train", "run", "-q", *overrides]
         pid, terminal = pty.fork()
         if pid == 0:
@@ -345,6 +347,8 @@ class TestTwoWorkers:
             os.execve(sys.executable, command, environment)
         wait_for(lambda: len(steps_of(folder)) > 4)
         os.close(terminal)
+        if ignored:
+            (folder / "diary" / "hurry").touch()
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert code == (0 if ignored else 129)
         if ignored:
@@ -369,7 +373,7 @@ class TestTwoWorkers:
         assert record(folder).get("failures") is None
 
     def test_lost_workers_are_replaced_so_often_and_no_more(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.elastic.max_failures=0", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.elastic.max_failures=0", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         os.kill(next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note), signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
@@ -394,7 +398,7 @@ class TestTwoWorkers:
 
     @pytest.mark.kills
     def test_a_worker_that_is_frozen_does_not_answer(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.elastic.hang_timeout_s=3", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.elastic.hang_timeout_s=5", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         frozen = next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note)
         os.kill(frozen, signal.SIGSTOP)
@@ -408,13 +412,14 @@ class TestDataProcesses:
 
     def test_the_run_ends_the_same(self, start: Start, mlx: Mlx, folder: Path, bound: Path, tmp_path: Path) -> None:
         undisturbed = Path(shutil.copytree(bound, tmp_path / "undisturbed"))
-        options = ["datasets.train._target_=src.experiment.Table", "cfg.num_epochs=2", "cfg.checkpoint_every_steps=2"]
+        options = ["datasets.train._target_=src.experiment.Table", "cfg.num_epochs=3", "cfg.checkpoint_every_steps=2"]
         assert mlx(undisturbed, "train", "run", *options).returncode == 0
-        process = start(folder, "train", "run", *options, "cfg.pause_s=0.3", MLX_TEST_MARK=tmp_path.name)
+        process = start(folder, "train", "run", *options, "cfg.pause_s=0.5", MLX_TEST_MARK=tmp_path.name)
         for victim in ("ray::(MapWorker|.*Map|.*Read)", "ray::StreamAssigner"):
             at = time.time()
             wait_for(lambda at=at: len(steps_of(folder, at)) > 4)
             os.kill(wait_for(lambda victim=victim: named(victim, tmp_path.name), every_s=0.001), signal.SIGKILL)
+        (folder / "diary" / "hurry").touch()
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, output + errors
         assert same(folder, undisturbed) == []
@@ -466,7 +471,7 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_grows_it(raylets: Any, star
     assert "workers   1 → 2: restarted" in output
     epochs = rows_per_epoch(folder)
     last = max(epochs)
-    assert last > 2
+    assert last > 1
     assert all(epochs[epoch] == list(range(61)) for epoch in range(last))
     again = next(note for note in diary(folder) if "start" in note and note["at"] > added)["at"]
     updates: dict[int, list[int]] = {}
@@ -505,7 +510,7 @@ class TestObjectStore:
     ) -> None:
         storage = s3.format(f"runs-{tmp_path.name}")
         place = f"cfg.storage_path='{storage}'"
-        options = ["cfg.start_workers=0", place, *OFTEN, "cfg.pause_s=0.1"]
+        options = ["cfg.start_workers=0", place, *OFTEN, "cfg.pause_s=1", "cfg.pause_from=22"]
         process = start(folder, "train", "run", *options, MLX_CACHE=str(tmp_path / "a"))
         wait_for(lambda: len(steps_of(folder)) > 22)
         process.kill()

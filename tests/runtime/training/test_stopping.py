@@ -78,6 +78,7 @@ print(step, flush=True)
 dist.destroy_process_group()
 if rank == 0:
     os.wait()
+os._exit(0)  # gloo's threads can abort an interpreter that is finalizing
 """
 
 

@@ -1,14 +1,15 @@
 """Detection of deadlocked workers."""
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
+from mlx_runtime.training import watchdog
 from mlx_runtime.training.watchdog import Watchdog, verdict
 
 pytestmark = pytest.mark.pure
@@ -36,17 +37,32 @@ def test_one_that_is_silent_is_told() -> None:
     assert text.endswith("rank 1 does not answer: its process is stopped, or its node is unreachable")
 
 
-def test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps() -> None:
-    told: list[Event] = []
+def test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looks, told = [1000.0], threading.Semaphore(0), list[Event]()
+
+    def monotonic() -> float:
+        if threading.current_thread().name == "watchdog":
+            looks.release()
+        return clock[0]
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
     before = set(threading.enumerate())
-    watch = Watchdog(0.2, told.append, lambda: WorkerPosition(0, step=3), Path(__file__).parent)
-    for _ in range(8):
-        time.sleep(0.05)
+    watch = Watchdog(0.02, told.append, lambda: WorkerPosition(0, step=3), Path(__file__).parent)
+
+    def later(seconds: float) -> int:
+        """Return the number of reports after that time, of which it has noticed the end."""
+        clock[0] += seconds
+        while looks.acquire(blocking=False):
+            pass
+        for _ in range(4):  # the first may have begun before, and a report takes two
+            assert looks.acquire(timeout=60)
+        return len(told)
+
+    for _ in range(3):
+        assert later(0.015) == 0
         watch.beat()
-    assert told == []
-    time.sleep(0.7)
+    assert [later(0.03), later(0.015), later(0.015), later(0.03)] == [1, 1, 2, 3]
     watch.close()
-    assert 2 <= len(told) <= 4
     assert isinstance(told[0], WorkerStalled)
     position = watch.position()
     assert position.step == 3
@@ -54,7 +70,7 @@ def test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps() -> N
     assert position.at.endswith(" in test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps")
     assert position.waits_in is None
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -79,7 +79,15 @@ class DriverEnd:
         if self.code == 128 + signal.SIGTERM and self.status == "STOPPED":
             return "requeue" if self.saved and self.asked in (None, signal.SIGTERM.name) else "end"
         unrecorded = self.code == 1 and self.status in ("WAITING", "RUNNING")
-        return "retry" if unrecorded or (self.code < 0 and self.code != -signal.SIGINT) else "end"
+        died = self.code < 0 and self.code != -signal.SIGINT and self.status in records.LIVING
+        return "retry" if unrecorded or died else "end"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the job. Native libraries may crash a driver as it exits, after it has recorded its end."""
+        if self.code < 0 and self.status not in records.LIVING:
+            return {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 128 + signal.SIGTERM}.get(self.status, 1)
+        return self.code if self.code >= 0 else 128 - self.code
 
 
 class Supervisor:
@@ -201,7 +209,7 @@ class Supervisor:
 
     def _close(self, end: DriverEnd, why: str) -> int:
         """Record the end of the run, unless its driver has done so. Return the exit code of this process."""
-        code = end.code if end.code >= 0 else 128 - end.code
+        code = end.exit_code
         self._folder.withdraw(RunFolder.STOP)
         stored, attempt = _patiently(self._stored), _patiently(self._folder.attempts)
         unrecorded = stored["status"] in records.LIVING

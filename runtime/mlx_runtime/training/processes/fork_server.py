@@ -278,4 +278,7 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request.environment)
-    sys.exit(pickle.loads(request.target)(*streams[2:]))  # its module reads the environment
+    code = pickle.loads(request.target)(*streams[2:])  # its module reads the environment
+    if control is None:  # a new interpreter ends as a fork does: gloo's threads can abort one that is finalizing
+        atexit.register(os._exit, code or 0)
+    sys.exit(code)

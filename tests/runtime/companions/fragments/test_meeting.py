@@ -116,11 +116,11 @@ def test_replicas_agree_on_every_round(
 @pytest.mark.process
 def test_a_replica_that_was_given_up_cannot_change_a_round(tmp_path: Path, joined: Callable[..., Replica]) -> None:
     one, two = joined(str(tmp_path), A), joined(str(tmp_path), B, seed=1)
+    started = time.monotonic()
     sleeping = lease(replica=B, rounds=0, seed=1) | {"boot": "another machine"}
     two.meeting.stack.close()
     (tmp_path / "members" / f"{B}.json").write_text(json.dumps(sleeping))
     one.publish(1.0)
-    started = time.monotonic()
     assert one.meeting.wait()
     assert time.monotonic() - started > 0.3
     one.take()
@@ -226,7 +226,7 @@ def parts_of(folder: Path) -> dict[int, set[str]]:
 
 
 def await_rounds(folder: Path, wanted: Callable[[dict[int, set[str]]], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not wanted(parts_of(folder)):
         assert time.monotonic() < deadline, parts_of(folder)
         time.sleep(0.02)
@@ -240,7 +240,7 @@ def test_a_run_is_killed_and_meets_the_others_again(
     folder, place = experiment("faults"), tmp_path / "meeting"
     shared = ("train", "run", "cfg.start_workers=0", "cfg.trackers={}", f"cfg.replicas.meet={place}")
     shared += ("cfg.replicas.lr=0.7", "cfg.replicas.momentum=0.9", "cfg.replicas.traffic=topk")
-    steady = start(folder, *shared, "cfg.replicas.every=2", "cfg.num_epochs=8", "cfg.pause_s=0.1")
+    steady = start(folder, *shared, "cfg.replicas.every=2", "cfg.num_epochs=8", "cfg.pause_s=0.3")
     await_rounds(place, lambda rounds: 1 in rounds)
     often = ("cfg.seed=1", "cfg.replicas.every=3", "cfg.checkpoint_every_steps=1", "cfg.num_epochs=100")
     killed = start(folder, *shared, *often, "cfg.pause_s=0.02")
@@ -253,6 +253,7 @@ def test_a_run_is_killed_and_meets_the_others_again(
     await_rounds(place, lambda rounds: any(len(names) == 2 for number, names in rounds.items() if number > before + 3))
     resumed.send_signal(signal.SIGINT)
     resumed.wait()
+    (folder / "diary" / "hurry").touch()
     steady.wait()
     assert steady.returncode == 0
     lines = (folder / "runs" / "faults" / "run_001" / "metrics.jsonl").read_text().splitlines()

@@ -81,7 +81,7 @@ def test_a_deleted_pod_resumes_and_a_stopped_run_does_not(attempt: Attempt, tmp_
     with subprocess.Popen(["/bin/sh", "-c", STOP_DRIVER], env={"TMPDIR": str(tmp_path)}) as hook:
         assert "The job fails, so that Kubernetes starts it again" in first.communicate(timeout=60)[1]
         assert first.returncode == 143
-        assert hook.wait(timeout=10) == 0
+        assert hook.wait(timeout=60) == 0
     saved = record()["latest"]["epoch"]
 
     second = attempt()

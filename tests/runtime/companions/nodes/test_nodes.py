@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from clusters import free_ports
 from conftest import Mlx, Start
 from faults import diary, differences, final_state, reports, run_of, wait_for
 from transcripts import check_transcript
@@ -265,8 +266,7 @@ def blind(environment: dict[str, str], tmp_path: Path) -> Iterator[Machine]:
 
 def nodes_file(folder: Path) -> tuple[Path, str]:
     """Return a file for two machines, and the address of the first."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     file = folder / "nodes.json"
     file.write_text(json.dumps({"0": {"IP": address}, "1": {"IP": "127.0.0.2"}}))
     return file, address
@@ -294,11 +294,14 @@ def test_a_lost_machine_joins_again_and_the_run_ends_as_a_local_one(
     done = mlx(reference, "train", "run", *words)
     assert done.returncode == 0, done.stderr
     file, address = nodes_file(tmp_path)
-    words = (*words, "cfg.engine=nodes", f"cfg.nodes={file}", "cfg.pause_s=0.1")
+    notes = f"cfg.out={folder / 'diary'}"  # where all machines find `hurry`
+    words = (*words, "cfg.engine=nodes", f"cfg.nodes={file}", notes, "cfg.pause_s=1", "cfg.pause_from=10")
     run = start(folder, "train", "run", *words, MLX_JOIN_KEY=KEY.decode())
     lost = start(tmp_path, "train", "join", str(file), "--name", "node_1", MLX_JOIN_KEY=KEY.decode())
     wait_for(lambda: any(note.get("step") == 10 for note in diary(folder)), WAIT_S)
     lost.send_signal(signal.SIGKILL)
+    lost.wait(WAIT_S)
+    (folder / "diary" / "hurry").touch()
     again = blind(folder / "runs", str(file), "--name", "node_1")
     output, errors = run.communicate(timeout=WAIT_S)
     assert run.returncode == 0, output + errors
@@ -336,7 +339,7 @@ def test_a_run_continues_with_a_new_plan_without_a_lost_machine(
     words = (
         *("cfg.engine=nodes", f"cfg.nodes={file}", "cfg.start_workers=3", "cfg.elastic.min_workers=2"),
         *("cfg.elastic.wait_s=10", "cfg.strategy=pipeline", "cfg.fragments.plan=plan.json"),
-        *("cfg.checkpoint_every_steps=3", "cfg.pause_s=0.1"),
+        *("cfg.checkpoint_every_steps=3", f"cfg.out={folder / 'diary'}", "cfg.pause_s=1", "cfg.pause_from=10"),
     )
     run = start(folder, "train", "run", *words, MLX_JOIN_KEY=KEY.decode())
     lost, left = (
@@ -345,6 +348,8 @@ def test_a_run_continues_with_a_new_plan_without_a_lost_machine(
     )
     wait_for(lambda: any(note.get("step") == 10 for note in diary(folder)), WAIT_S)
     lost.send_signal(signal.SIGKILL)
+    lost.wait(WAIT_S)
+    (folder / "diary" / "hurry").touch()
     output, errors = run.communicate(timeout=WAIT_S)
     assert run.returncode == 0, output + errors
     assert "workers   3 → 2: restarted" in output
@@ -371,11 +376,16 @@ def test_ssh_starts_a_machine_until_it_answers(
     (tmp_path / "pids").touch()
     machine = {"IP": "127.0.0.2", "ssh": "second", "command": str(tmp_path / "bin" / "mlx")}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"1": machine}))
-    words = ("cfg.engine=nodes", f"cfg.nodes={file}", "cfg.elastic.min_workers=1", "cfg.elastic.wait_s=8")
+    words = ("cfg.engine=nodes", f"cfg.nodes={file}", "cfg.elastic.min_workers=1", "cfg.checkpoint_every_steps=3")
+    words += ("cfg.elastic.wait_s=3",)  # less than the pause before the second attempt of ssh
+    words += (f"cfg.out={folder / 'diary'}", "cfg.pause_s=1", "cfg.pause_from=4")
     path = f"{tmp_path / 'bin'}:{environment['PATH']}"
-    run = start(folder, "train", "run", *words, "cfg.checkpoint_every_steps=3", "cfg.pause_s=0.25", PATH=path)
-    wait_for(lambda: any(note.get("step") == 4 for note in diary(folder)), WAIT_S)
+    run = start(folder, "train", "run", *words, PATH=path)
+    wait_for(lambda: any(note["rank"] == 1 and note.get("step", 0) >= 4 for note in diary(folder)), WAIT_S)
     os.kill(int((tmp_path / "pids").read_text()), signal.SIGKILL)
+    log = run_of(folder) / "logs" / "driver.log"
+    wait_for(lambda: log.read_text().count("joined    node_1") == 2, WAIT_S)
+    (folder / "diary" / "hurry").touch()
     output, errors = run.communicate(timeout=WAIT_S)
     assert run.returncode == 0, output + errors
     assert "ssh       node_1: No route to host; again in 5 s" in output

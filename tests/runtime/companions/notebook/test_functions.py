@@ -80,8 +80,8 @@ def iterator():
 
 
 def threads():
-    watched = Trainer(num_workers=2, engine=sys.argv[1], elastic=Elastic(hang_timeout_s=1.0))
-    results = list(watched.run_iterator(training.from_threads, config={"reports": 20}))
+    watched = Trainer(num_workers=2, engine=sys.argv[1], elastic=Elastic(hang_timeout_s=2.0))
+    results = list(watched.run_iterator(training.from_threads, config={"reports": 40}))
     metrics = watched.latest_run.metrics()
     return results, metrics[["epoch", "thread", "number"]].values.tolist(), metrics["time/epoch_s"].isna().sum().item()
 
@@ -303,7 +303,7 @@ class TestRuns:
     @pytest.mark.local
     def test_threads_may_report_at_the_same_time(self, local: Found) -> None:
         results, recorded, without_duration = local["threads"]
-        expected = sorted([thread, number] for thread in range(5) for number in range(20))
+        expected = sorted([thread, number] for thread in range(5) for number in range(40))
         for rank in (0, 1):
             reported = [[values[rank]["thread"], values[rank]["number"]] for values in results]
             assert reported.pop() == [5, 0]

@@ -528,7 +528,7 @@ class TestSweep:
         os.kill(pids[0], signal.SIGINT)
         time.sleep(0.2)
         os.kill(pids[0], signal.SIGINT)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         records = [user.record(name, "killed") for name in ("sweep_001", "run_001")]
         assert [record["status"] for record in records] == ["STOPPED"] * 2
 
@@ -621,7 +621,7 @@ class TestALongRun:
         assert done.stdout == "late run_001 is STOPPED\n"
         log = user.types("xp", "logs", "-f", "late", "latest")
         assert (log.returncode, f"waiting   {reason}\n" in log.stdout) == (143, True)
-        assert ray_cluster.get("/api/jobs/late-run_001")["status"] == "STOPPED"
+        until(lambda: ray_cluster.get("/api/jobs/late-run_001")["status"] == "STOPPED")
 
     def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
@@ -634,7 +634,7 @@ class TestALongRun:
         epoch = user.record("run_002")["latest"]["epoch"]
         last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
         assert last.returncode == 143
-        assert ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED"
+        until(lambda: ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED")
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       digits-run_002.2" in done.stdout

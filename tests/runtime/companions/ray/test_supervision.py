@@ -62,6 +62,9 @@ exec(sys.argv[1 + min(attempt, len(sys.argv) - 2)])
         (DriverEnd(-11, "WAITING"), "retry"),
         (DriverEnd(1, "RUNNING"), "retry"),  # it could not record its end
         (DriverEnd(-2, "RUNNING"), "end"),
+        (DriverEnd(-11, "SUCCEEDED"), "end"),  # a crash of the interpreter's exit
+        (DriverEnd(-6, "STOPPED", "mlx xp stop", saved=True), "end"),
+        (DriverEnd(-11, "FAILED"), "end"),
         (DriverEnd(0, "SUCCEEDED"), "end"),
         (DriverEnd(1, "FAILED"), "end"),
         (DriverEnd(1, "PENDING"), "end"),  # a ConfigError
@@ -198,6 +201,12 @@ def test_errors_and_requests_of_users_end_it(run: RunFolder) -> None:
     assert (code, record["status"], record["attempt"]) == (143, "STOPPED", 1)
     code, record = supervise(run, 2, "", "fail()")
     assert (code, record["status"], record["attempt"], record["error"]) == (1, "FAILED", 2, "ValueError: no")
+
+
+@pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 143), ("FAILED", 1)])
+def test_a_driver_that_crashes_after_its_end_is_not_followed(run: RunFolder, status: str, code: int) -> None:
+    found, record = supervise(run, 2, f"record.finish('{status}'); die()")
+    assert (found, record["status"], record["attempt"]) == (code, status, 1)
 
 
 def test_a_preemption_does_not_count(run: RunFolder) -> None:

@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from faults import wait_for
 from hostile import BROKEN_JSON
 
 from mlx_runtime.companions.serving.http import asgi as interface
@@ -52,7 +55,7 @@ class Client:
     def ask(
         self, method: str, path: str, body: bytes | str | None = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, named)
@@ -65,7 +68,7 @@ class Client:
         status, _, body = self.ask("POST", path, json.dumps({"rows": rows}), Content_Type=JSON)
         return status, json.loads(body)
 
-    def raw(self, text: bytes, *, timeout_s: float = 10) -> bytes:
+    def raw(self, text: bytes, *, timeout_s: float = 60) -> bytes:
         """Send bytes, and return everything that comes back until the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.server.port), timeout=timeout_s) as connection:
             connection.sendall(text)
@@ -101,6 +104,9 @@ def serve() -> Iterator[Serve]:
     yield start
     for server in servers:
         server.stop()
+
+
+ONE_ROW = json.dumps({"rows": [{"image": [[1, 2, 3], [4, 5, 6]]}]})
 
 
 def images(count: int, seed: int = 0) -> torch.Tensor:
@@ -247,18 +253,16 @@ def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
     def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         sizes.append(len(batch["image"]))
         entered.set()
-        release.wait(10)
+        release.wait(60)
         return model(batch)
 
-    client = serve(function, limits=Limits(max_batch=16))
+    client = serve(function, limits=Limits(max_batch=16, timeout_s=120))
     with ThreadPoolExecutor(30) as pool:
         first = pool.submit(client.predict, [{"image": images(1)[0].tolist()}])
-        assert entered.wait(10)
+        assert entered.wait(60)
         values = [13 if number == 20 else number for number in range(14, 34)]
         rest = [pool.submit(client.predict, [{"image": [[value, 0, 0], [0, 0, 0]]}]) for value in values]
-        until = time.monotonic() + 10
-        while client.server.app.endpoints["first"].batcher.queued < 20 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: client.server.app.endpoints["first"].batcher.queued == 20, 60)
         release.set()
         assert first.result()[0] == 200
         answers = [future.result() for future in rest]
@@ -268,19 +272,22 @@ def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
 
 
 @pytest.fixture
-def blocked(serve: Serve) -> Iterator[tuple[Client, threading.Event]]:
-    """A server whose model is computing until the event is set, with room for two more rows."""
+def blocked(serve: Serve, request: pytest.FixtureRequest) -> Iterator[tuple[Client, threading.Event]]:
+    """A server whose model is computing until the event is set, with room for two more rows.
+
+    The parameter is the time in which requests are answered.
+    """
     entered, release = threading.Event(), threading.Event()
 
     def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         entered.set()
-        release.wait(20)
+        release.wait()
         return model(batch)
 
-    client = serve(function, limits=Limits(max_queue=2, timeout_s=1.0))
-    thread = threading.Thread(target=client.predict, args=([{"image": images(1)[0].tolist()}],))
+    client = serve(function, limits=Limits(max_queue=2, timeout_s=getattr(request, "param", 600)))
+    thread = threading.Thread(target=client.ask, args=("POST", "/predict", ONE_ROW), kwargs={"Content_Type": JSON})
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     yield client, release
     release.set()
     thread.join()
@@ -288,50 +295,46 @@ def blocked(serve: Serve) -> Iterator[tuple[Client, threading.Event]]:
 
 def test_a_full_queue_refuses_and_a_slow_model_times_out(blocked: tuple[Client, threading.Event]) -> None:
     client, release = blocked
-    row = {"image": images(1)[0].tolist()}
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(client.predict, [row]) for _ in range(2)]
-        until = time.monotonic() + 10
-        while client.server.app.endpoints["first"].batcher.queued < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        status, headers, body = client.ask("POST", "/predict", json.dumps({"rows": [row]}), Content_Type=JSON)
+    app, ask = client.server.app, partial(client.ask, "POST", "/predict", ONE_ROW, Content_Type=JSON)
+    assert client.ask("GET", "/healthz")[0] == 200
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask)
+        wait_for(lambda: app.endpoints["first"].batcher.queued == 1, 60)
+        app.limits = replace(app.limits, timeout_s=0.2)
+        assert ask()[0] == 503
+        status, headers, body = ask()  # both wait until the model has computed its batch
         assert (status, headers["retry-after"]) == (429, "1"), body
+        assert client.ask("GET", "/healthz")[0] == 503  # it has been computing for longer than a request may take
+        app.limits = replace(app.limits, timeout_s=600)
         assert client.ask("GET", "/healthz")[0] == 200
-        assert [future.result()[0] for future in waiting] == [503, 503]
-    assert client.ask("GET", "/healthz")[0] == 503  # it has been computing for longer than a request may take
-    release.set()
-    until = time.monotonic() + 10
-    while client.ask("GET", "/healthz")[0] != 200 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert client.predict([row])[0] == 200
+        release.set()
+        assert waiting.result()[0] == 200
+    assert ask()[0] == 200
 
 
+@pytest.mark.parametrize("blocked", [1], indirect=True)
 def test_a_model_that_hangs_does_not_keep_the_server(
     blocked: tuple[Client, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, release = blocked
     monkeypatch.setattr(interface, "CLOSE_S", 0.2)
-    began = time.monotonic()
-    client.server.stop()
+    client.server.stop()  # it would wait forever for the model
     assert not release.is_set()
-    assert time.monotonic() - began < 10
 
 
 def test_a_shadow_that_hangs_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     release, counters = threading.Event(), Counters()
 
     def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        release.wait(20)
+        release.wait()
         return model(batch)
 
     monkeypatch.setattr(shadow, "CLOSE_S", 0.2)
     other = shadow.Shadow("first", Predictor(function, SCHEMA, "x"), counters)
     for _ in range(shadow.WAITING + 2):  # one is computed, and the last one finds no room
         other([Part({"image": images(1)}, 1, [0], model({"image": images(1)}))])
-    began = time.monotonic()
-    other.close()
+    other.close()  # it would wait forever for the model
     assert not release.is_set()
-    assert time.monotonic() - began < 10
     release.set()
     assert counters.total("mlx_shadow_rows_total", outcome="skipped")
 
@@ -342,7 +345,7 @@ def test_a_request_that_arrives_while_its_model_is_replaced_leaves_no_thread() -
         batcher = Batcher(Predictor(model, SCHEMA, "x"), 4, 4)
         await batcher.drain()
         await batcher.submit(Part({"image": images(1)}, 1, [0]))
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while (added := set(threading.enumerate()) - before) and time.monotonic() < until:
             await asyncio.sleep(0.01)
         return added
@@ -371,17 +374,18 @@ def test_limits_of_bodies(serve: Serve) -> None:
 
 def test_slow_clients_are_disconnected(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that send nothing, half of the headers, or less than the body that they have announced."""
-    monkeypatch.setattr(slow_clients, "READ_S", 0.5)
+    monkeypatch.setattr(slow_clients, "READ_S", 2.5)
     client = serve()
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    for text in (b"", head, head + b"Content-Length: 100\r\n\r\n{"):
-        assert b" 408 " in client.raw(text), text
+    with ThreadPoolExecutor(3) as pool:
+        answers = [*pool.map(client.raw, (b"", head, head + b"Content-Length: 100\r\n\r\n{"))]
+    assert [b" 408 " in answer for answer in answers] == [True] * 3, answers
 
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_an_answer_is_sent_as_slowly_as_it_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """But not to a client that stops reading."""
-    monkeypatch.setattr(slow_clients, "WRITE_S", 2.0)
+    monkeypatch.setattr(slow_clients, "WRITE_S", 2.0 if stops else 3.5)
     client = serve(lambda batch: {"wide": torch.zeros(len(batch["image"]), 4 << 20)})
     body = json.dumps({"rows": [{"image": [[0, 0, 0], [0, 0, 0]]}]}).encode()
     head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\nAccept: {NPY}\r\n"

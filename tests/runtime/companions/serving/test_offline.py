@@ -38,12 +38,15 @@ from src.datasets import Digits
 
 
 class Slow(Digits):
-    """Reads slowly while there is a file of this name, and records its process."""
+    """Reads slowly while there is a file of this name, especially after some rows, and records its process."""
+
+    count = 0
 
     def __getitem__(self, index):
         if Path("slow").exists():
             Path(f"reader_{os.getpid()}").touch()
-            time.sleep(0.02)
+            Slow.count += 1
+            time.sleep(0.02 if Slow.count < 100 else 1)
         return super().__getitem__(index)
 
 
@@ -270,7 +273,7 @@ def wait_until_gone(folder: Path) -> None:
     """Wait for the end of the processes that have read rows: they end with the one that started them."""
     pids = [int(path.name.partition("_")[2]) for path in folder.glob("reader_*")]
     assert pids
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     while any(running(pid) for pid in pids):
         assert time.monotonic() < limit
         time.sleep(0.05)

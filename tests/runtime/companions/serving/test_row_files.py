@@ -2,10 +2,10 @@
 
 import contextlib
 import json
-import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -353,12 +353,12 @@ def test_the_rate_is_that_of_the_rows_of_this_process(
 ) -> None:
     """Not of those that an interrupted command has predicted, nor of the time to load the model."""
     monkeypatch.setattr(offline, "LINE_S", (0.0, 0.0))
+    monkeypatch.setattr(offline, "time", SimpleNamespace(monotonic=lambda: 10.0))
     progress = offline.Progress("the model on rows")
     progress.begin(1_000_000, "")
-    began = time.monotonic() - 10
     for number in (9, 10):
-        progress.advance(offline.Block(number, 500, 1_002_000, began + 5 * (number - 9), ("image", "label")))
-    progress.advance(offline.Block(11, 0, 1_002_000, began, ("image", "label")))
+        progress.advance(offline.Block(number, 500, 1_002_000, 5.0 * (number - 9), ("image", "label")))
+    progress.advance(offline.Block(11, 0, 1_002_000, 0.0, ("image", "label")))
     assert capsys.readouterr().err.splitlines() == [
         "predicting with the model on rows, continuing after 1,000,000 rows",
         "predict reads image, label",

@@ -138,7 +138,7 @@ def test_it_answers_like_predict_after_the_command_has_ended(model: Model) -> No
     assert done.returncode == 0
     assert f"url       {model.url}\n" in done.stdout
     assert f"curl -s {model.url}/example" in done.stdout
-    assert sorted(model.replicas().values()) == ["RUNNING", "RUNNING"]
+    until(lambda: sorted(model.replicas().values()) == ["RUNNING", "RUNNING"])
     example = model.ask("/example")
     expected = model.expected("run_001")
     answers = model.ask("/predict", json.dumps(example).encode())["outputs"]
@@ -213,7 +213,14 @@ def test_replicas_have_logs(model: Model) -> None:
 
 def test_it_stops(model: Model) -> None:
     assert model.types("stop", "digits").returncode == 0
-    with pytest.raises(urllib.error.URLError, match="refused"):
-        model.ask("/healthz")
-    assert model.cluster.get("/api/serve/applications/")["applications"] == {}
+
+    def is_refused() -> bool:
+        try:
+            model.ask("/healthz")
+        except urllib.error.URLError as error:
+            return "refused" in str(error)
+        return False
+
+    until(is_refused)
+    until(lambda: model.cluster.get("/api/serve/applications/")["applications"] == {})
     assert model.types("ls").stdout == ""

@@ -26,7 +26,8 @@ def mixed(sweep, job):
     return job.trial == 2
 
 
-short, slow = (("cfg.start_workers=0", f"cfg.num_epochs={epochs}", "cfg.pause_s=0.02") for epochs in (3, 1000))
+pauses = ("cfg.pause_s=0.1", "cfg.pause_from=16")  # after the first epoch
+short, slow = (("cfg.start_workers=0", f"cfg.num_epochs={epochs}", *pauses) for epochs in (3, 1000))
 sweep = Trials(short, slow, slow, act=mixed)
 cfg = TrainConfig(start_workers=0, elastic=Elastic(max_failures=1))
 with contextlib.closing(OnCluster(cfg, parallel=2, gpus_per_trial=None)) as engine:

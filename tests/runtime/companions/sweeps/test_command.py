@@ -133,7 +133,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("mlx xp stop", 143)])
 def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start: Start, how: str, code: int) -> None:
     folder = experiment("faults")
-    process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.1", "--parallel=1")
+    process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=1", "--parallel=1")
     wait_for(lambda: list((folder / "diary").glob("*.jsonl")))
     if how == "Ctrl-C":
         process.send_signal(signal.SIGINT)
@@ -153,6 +153,7 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
     assert "overrides: optimizers.adam.lr=0.1,0.01 " in refused.stderr
     assert "src/experiment.py differs" in refused.stderr
     file.write_text(code_before)
+    (folder / "diary" / "hurry").touch()
     done = mlx(folder, "train", "sweep", "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
     assert statuses(folder) == ["SUCCEEDED"] * 2
@@ -199,19 +200,21 @@ def test_trials_do_not_survive_their_killed_driver(experiment: Make, start: Star
 @pytest.mark.kills
 def test_the_second_ctrl_c_kills_the_trials(experiment: Make, mlx: Mlx, start: Start) -> None:
     folder = experiment("faults")
-    arguments = [LR, *COMMON, "datasets.train.rows=4", "cfg.pause_s=4", "--parallel=2"]  # one step of 4 s per epoch
+    arguments = [LR, *COMMON, "datasets.train.rows=4", "cfg.pause_s=600", "--parallel=2"]
     process = start(folder, "train", "sweep", *arguments)
     wait_for(lambda: sum("rows" in note for note in diary(folder)) == 2)  # both are within a step
     pids = [record(folder, f"run_{number:03d}")["pid"] for number in (1, 2)]
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    log = folder / "runs" / "faults" / "sweep_001" / "logs" / "driver.log"
+    wait_for(lambda: "stopping  running trials save a checkpoint first" in log.read_text())
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
     assert err == "error: stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
     assert statuses(folder) == ["STOPPED"] * 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
+    (folder / "diary" / "hurry").touch()
     done = mlx(folder, "train", "sweep", "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
     assert statuses(folder) == ["SUCCEEDED"] * 2
@@ -222,11 +225,13 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
     """Killed, resumed, and read by its URI."""
     folder, storage = experiment("faults"), s3.format(f"swept-{tmp_path.name}")
     first, sweep = (join_path(storage, "faults", name) for name in ("run_001", "sweep_001"))
-    settings = (f"cfg.storage_path='{storage}'", "cfg.pause_s=0.1", "cfg.checkpoint_every_steps=2", "--parallel=1")
+    settings = (f"cfg.storage_path='{storage}'", "cfg.pause_s=1", "cfg.pause_from=3", "cfg.checkpoint_every_steps=2")
+    settings += ("--parallel=1",)
     process = start(folder, "train", "sweep", LR, *COMMON, *settings)
     wait_for(lambda: CheckpointStore(join_path(first, "checkpoints")).any())
     process.kill()
     process.wait()
+    (folder / "diary" / "hurry").touch()
     done = mlx(folder, "train", "sweep", f"--resume={sweep}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (folder / "runs").exists()
@@ -257,10 +262,11 @@ def test_a_driver_killed_at_random_moments_finds_what_an_undisturbed_one_does(
     folder = experiment("faults")
     arguments = [LR, "--folds=3", "cfg.checkpoint_every_steps=2", *COMMON, "cfg.num_epochs=3"]
     undisturbed = Path(shutil.copytree(folder, tmp_path / "undisturbed"))
-    done = mlx(undisturbed, "train", "sweep", *arguments, "cfg.pause_s=0.05")
+    done = mlx(undisturbed, "train", "sweep", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     moments = random.Random(os.environ.get("SEED", "0"))
-    process = start(folder, "train", "sweep", *arguments, "cfg.pause_s=0.05")
+    slow = [*arguments, "cfg.pause_s=0.3"]
+    process = start(folder, "train", "sweep", *slow)
     kills = 0
     for _ in range(int(os.environ.get("KILLS", "2"))):
         time.sleep(moments.uniform(1, 8))
@@ -270,8 +276,9 @@ def test_a_driver_killed_at_random_moments_finds_what_an_undisturbed_one_does(
         process.wait()
         kills += 1
         begun = (folder / "runs" / "faults" / "sweep_001" / "run.json").exists()
-        resumed = ["--resume"] if begun else [*arguments, "cfg.pause_s=0.05"]
-        process = start(folder, "train", "sweep", *resumed)
+        process = start(folder, "train", "sweep", *(["--resume"] if begun else slow))
+    wait_for((folder / "diary").is_dir)
+    (folder / "diary" / "hurry").touch()
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, out + err
     assert kills >= 1

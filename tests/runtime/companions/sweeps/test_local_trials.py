@@ -95,7 +95,8 @@ def carry_out(*plans, act=lambda sweep, job: False, runs=(), gpus=0):
 
 print("not for the terminal of a sweep", file=sys.stderr)
 here, one_worker = ("cfg.start_workers=0", "cfg.num_epochs=1"), ("cfg.start_workers=1", "cfg.num_epochs=2")
-slow = ("cfg.start_workers=0", "cfg.num_epochs=1000", "cfg.pause_s=0.02", "cfg.checkpoint_every_steps=3")
+slow = ("cfg.start_workers=0", "cfg.num_epochs=1000", "cfg.checkpoint_every_steps=3")
+slow += ("cfg.pause_s=0.2", "cfg.pause_from=16")  # after the first epoch
 slow_worker, short = ("cfg.start_workers=1", *slow[1:]), ("cfg.num_epochs=20", "cfg.pause_s=0")
 failing, wrong = (*here, "cfg.late=raise"), (*here, "cfg.sead=1")
 found = {"mixed": carry_out(here, failing, slow, slow_worker, wrong, one_worker, act=mixed)}

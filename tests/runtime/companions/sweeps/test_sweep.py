@@ -399,7 +399,7 @@ def test_a_driver_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> Non
 
     def engine() -> None:
         sweep.record.folder.claim_attempt(2, lease())
-        wait_for(lambda: sweep.killing, 10)
+        wait_for(lambda: sweep.killing, 60)
         assert sweep.next() is None
 
     with pytest.raises(MlxError, match="taken over"), sweep.supervise():
