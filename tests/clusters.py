@@ -36,6 +36,9 @@ LISTS = (
 IDLE = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """Keeps nodes from starting workers before they are needed: most of them would never be used."""
 
+NOTICED = {"RAY_health_check_period_ms": "500", "RAY_health_check_initial_delay_ms": "500"}
+"""Lets Ray notice soon that a node is lost, whose port is closed then. Busy nodes get as much time as usual."""
+
 
 FIRST_PORT, PORTS = 20_000, 3_000
 """First port of the first process of a test session, and number of ports of each. Outgoing connections of Linux have
@@ -83,7 +86,7 @@ class RayCluster:
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token} if self.token else {"RAY_AUTH_MODE": "disabled"}
         unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH", "PYTHONDONTWRITEBYTECODE")  # many processes import an upload
         self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth | IDLE
-        self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # for a busy machine
+        self._env |= NOTICED | {"RAY_raylet_start_wait_time_s": str(START_S)}  # for a busy machine
         scaling = []
         if self.grows_to is not None:
             (config := self.folder / "autoscaler.yaml").write_text(json.dumps(self._autoscaler(self.grows_to)))

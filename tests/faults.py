@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from clusters import IDLE
+from clusters import IDLE, START_S
 
 from mlx_runtime.runs.checkpoints import read
 
@@ -154,7 +154,7 @@ def cluster(nodes: int, environment: Mapping[str, str]) -> Iterator[Any]:
     """
     before = dict(os.environ)
     os.environ.clear()
-    os.environ.update(environment | IDLE)
+    os.environ.update(environment | IDLE | {"RAY_raylet_start_wait_time_s": str(START_S)})
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

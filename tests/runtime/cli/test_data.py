@@ -355,9 +355,9 @@ def test_an_interrupted_job_resumes_with_its_finished_items(job: SimpleNamespace
     edit(code, "if number == self.text.fail_at:", "if number == 2 and os.path.exists('fail'):")
     edit(code, 'once = self.output.folder / ".died"', "once = None")
     (job.project / "fail").touch()
-    done = mlx(job.project, "data", "run")
+    done = mlx(job.project, "data", "run", "text.lines=4")
     assert done.returncode == 1
-    assert "kept      2 finished items; to continue: mlx data run --resume" in done.stdout
+    assert "kept      2 finished items; to continue: mlx data run --resume text.lines=4\n" in done.stdout
     (part,) = job.data.iterdir()
     first = (part / "lines" / "0.txt").read_text()
     (part / "lines" / "2.txt").write_text("unfinished")

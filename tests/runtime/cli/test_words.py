@@ -50,6 +50,11 @@ def test_an_unknown_option_names_what_was_meant(
     assert str(done.exception) == f"there is no option {words[1]}; {cure}"
 
 
+def test_a_sweep_that_is_resumed_has_its_name() -> None:
+    done = CliRunner().invoke(train.group, ["sweep", "--name=lr", "--resume=sweep_001"])
+    assert str(done.exception).startswith("--name is for a new sweep; resume that of another experiment with --resume=")
+
+
 def test_a_command_without_its_group_is_named_with_it() -> None:
     of_all = "mlx train run or mlx serve run or mlx data run"
     for word, meant in {

@@ -486,7 +486,7 @@ class TestLogs:
                     threading.Timer(0.1, submit).start()
                 return JobState("FAILED", "", return_code, metadata)
 
-        monkeypatch.setattr(xp, "_dashboard", lambda record: Cluster())
+        monkeypatch.setattr(xp, "dashboard_of", lambda record: Cluster())
         assert xp.logs(resolve_run("digits", "1"), told.append, follow=True) == (0 if following else 1)
         assert told == (["first", "second"] if following else ["first"])
 

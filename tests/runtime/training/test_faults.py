@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from clusters import free_ports
+from clusters import NOTICED, free_ports
 from conftest import Mlx, Start, Started
 from faults import (
     KINDS,
@@ -50,10 +50,6 @@ LONG = "datasets.train.rows=1200"
 """With `cfg.pause_s=0.2`, the first epoch on two workers takes half a minute."""
 
 OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.elastic.max_failures=-1")
-
-
-NOTICED = {"RAY_health_check_period_ms": "500", "RAY_health_check_initial_delay_ms": "500"}
-"""Lets Ray notice soon that a node is lost, whose port is closed then. Busy nodes get as much time as usual."""
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,14 @@ def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[
         MlxError: its driver does not answer.
     """
     folder = resolve_run(name, run)
+    record, status = _living(folder)
+    answer = {} if status == "PENDING" else _ask(folder, record, notify)
+    row = Row(folder, status, record)
+    return {"run": folder.title, "status": status, "record": record, "duration_s": row.duration_s} | answer
+
+
+def _living(folder: RunFolder) -> tuple[dict[str, Any], str]:
+    """Return the record and the status of a run; raise UsageError if it has ended."""
     record = records.load_record(folder)
     status = records.status_of(record, job_status(record))
     if status == "STALE":
@@ -36,9 +44,7 @@ def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[
     if status not in records.LIVING:
         cure = f"see how it went with: mlx xp logs {folder.experiment} {folder.name}"
         raise UsageError(f"{folder.title} is {status}; {cure}")
-    answer = {} if status == "PENDING" else _ask(folder, record, notify)
-    row = Row(folder, status, record)
-    return {"run": folder.title, "status": status, "record": record, "duration_s": row.duration_s} | answer
+    return record, status
 
 
 def _ask(folder: RunFolder, record: Mapping[str, Any], notify: Callable[[str], object]) -> dict[str, Any]:
@@ -49,6 +55,7 @@ def _ask(folder: RunFolder, record: Mapping[str, Any], notify: Callable[[str], o
         waited_s = time.monotonic() - began
         if waited_s > limit_s:
             folder.withdraw(folder.LOCATE)
+            _living(folder)  # it may have ended meanwhile
             raise MlxError(
                 f"the driver of {folder.title} has not answered for {limit_s:.0f} s: {holder(record)}. Its process is "
                 f"frozen, or its machine cannot reach {folder.root}. Its output: mlx xp logs {folder.experiment} "

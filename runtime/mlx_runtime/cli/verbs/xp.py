@@ -45,7 +45,7 @@ def stop(folder: RunFolder) -> str:
             records.Record(folder, record).finish("STOPPED", stop_reason=RunStopped.REQUESTED)
             return f"{title} had lost its job, and is STOPPED"
         raise UsageError(f"{title} is {status}; there is nothing to stop")
-    if status == "PENDING" and (dashboard := _dashboard(record)) is not None:
+    if status == "PENDING" and (dashboard := dashboard_of(record)) is not None:
         dashboard.stop(record["job"]["id"])
         folder.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy
         pending = records.Record(folder, record)
@@ -55,7 +55,7 @@ def stop(folder: RunFolder) -> str:
     deadline = time.monotonic() + STOP_S
     while status in records.LIVING or drivers.claiming_driver(folder, record):
         if time.monotonic() > deadline:
-            if (dashboard := _dashboard(record)) is None:
+            if (dashboard := dashboard_of(record)) is None:
                 raise MlxError(
                     f"{title} was asked to stop and is still {status} after {STOP_S} s; a step may take longer"
                 )
@@ -87,7 +87,7 @@ def logs(
     code = 0 if follow is False else EXIT_CODES.get(status, 1)
     if follow is None:  # if the driver was killed, its job may start another
         follow = status in records.LIVING or job == "RUNNING"
-    dashboard = _dashboard(record) if rank is None else None
+    dashboard = dashboard_of(record) if rank is None else None
     with contextlib.suppress(ClusterError):  # the cluster may go down; the output is stored
         if dashboard is not None and follow:
             return _follow(folder, record["job"]["id"], dashboard, write, tail)
@@ -176,7 +176,7 @@ def _logged_ranks(folder: RunFolder) -> list[str]:
     return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)
 
 
-def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
+def dashboard_of(record: Mapping[str, Any]) -> "Dashboard | None":
     """Connect to the cluster of a run's job. Return None unless it is trusted, answers and knows the job."""
     job = record.get("job")
     if not job:

@@ -106,7 +106,7 @@ def launch_and_exit(
 @click.option(
     "--retries", metavar="N", type=click.IntRange(min=0), default=0, help="Resume at most N times if the driver dies."
 )
-@click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
+@click.option("--run", "--resume", "resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN.")
 @click.option("--code", hidden=True)
 @commands.from_option
 @commands.variant_option
@@ -125,6 +125,7 @@ def train_launch(
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
     refuse_empty({"--resume": resume, "--from": origin})
+    resume, overrides = commands.split_resume(resume, overrides)
     if code is not None:
         stored = queries.resolve_run(resume or "latest").location
         raise UsageError(

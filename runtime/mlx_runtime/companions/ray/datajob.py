@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -165,8 +166,9 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
                 count = finished.count if finished is not None else 0
                 target.kept = bool(count or (finished is None and target.adopted))
                 if count:
-                    verb = "launch" if Settings.read().job else "run"
-                    display.print(f"kept      {plural(count, 'finished item')}; to continue: mlx data {verb} --resume")
+                    typed = [item for item in facts["overrides"] if not item.startswith("cfg.resume=")]
+                    again = shlex.join(["mlx", "data", "launch" if Settings.read().job else "run", "--resume", *typed])
+                    display.print(f"kept      {plural(count, 'finished item')}; to continue: {again}")
                 raise
         record.note(files=files, size_bytes=size)
         display.print()

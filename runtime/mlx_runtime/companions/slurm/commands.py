@@ -44,6 +44,6 @@ def parse(words: Sequence[str]) -> "tuple[tuple[str, ...], Callable[..., SlurmLa
     def prepare(folder: Path, load: Callable[[], Any], *, trials: int | None, show_all: bool) -> "SlurmLaunch":
         from mlx_runtime.companions.slurm.launch import prepare
 
-        return prepare(folder, load, show_all=show_all, **given)  # any number of trials shares the nodes
+        return prepare(folder, load, show_all=show_all, sweep=trials is not None, **given)
 
     return rest, prepare

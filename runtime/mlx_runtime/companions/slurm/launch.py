@@ -43,6 +43,7 @@ class SlurmLaunch(Launch):
     nodes: int
     options: Mapping[str, str | None]  # as typed
     words: Sequence[str]  # further options of sbatch
+    sweep: bool
     dry_run: bool
 
     def _submit_driver(
@@ -94,7 +95,8 @@ class SlurmLaunch(Launch):
     def script(self, run: str, folder: Path, command: Sequence[str]) -> str:
         """Return the script of the job: the resources follow from the config, unless options give others."""
         cfg, variables = self.config.cfg, {"MLX_JOB": "$SLURM_JOB_ID", "MLX_JOB_ADDRESS": self.dashboard.address.url}
-        workers = math.ceil(max(1, cfg.start_workers) / self.nodes)  # per node
+        workers = max(1, cfg.start_workers)  # of a node, which trains a trial of a sweep or a part of a run
+        workers = workers if self.sweep else math.ceil(workers / self.nodes)
         gpus = math.ceil(workers * cfg.gpus_per_worker) if cfg.use_gpu else None
         options: dict[str, str | int | None] = {
             "job-name": "-".join(Path(run).parts[-2:]),
@@ -142,6 +144,7 @@ def prepare(
     nodes: int = 1,
     words: Sequence[str] = (),
     dry_run: bool = False,
+    sweep: bool = False,
     **options: str | None,
 ) -> SlurmLaunch:
     """Check that a folder can run on the Slurm cluster of this machine, and that sbatch accepts the options.
@@ -162,7 +165,7 @@ def prepare(
     for line in () if quiet else config.notes:
         print(line)
     split = [item for text in words for item in shlex.split(text)]
-    extra: dict[str, Any] = {"nodes": nodes, "options": options, "words": split, "dry_run": dry_run}
+    extra: dict[str, Any] = {"nodes": nodes, "options": options, "words": split, "dry_run": dry_run, "sweep": sweep}
     launch = SlurmLaunch(cast("Dashboard", queue), config, Upload.of(folder), {}, **extra)
     if not dry_run:
         _test(launch, show=show_all)

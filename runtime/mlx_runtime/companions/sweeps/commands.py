@@ -61,6 +61,8 @@ def sweep_request(
     """Return the overrides, the definition and the other settings of a sweep, from the options of `sweep`."""
     refuse_empty({"--resume": resume, "--from": origin})
     resume, overrides = commands.split_resume(resume, overrides)
+    if resume is not None and name:
+        raise UsageError("--name is for a new sweep; resume that of another experiment with --resume=EXPERIMENT/SWEEP")
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
     words = (*overrides, *commands.variant_words(variants), *([f"--from={origin}"] if origin else []))

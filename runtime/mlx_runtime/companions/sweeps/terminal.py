@@ -18,7 +18,7 @@ from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_t
 from mlx_runtime.companions.sweeps.states import TrialState
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs import RunFolder, queries
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.settings import Settings
@@ -159,7 +159,8 @@ def _ignore_signals() -> None:
 
 def _raise_failure(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, reason: str | None) -> None:
     """Raise the error that determines the exit code, unless the sweep succeeded."""
-    resume = shlex.join(["mlx", "train", "sweep", f"--resume={folder.name}"])
+    name = folder.name if folder.experiment == queries.conf_value("cfg.name") else folder.title
+    resume = shlex.join(["mlx", "train", "sweep", f"--resume={name}"])
     if ended.status == "FAILED":
         first = next(trial for trial in trials if trial.status == "FAILED")
         raise MlxError(f"all trials failed. See the log of the first: mlx xp logs {folder.experiment} {first.runs[0]}")

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -452,11 +450,10 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def of_ray(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Found:
+def of_ray(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ray_datasets")
     (folder / "script.py").write_text(STREAMS)
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    done = python(folder, "script.py")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
 

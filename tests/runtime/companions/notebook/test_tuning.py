@@ -1,11 +1,10 @@
 """Training functions as trainables of Ray Tune's own `Tuner`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import Mlx
 
 from mlx_runtime import open_run
 
@@ -38,12 +37,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_tuner_of_ray_finds_the_best_config_and_continues_failed_trials(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_tuner_of_ray_finds_the_best_config_and_continues_failed_trials(python: Mlx, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = python(tmp_path, "script.py")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     found = json.loads(line.removeprefix("FOUND "))

@@ -37,6 +37,20 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 STEP = "self.scheduler.step()"
 
 
+@pytest.fixture(scope="module")
+def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
+    """A run of three epochs, launched without a conf.yaml, and followed to its end."""
+    (user.folder / "src" / "conf.yaml").unlink()
+    return subprocess.run(
+        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
+        cwd=user.folder,
+        env=user.environment,
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+
+
 class TestOneRun:
     """launch → ls → logs → board of a run that succeeded."""
 
@@ -550,12 +564,12 @@ class TestMirror:
             "cfg.secrets=[HF_TOKEN]",
             "cfg.start_workers=1",
         )
-        for epochs in (1, 2):
-            storage = str(tmp_path / f"storage_{epochs}")
-            words = ("--ray-address", ray_cluster.url, "-f", *settings, f"cfg.num_epochs={epochs}")
-            done = user.types("train", "launch", *words, MLX_STORAGE=storage)
-            assert done.returncode == 0, done.stdout + done.stderr
-            assert "hf://alice/digits is complete" in done.stdout
+        done = user.types("train", "run", *settings, "cfg.num_epochs=1", MLX_STORAGE=str(tmp_path / "storage_1"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        launch = ("train", "launch", "--ray-address", ray_cluster.url, "-f", *settings, "cfg.num_epochs=2")
+        done = user.types(*launch, MLX_STORAGE=str(tmp_path / "storage_2"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "hf://alice/digits is complete" in done.stdout
         assert "downloaded digits/run_001 from hf://alice/digits (attempt 1" in done.stdout
         record = json.loads((tmp_path / "storage_2" / "digits" / "run_001" / "run.json").read_text())
         assert (record["status"], record["attempt"], record["epoch"], record["engine"]["used"]) == (

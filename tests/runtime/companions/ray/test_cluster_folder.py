@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def hidden(user: User, launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hidden(user: User, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the cluster with the storage `runs`, which has a run."""
     folder = tmp_path_factory.mktemp("ceph")
     shutil.copytree(user.folder / "runs", folder / "runs")

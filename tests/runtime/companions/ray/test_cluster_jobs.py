@@ -165,7 +165,7 @@ class TestDataJobs:
         until(lambda: ray_cluster.get(f"/api/jobs/{job}")["status"] == "STOPPED")
         log = types("data", "logs", "shards", "--follow")
         assert log.returncode == 143
-        assert "kept      1 finished item; to continue: mlx data launch --resume" in log.stdout
+        assert "kept      1 finished item; to continue: mlx data launch --resume images.per_shard=600" in log.stdout
         (shards / "go").touch()
         done = types("data", "launch", "--resume", "-f", "images.per_shard=600")
         assert done.returncode == 0, done.stdout + done.stderr

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ class TestRetries:
     """Drivers that are killed, and come back in the same job."""
 
     def test_a_killed_driver_resumes_as_if_nothing_had_happened(
-        self, launched: "subprocess.CompletedProcess[str]", user: User, ray_cluster: RayCluster
+        self, trained: Path, user: User, ray_cluster: RayCluster
     ) -> None:
         words = ("--name=killed", "--retries=1", "cfg.num_epochs=3", "cfg.checkpoint_every_steps=5")
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, *words)
@@ -34,7 +33,7 @@ class TestRetries:
         (first,) = json.loads(user.types("xp", "ls", "killed", "--json").stdout)[0]["attempts"]
         assert (first["status"], first["error"]) == ("FAILED", "the driver was killed by SIGKILL")
         assert first["job"] == record["job"]
-        assert differences(final_state(runs / "digits/run_001"), final_state(runs / "killed/run_001")) == []
+        assert differences(final_state(trained), final_state(runs / "killed/run_001")) == []
 
     def test_one_that_is_stopped_during_the_pause_stays_stopped(self, user: User, ray_cluster: RayCluster) -> None:
         words = ("--name=paused", "--retries=1", "cfg.start_workers=1", *LONG)

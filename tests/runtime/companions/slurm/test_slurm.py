@@ -141,6 +141,13 @@ def test_without_slurm_the_cure_is_named(mlx: Mlx, digits: Path, tmp_path: Path)
     assert (done.returncode, "#SBATCH --cpus-per-task=1\n" in done.stdout) == (0, True), done.stderr
 
 
+def test_each_node_has_the_cpus_of_one_run_or_of_its_part(mlx: Mlx, digits: Path, tmp_path: Path) -> None:
+    launch = ("train", "launch", "--slurm", "--dry-run", "--nodes=2", "cfg.start_workers=4")
+    for words, count in ((), 2), (("--sweep", "optimizers.adam.lr=1e-2,1e-3"), 4):
+        done = mlx(digits, *launch, *words, PATH=str(tmp_path))
+        assert f"#SBATCH --cpus-per-task={count}\n" in done.stdout, done.stderr
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize(
     ("slurms", "ours"),
