@@ -1,6 +1,7 @@
 """A cluster that grows: Ray's autoscaler starts nodes on this machine, from a head without CPUs to two, and back."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,14 +162,13 @@ def test_runs_wait_for_nodes_and_for_each_other(
         return found.get("latest") is not None
 
     until(first_runs)
-    assert reasons[0].startswith("2 CPUs, 0 free; the autoscaler ")
-    assert any("the autoscaler starts " in reason for reason in reasons)
+    assert re.match("2 CPUs, [01] free; the autoscaler (was asked for|starts) ", reasons[0])  # a node may be there
     assert record("first")["workers"] == 2
     assert "in Ray cluster with 0 CPUs, which grows to 2" in types("xp", "logs", "first", "--no-follow")
 
     types("train", "launch", "cfg.name=second", *long)
-    until(lambda: record("second").get("status") == "WAITING")
-    assert "s for 2 CPUs, 0 free; first/run_001 holds 2 CPUs; the autoscaler" in types("xp", "ls", "second")
+    waiting = "s for 2 CPUs, 0 free; first/run_001 holds 2 CPUs; the autoscaler"
+    until(lambda: waiting in types("xp", "ls", "second"))
     assert types("xp", "stop", "first", "latest") == "first run_001 is STOPPED\n"
     until(lambda: record("second").get("latest"))
     types("xp", "stop", "second", "latest")
