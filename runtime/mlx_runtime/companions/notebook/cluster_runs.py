@@ -212,10 +212,9 @@ def launch(job: RunJob, address: str) -> ClusterRun:
     if job.request.fast or job.request.checkpoint:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
     overrides = job.request.overrides
-    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
-    path = typed[-1].partition("=")[2].strip("'\"") if typed else None
+    path, others = part("ray.cluster_storage").split_path(overrides)
     with storage_there(address, path) as there:
-        kept = tuple(item for item in overrides if item not in typed) if there else overrides
+        kept = others if there else overrides
         return _launch(replace(job, request=replace(job.request, overrides=kept)), address)
 
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -75,6 +75,13 @@ def path_there(location: str) -> str:
 def cluster_of(run: RunFolder) -> str:
     """Return the URL of the cluster of a run that is reached through it."""
     return split(run.location)[0]
+
+
+def split_path(overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the path in the last `cfg.storage_path=` of overrides, empty without one, and the other overrides."""
+    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
+    path = typed[-1].partition("=")[2].strip("'\"") if typed else ""
+    return path, tuple(item for item in overrides if item not in typed)
 
 
 def reached(path: str, address: str | None = None) -> str:

@@ -161,15 +161,14 @@ def data_launch(resume: bool, overrides: tuple[str, ...], **settings: Any) -> No
 
 def _storage_there(overrides: Sequence[str], ray_address: str | None) -> tuple[str, ...]:
     """Make a storage that only the cluster has that of this process. Return the overrides without its path."""
-    from mlx_runtime.companions.ray.cluster_storage import reached
+    from mlx_runtime.companions.ray.cluster_storage import reached, split_path
 
-    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
-    path = typed[-1].partition("=")[2].strip("'\"") if typed else None
-    path = path or Settings.read().storage or queries.conf_value("cfg.storage_path") or ""
+    typed, others = split_path(overrides)
+    path = typed or Settings.read().storage or queries.conf_value("cfg.storage_path") or ""
     if (root := reached(path, ray_address)) == path:
         return tuple(overrides)
     os.environ["MLX_STORAGE"] = root
-    return tuple(item for item in overrides if item not in typed)
+    return others
 
 
 @click.command("ray")
