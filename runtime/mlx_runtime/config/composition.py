@@ -107,7 +107,14 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(selection.override, keys), ""), text) for text, keys in mentioned]
     raise_if([*(_blame(item, selection) for item in limits), *literal_mapping_problems(tree, classes)], files)
+    tree = {name: _in_order_of(checker.object_at(tree[name]["_target_"]), tree[name]) for name in classes}
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
+
+
+def _in_order_of(cls: Any, node: Tree) -> Tree:
+    """Return a group in the order of its class: files and overrides may list its members in another one."""
+    names = ["_target_", *(item.name for item in parameters(cls) or [])]
+    return {name: node[name] for name in (*(item for item in names if item in node), *node)}
 
 
 def _in(file: Path | None) -> str:

@@ -117,6 +117,16 @@ def test_a_choice_of_several_types(conf: Path, override: str, value: object) -> 
     assert (found, type(found)) == (value, type(value))
 
 
+def test_groups_and_their_members_have_the_order_of_their_classes(conf: Path) -> None:
+    node = "{_target_: %s.Net, width: 3}" % __name__
+    config = load_config(Experiment, ["~models.net", f"+models.net={node}"], conf)
+    assert list(config.tree["models"]) == ["_target_", "net", "other"]
+    groups = re.split(r"^(?=\w)", conf.read_text(), flags=re.MULTILINE)
+    conf.write_text("".join(reversed(groups)))
+    config = load_config(Experiment, path=conf)
+    assert list(config.tree) == ["cfg", "models", "optimizers", "tools"]
+
+
 def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_line(
     conf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
