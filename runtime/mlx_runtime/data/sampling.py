@@ -7,7 +7,8 @@ A pass over a dataset has an order of its rows, a permutation if shuffled, which
     rank 1      2 3     6 7   9
 
 All workers take the same number of steps, and each row is read exactly once, by one worker. The last two batches of a
-worker share the remaining rows, so that no worker runs out early: they may be short, but never empty. With
+worker share the remaining rows, so that no worker runs out early: they may be short, but never empty. A single row, which
+BatchNorm rejects, is not left alone if another can join it: 65 rows in batches of 32 are 32, 31 and 2. With
 `batch_size=1`, some of the last batches have two rows instead. With `drop_last`, all batches are full, and up to
 `world_size * batch_size - 1` rows at the end of the order are dropped.
 
@@ -198,6 +199,8 @@ class ShardPlan:
         for later in range(self.steps - 1, -1, -1):
             sizes.append(min(self.batch_size, total - later) if later or self.batch_size > 1 else total)
             total -= sizes[-1]  # leaves at least one row for each later step
+        if len(sizes) > 1 and sizes[-1] == 1 and sizes[-2] > 2:
+            sizes[-2:] = [sizes[-2] - 1, 2]
         return sizes
 
     def step_sizes(self) -> list[int]:
@@ -289,8 +292,7 @@ class WorkerPass:
     @property
     def rows_read(self) -> int:
         """Rows that all workers have read so far; those before an interruption do not count."""
-        per_step = self.plan.batch_size * self.plan.world_size
-        return min(self.plan.assigned, self.taken * per_step) - self.skip * per_step
+        return sum(self._step_sizes[: self.given])
 
     @property
     def rates(self) -> dict[str, float]:

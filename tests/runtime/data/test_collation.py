@@ -106,7 +106,7 @@ def test_a_row_that_a_collate_refuses_is_named() -> None:
 
     with pytest.raises(ValueError, match="too long") as caught:
         list(shard(Long(), name="val").iter_torch_batches())
-    assert caught.value.__notes__ == ["in collate, while stacking 3 samples of datasets.val: row 7 cannot be collated"]
+    assert caught.value.__notes__ == ["in collate, while stacking 2 samples of datasets.val: row 7 cannot be collated"]
 
 
 def test_a_row_that_fits_alone_is_named_with_the_one_it_does_not_fit() -> None:
