@@ -188,6 +188,11 @@ def user_errors(project: Path, translate: Callable[[BaseException, str, str], Ml
         raise translate(error, summary, user_traceback(error, project)) from None
 
 
+def note(error: BaseException, text: str) -> None:
+    """Add a note, like `error.add_note(text)`, which Python 3.10 lacks."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
 def raised_in(error: BaseException, project: Path) -> bool:
     """Return True if a project's own code raised the error, rather than a library that it called."""
     import traceback

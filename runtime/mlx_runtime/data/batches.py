@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.errors import DatasetError
+from mlx_runtime.errors import DatasetError, note
 
 Batch = dict[str, Any]
 """Tensors (rows, ...) by name, and any other values that `ray_map_batches` returns, like a list of strings."""
@@ -156,11 +156,6 @@ class DeviceCopies:
 def device_copies(device: torch.device) -> DeviceCopies:
     """Return the one object that copies batches to a GPU, shared by all datasets."""
     return DeviceCopies(device)
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a note, like `error.add_note(text)`, which Python 3.10 lacks."""
-    vars(error).setdefault("__notes__", []).append(text)
 
 
 def rows_of(dataset: Any, name: str) -> int:

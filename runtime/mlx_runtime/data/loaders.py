@@ -25,7 +25,7 @@ from mlx_runtime.data.batches import Batch, device_copies, row_lengths
 from mlx_runtime.data.definitions import adopt_dataset, construction
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed import Topology, gather
 from mlx_runtime.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -287,6 +287,7 @@ class Loader:
         self.observer: LoaderObserver | None = None
         self.current: WorkerPass | None = None
         self._resumed: dict[str, Any] | None = None
+        self._compared = False  # rows of all workers
 
     @cached_property
     def batch_size(self) -> int:
@@ -392,22 +393,42 @@ class Loader:
             if observer is not None:
                 observer.pass_left(item)
 
+    def compare_rows(self) -> None:
+        """Check once that all workers count the same rows, or they would deadlock. Every worker must call this.
+
+        Raises:
+            DatasetError: On rank 0, if the numbers differ.
+        """
+        if self._compared:
+            return
+        self._compared = True
+        counted = gather(self._whole_pass.rows) or []
+        for rank, rows in enumerate(counted):
+            if rows != counted[0]:
+                raise DatasetError(
+                    f"datasets.{self.shard.name} has {counted[0]} rows on rank 0, but {rows} on rank {rank}; "
+                    "its __len__ must be the same on every worker"
+                )
+
     def _begin(self) -> WorkerPass:
         """Advance to the next pass, or to the rest of an interrupted one."""
         shard, plan, skip = self.shard, self._whole_pass, 0
         was_adopted = self.continues_adopted
         state, self._resumed = self._resumed, None
         if state is not None and state["steps"]:
-            if state["rows"] != plan.rows:
-                raise DatasetError(
-                    f"datasets.{shard.name} has {plan.rows} rows, but had {state['rows']} when the run was "
-                    "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
-                )
             before = ShardPlan.from_state(state)
-            if before.group and shard.lengths is None:
+            changed = None
+            if state["rows"] != plan.rows:
+                changed = f"has {plan.rows} rows, but had {state['rows']}"
+            elif before.group and shard.lengths is None:
+                changed = "has no group_by_length any more, but had it"
+            elif shard.shuffle and state.get("streamed", self._streamed) != self._streamed:
+                now, then = ("a stream", "prepared") if self._streamed else ("prepared (see --no-prepared)", "a stream")
+                changed = f"is {now}, but was {then}, in another order,"
+            if changed is not None:
                 raise DatasetError(
-                    f"datasets.{shard.name} has no group_by_length any more, but had it when the run was "
-                    "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
+                    f"datasets.{shard.name} {changed} when the run was interrupted in the middle of an epoch; "
+                    "restore a checkpoint from the end of an epoch"
                 )
             plan = replace(plan, read=before.read, limit=before.limit, group=before.group)
             if plan == before:
@@ -431,6 +452,11 @@ class Loader:
         part.gradients, part.row_counts = torch.is_grad_enabled(), shard.row_counts
         return part
 
+    @property
+    def _streamed(self) -> bool:
+        """True if the dataset determines its order, which a prepared one does not know."""
+        return self.shard.prepared is None and not isinstance(self.reader, MapReader)
+
     def adopt(self, part: WorkerPass) -> None:
         """Advance to a pass that has already begun, once the observer has recognized it."""
         self.current, part.adopted = part, True
@@ -448,6 +474,7 @@ class Loader:
         if self.current is None or not self.current.steps_left:
             return {"epoch": self.epoch, "steps": 0}
         state = self.current.plan.state_dict() | {"epoch": self.epoch - 1, "steps": self.current.taken}
+        state["streamed"] = self._streamed
         return state | {"adopted": self.current.gradients} if self.current.adopted else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,26 +1,32 @@
-"""The protocol of readers, and readers of torch datasets, in the worker itself or in separate processes."""
+"""The protocol of readers, and readers of torch datasets, in the worker itself or in separate processes.
+
+The epoch of a dataset, and random generators that are its attributes, are set before rows are read, so that its numbers
+depend on neither the reader nor an interruption.
+"""
 
 import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mlx_runtime.data.batches import Batch, BatchReader, note, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, rows_of
 from mlx_runtime.data.prefetching import DEFAULT_PREFETCH, ReadingThread, read_ahead
 from mlx_runtime.data.sampling import WorkerPass, mix_seeds
 from mlx_runtime.distributed.randomness import (
+    GENERATORS,
     random_state,
     same_random_state,
+    seed_generators,
     set_random_state,
     set_seed,
     temporary_seed,
 )
-from mlx_runtime.errors import DatasetError, short_message
+from mlx_runtime.errors import DatasetError, note, short_message
 
 
 class Reader(Protocol):
@@ -90,6 +96,12 @@ def _receive(loader: DataLoader[Any]) -> Iterator[Batch]:
         yield batch
 
 
+def _generators(dataset: Any) -> list[Any]:
+    """Return the random generators among the attributes of a dataset."""
+    held = getattr(getattr(dataset, "owner", dataset), "__dict__", {})
+    return [item for item in held.values() if isinstance(item, GENERATORS)]
+
+
 class MapReader:
     """Reads the rows of a map-style dataset."""
 
@@ -97,7 +109,7 @@ class MapReader:
 
     def __init__(self, dataset: Any, name: str, processes: ReadingProcesses) -> None:
         self._dataset, self._name, self._processes = dataset, name, processes
-        self._batches = BatchReader(dataset, name)
+        self._batches = _MapBatches(BatchReader(dataset, name))
         self._idle: tuple[_Sampler, DataLoader[Any]] | None = None  # processes waiting for the next pass
 
     @property
@@ -113,15 +125,15 @@ class MapReader:
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
         if self._processes.count:
             return self._read_by_processes(part, prefetch)
-        batches = map(self._batches.read, part.batch_rows())  # a DataLoader is a fifth slower for small batches
+        batches = starmap(self._batches.read, _Sampler(part))  # a DataLoader is a fifth slower for small batches
         return read_ahead(batches, prefetch, pin_memory=self._processes.pin_memory) if prefetch else batches
 
     def _read_by_processes(self, part: WorkerPass, prefetch: int | None) -> Iterator[Batch]:
         own, self._idle = self._idle, None  # a nested pass needs its own
         if own is None:
-            sampler, count = _Sampler(), self._processes.count
+            sampler, count = _Sampler(part), self._processes.count
             options = {"sampler": sampler, "num_workers": count, "persistent_workers": True}
-            own = sampler, self._processes.loader(_MapBatches(self._batches), prefetch, **options)
+            own = sampler, self._processes.loader(self._batches, prefetch, **options)
         sampler, loader = own
         sampler.part = part
         try:
@@ -131,26 +143,39 @@ class MapReader:
 
 
 class _Sampler:
-    """A sampler for a `DataLoader` whose pass is set before each iteration; yields the pass's seed with row numbers."""
+    """A sampler for a `DataLoader` whose pass is set before each iteration; yields epoch, seed and row numbers."""
 
-    part: WorkerPass
+    def __init__(self, part: WorkerPass) -> None:
+        self.part = part
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        seed = self.part.epoch_seed
-        return ((seed, rows) for rows in self.part.batch_rows())
+    def __iter__(self) -> Iterator[tuple[int, int, list[int]]]:
+        epoch, seed = self.part.epoch, self.part.epoch_seed
+        return ((epoch, seed, rows) for rows in self.part.batch_rows())
 
 
 class _MapBatches(Dataset[Any]):
-    """A map-style dataset whose items are batches, for reading processes."""
+    """A map-style dataset whose items are batches, also for reading processes."""
 
     def __init__(self, batches: BatchReader) -> None:
         self._batches = batches
+        self._generators = _generators(batches.dataset)
+        self._set_epoch = getattr(batches.dataset, "set_epoch", None)
+        self._epoch: int | None = None
 
-    def __getitem__(self, item: tuple[int, list[int]]) -> "Batch | _Failure":
-        seed, rows = item
+    def read(self, epoch: int, seed: int, rows: list[int]) -> Batch:
+        """Return a batch of these rows, in the state that the dataset has for them."""
+        if self._set_epoch is not None and epoch != self._epoch:
+            self._epoch = epoch
+            self._set_epoch(epoch)
+        if self._generators:
+            seed_generators(self._generators, mix_seeds(seed, rows[0]))
+        return self._batches.read(rows)
+
+    def __getitem__(self, item: tuple[int, int, list[int]]) -> "Batch | _Failure":
+        _, seed, rows = item
         set_seed(mix_seeds(seed, rows[0]))  # so that random samples do not depend on the process
         try:
-            return self._batches.read(rows)
+            return self.read(*item)
         except Exception as error:
             return _Failure.of(error, self._batches.name)
 
@@ -196,23 +221,29 @@ class _IterableBatches(IterableDataset[Any]):
         return self._randomness is not None and self._randomness.drawn
 
     def __iter__(self) -> "Iterator[Batch | _Failure]":
-        set_seed(self.part.epoch_seed)
+        from mlx_runtime.distributed.torch_private import outside_data_loader  # here, because few runs need it
+
         try:
-            yield from self.read()
+            with outside_data_loader():  # which would change the order of Hugging Face's streams
+                yield from self.read(alone=True)
         except Exception as error:
             yield _Failure.of(error, self.name)
 
-    def read(self) -> Iterator[Batch]:
+    def read(self, *, alone: bool = False) -> Iterator[Batch]:
+        """Yield the batches; `alone` in a process that does nothing else."""
         reader, samples = BatchReader(self.dataset, self.name), self._own_samples()
         for number, size in enumerate(self.part.plan.sizes(self.part.rank)):
             positions, batch = zip(*islice(samples, size), strict=True)
             if number >= self.part.skip:
+                if alone:  # as in `_MapBatches`
+                    set_seed(mix_seeds(self.part.epoch_seed, positions[0]))
                 yield reader.stack(list(batch), positions)
 
     def _own_samples(self) -> Iterator[tuple[int, Any]]:
         """Yield this worker's samples, each with its position in the stream."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.part.epoch)
+        seed_generators(_generators(self.dataset), self.part.epoch_seed)
         self._randomness = randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
         with randomness:
             if hasattr(self.dataset, "in_order"):
@@ -259,8 +290,8 @@ class _Randomness:
         return not same_random_state(self._first, self._own)
 
     def __enter__(self) -> None:
-        # a reading process has no other random numbers, and those of the loop must not change
-        self._swaps = get_worker_info() is None and not isinstance(threading.current_thread(), ReadingThread)
+        # those of the loop must not change while a thread reads, which never draws any
+        self._swaps = not isinstance(threading.current_thread(), ReadingThread)
         if self._swaps:
             self._outside = random_state()
             set_random_state(self._own)

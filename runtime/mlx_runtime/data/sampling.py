@@ -7,8 +7,8 @@ A pass over a dataset has an order of its rows, a permutation if shuffled, which
     rank 1      2 3     6 7   9
 
 All workers take the same number of steps, and each row is read exactly once, by one worker. The last two batches of a
-worker share the remaining rows, so that no worker runs out early: they may be short, but never empty. A single row, which
-BatchNorm rejects, is not left alone if another can join it: 65 rows in batches of 32 are 32, 31 and 2. With
+worker share the remaining rows, so that no worker runs out early: they may be short, but never empty. A single row,
+which BatchNorm rejects, is not left alone if another can join it: 65 rows in batches of 32 are 32, 31 and 2. With
 `batch_size=1`, some of the last batches have two rows instead. With `drop_last`, all batches are full, and up to
 `world_size * batch_size - 1` rows at the end of the order are dropped.
 

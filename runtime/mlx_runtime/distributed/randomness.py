@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,21 @@ def seed_on_cpu(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+"""Types of random generators that objects may have of their own."""
+
+
+def seed_generators(generators: Iterable[Any], seed: int) -> None:
+    """Seed generators of these types, each in another way."""
+    for number, item in enumerate(generators, start=seed):
+        if isinstance(item, np.random.Generator):
+            item.bit_generator.state = type(item.bit_generator)(number).state
+        elif isinstance(item, torch.Generator):
+            item.manual_seed(number)
+        else:
+            item.seed(number % 2**32)
 
 
 def random_state() -> tuple[Any, ...]:

@@ -72,6 +72,17 @@ def sync_buffers(models: Iterable[torch.nn.Module]) -> None:
         broadcast_tensors(saved)
 
 
+@contextmanager
+def outside_data_loader() -> Iterator[None]:
+    """Hide within the block that a `DataLoader` runs this process: `get_worker_info()` returns None."""
+    worker = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+
+
 def drop_unreduced_gradients(model: Any) -> None:
     """Drop the gradients that a sharded model has accumulated without reducing them.
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -418,6 +420,18 @@ def test_going_on_with_other_rows_is_refused() -> None:
         next(iter(other))
 
 
+def test_going_on_in_the_order_of_a_prepared_dataset_is_refused_within_a_stream() -> None:
+    loader = shard(Numbers()).iter_torch_batches()
+    under_way = iter(loader)
+    next(under_way)
+    manifest = SimpleNamespace(rows=37, columns={})
+    other = shard(Numbers(), prepared=PreparedSet("", cast(Any, manifest), {"batch_size": 3})).iter_torch_batches()
+    other.load_state_dict(loader.state_dict())
+    message = r"datasets.train is prepared \(see --no-prepared\), but was a stream, in another order, when"
+    with pytest.raises(DatasetError, match=message):
+        next(iter(other))
+
+
 def test_drop_last_leaves_only_full_batches() -> None:
     dataset = Rows(rows=11)
     dataset.drop_last = True  # type: ignore[attr-defined]
@@ -593,6 +607,74 @@ def test_batches_are_copied_beside_the_steps_that_still_run(monkeypatch: pytest.
 def test_only_tensors_go_to_the_device() -> None:
     moved = move_tensors({"x": torch.ones(2), "text": ["a", "b"]}, lambda tensor: tensor.to("meta"))
     assert (moved["x"].device.type, moved["text"]) == ("meta", ["a", "b"])
+
+
+class Drawn(Noisy):
+    """Random augmentation by generators of its own, which also depends on the epoch."""
+
+    def __init__(self, rows: int = 10):
+        super().__init__(rows)
+        self.numpy, self.old = np.random.default_rng(1), np.random.RandomState(1)
+        self.python, self.torch = random.Random(1), torch.Generator()
+        self.epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        drawn = [self.numpy.random(), self.old.rand(), self.python.random(), torch.rand((), generator=self.torch)]
+        return torch.tensor([index, self.epoch, *drawn])
+
+
+class DrawnStream(Drawn, IterableDataset):
+    """A stream in an order that depends on a generator of its own."""
+
+    def __iter__(self):
+        return (self[int(row)] for row in self.numpy.permutation(self.rows))
+
+
+class HFDrawn:
+    """A stream of several files, shuffled by Hugging Face."""
+
+    batch_size = 3
+
+    def __len__(self):
+        return 53
+
+    def to_hf(self):
+        rows = datasets.Dataset.from_dict({"x": [[row] for row in range(53)]})
+        return rows.to_iterable_dataset(num_shards=4).with_format("torch")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", [lambda: Drawn(53), lambda: DrawnStream(53), HFDrawn], ids=["rows", "stream", "hf"])
+def test_rows_are_a_function_of_seed_and_epoch_for_every_reader_and_wherever_a_pass_continues(kind: Any) -> None:
+    """Also their numbers, of the dataset's own generators and in each epoch; no two batches get the same ones."""
+
+    def loader(rank: int, processes: int = 0, prefetch: int = 0) -> Loader:
+        return shard(kind(), rank, 2, processes=processes, prefetch=prefetch).iter_torch_batches()
+
+    def batches(loader: Loader) -> list[list[list[float]]]:
+        return [batch["x"].tolist() for batch in loader]
+
+    once = [loader(rank) for rank in range(2)]
+    epochs = [[batches(of_rank) for of_rank in once] for _ in range(2)]
+    for epoch, ranks in enumerate(epochs):
+        samples = [sample for of_rank in ranks for batch in of_rank for sample in batch]
+        assert sorted(sample[0] for sample in samples) == list(range(53))
+        if kind is not HFDrawn:
+            assert {sample[1] for sample in samples} == {epoch}
+            assert len({number for sample in samples for number in sample[2:]}) == 4 * 53
+    assert epochs[0] != epochs[1]
+    for rank in range(2):
+        for processes, prefetch in ((1, 0), (2, 0), (0, 2)):
+            other = loader(rank, processes, prefetch)
+            other.epoch = 1
+            passing = iter(other)
+            begun = [next(passing)["x"].tolist() for _ in range(4)]
+            resumed = loader(rank, processes=1 - min(1, processes))
+            resumed.load_state_dict(other.state_dict())
+            assert begun + batches(resumed) == epochs[1][rank]
 
 
 class Words(Rows):

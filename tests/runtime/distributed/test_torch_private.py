@@ -53,3 +53,8 @@ def test_every_group_is_created_by_this_name() -> None:
     assert "isinstance(backend_class,ProcessGroupGloo)" in created
     for name in ("init_process_group", "_new_group_with_tag"):
         assert "_new_process_group_helper(" in inspect.getsource(getattr(distributed_c10d, name))
+
+
+def test_where_a_process_of_a_data_loader_looks_for_its_number() -> None:
+    assert "return _worker_info" in inspect.getsource(torch.utils.data.get_worker_info)
+    assert torch.utils.data.get_worker_info.__module__ == "torch.utils.data._utils.worker"

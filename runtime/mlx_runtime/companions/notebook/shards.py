@@ -184,7 +184,8 @@ class _Rows(Dataset[Any]):
     prepare = False  # so that no line advises it
 
     def __init__(self, source: Any, *, as_samples: bool = False) -> None:
-        self.source, self._as_samples = source, as_samples
+        self.owner = self.source = source
+        self._as_samples = as_samples
 
     def __len__(self) -> int:
         return len(self.source)
@@ -197,7 +198,7 @@ class _Rows(Dataset[Any]):
         return together(rows) if together is not None else [self.source[row] for row in rows]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shuffle", "training"):
+        if name in ("shuffle", "training", "set_epoch"):
             return getattr(self.source, name)
         raise AttributeError(name)
 

@@ -58,6 +58,8 @@ class Candidate:
         """Reason never to prepare this dataset, or None."""
         if getattr(self.cls, "prepare", True) is False:
             return f"{self.cls.__name__}.prepare is False"
+        if hasattr(self.cls, "set_epoch"):
+            return f"{self.cls.__name__} has set_epoch, so its rows may differ by epoch"
         if hasattr(self.cls, "to_reader"):
             return f"{self.cls.__name__} has its own reader"
         if isinstance(self.cls, type) and issubclass(self.cls, IterableDataset):

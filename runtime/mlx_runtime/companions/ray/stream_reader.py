@@ -73,10 +73,10 @@ class StreamAssigner:
         except Exception as error:  # of user code
             raise dataset_error(error, f"datasets.{self._name} cannot be read") from error
 
-    def take(self, number: int, plan: ShardPlan, rank: int, seed: int | None, copy: int = 0) -> Share | None:
+    def take(self, number: int, plan: ShardPlan, rank: int, epoch: int, seed: int | None, copy: int) -> Share | None:
         """Return the next rows of one worker in a pass, or None after the last.
 
-        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`. The
+        Passes are numbered in ascending order, and all workers have the same plan, epoch and seed for `to_ray`. The
         copies with the same rank, which share one replica of the models, receive the same rows.
         """
         copies = self._copies or [1] * plan.world_size
@@ -84,6 +84,8 @@ class StreamAssigner:
             if number <= self._ended:
                 return None  # requested ahead in a pass that all workers have left in the meantime
             if number not in self._passes:
+                if hasattr(self._dataset, "set_epoch"):
+                    self._dataset.set_epoch(epoch)
                 stream = stream_of(self._dataset, self._name, seed)
                 self._passes[number] = _Pass(stream_blocks(stream, self._name), plan, self._name, copies)
             for earlier in [other for other in self._passes if other < number]:
@@ -205,10 +207,11 @@ class StreamReader:
     def _read(self, part: WorkerPass) -> Iterator[Batch]:
         self._passes += 1
         plan, rank, seed = part.plan, part.rank, part.epoch_seed
+        arguments = (self._passes, plan, rank, part.epoch, seed % MAX_SEED if part.shuffle else None, self._copy)
         sizes = plan.sizes(rank)
         number, waiting = 0, 0
         columns: Batch = {}
-        for index, share in enumerate(self._shares(plan, rank, seed % MAX_SEED if part.shuffle else None)):
+        for index, share in enumerate(self._shares(*arguments)):
             blocks = [columns_of(ray.get(block), start, stop, self._name) for block, start, stop in share]
             new = _concatenate(blocks)
             if part.shuffle:
@@ -227,9 +230,8 @@ class StreamReader:
                 "read a stream of Ray Data with one loader at a time"
             )
 
-    def _shares(self, plan: ShardPlan, rank: int, seed: int | None) -> Iterator[Share]:
-        """Yield the shares of this worker, requesting the next one while one is read."""
-        arguments = (self._passes, plan, rank, seed, self._copy)
+    def _shares(self, *arguments: Any) -> Iterator[Share]:
+        """Yield the shares that `StreamAssigner.take` gives this worker, requesting the next one while one is read."""
         if isinstance(self._assigner, StreamAssigner):
             while (share := self._assigner.take(*arguments)) is not None:
                 yield share

@@ -260,6 +260,11 @@ class Titled(Fixed):
         return {"x": torch.stack(batch["item"]), "title": ["one"] * len(batch["item"])}
 
 
+class Changing(Fixed):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
 class Empty(Fixed):
     def __len__(self):
         return 0
@@ -279,8 +284,11 @@ def make(tmp_path: Path) -> Make:
 
 
 def test_a_dataset_that_declines_is_not_prepared(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    assert make(Flipped) == {}
-    assert capsys.readouterr().out == "datasets.train is not prepared: Flipped.prepare is False\n"
+    assert make(Flipped) == make(Changing) == {}
+    assert capsys.readouterr().out == (
+        "datasets.train is not prepared: Flipped.prepare is False\n"
+        "datasets.train is not prepared: Changing has set_epoch, so its rows may differ by epoch\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,22 @@ class Numbers:
 
     def __init__(self, batch_size: int = 50, said: int = ROWS, text: bool = False, broken: bool = False):
         self.batch_size, self.said, self.text, self.broken = batch_size, said, text, broken
+        self.epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
     def __len__(self):
         return self.said
 
     def to_ray(self, seed: int | None = None):
-        text, broken = self.text, self.broken
+        text, broken, epoch = self.text, self.broken, self.epoch
 
         def made(batch):
             if broken and 1500 in batch["id"]:
                 raise ValueError("no such column")
-            return {"x": np.array(["a"] * len(batch["id"])) if text else batch["id"]}
+            rows = len(batch["id"])
+            return {"x": np.array(["a"] * rows) if text else batch["id"], "epoch": np.full(rows, epoch)}
 
         stream = ray.data.range(ROWS, override_num_blocks=10).map_batches(made)
         return stream.randomize_block_order(seed=seed) if seed is not None else stream
@@ -101,6 +106,8 @@ def test_every_row_once_in_equal_steps_and_in_another_order_each_epoch() -> None
         assert sorted(row for batches in seen for batch in batches for row in batch) == list(range(ROWS))
     assert first != second
     assert together(loaders()) == first
+    (alone,) = loaders(1)
+    assert [next(iter(alone))["epoch"][0].item() for _ in range(2)] == [0, 1]
 
 
 def test_workers_that_hold_a_replica_together_read_the_same_rows() -> None:
