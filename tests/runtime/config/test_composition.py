@@ -118,7 +118,7 @@ def test_a_choice_of_several_types(conf: Path, override: str, value: object) -> 
 
 
 def test_groups_and_their_members_have_the_order_of_their_classes(conf: Path) -> None:
-    node = "{_target_: %s.Net, width: 3}" % __name__
+    node = f"{{_target_: {__name__}.Net, width: 3}}"
     config = load_config(Experiment, ["~models.net", f"+models.net={node}"], conf)
     assert list(config.tree["models"]) == ["_target_", "net", "other"]
     groups = re.split(r"^(?=\w)", conf.read_text(), flags=re.MULTILINE)

@@ -371,6 +371,33 @@ def test_a_model_that_each_worker_trains_on_its_own_is_named(mlx: Mlx, experimen
     assert "self.models.second = prepare_model(self.models.second)" in lines[0]
 
 
+@pytest.mark.local
+def test_rows_that_the_workers_do_not_share_are_named(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    source = folder / "src" / "experiment.py"
+    own = """
+        for rows in torch.utils.data.DataLoader(torch.ones(8), batch_size=4):
+            self.models.third(rows[:, None]).sum().backward()
+            self.optimizers.sgd.step()
+        train, test, _ = self"""
+    edit(source, "\n        train, test, _ = self", own)
+    edit(source, "return len(self.values)", 'return len(self.values) - 10 * int(__import__("os").environ["RANK"])')
+    done = mlx(folder, "train", "run", "cfg.start_workers=2")
+    assert done.returncode == 1
+    assert done.stdout.count("every worker trains on all rows of its own DataLoader; give each worker a part") == 1
+    message = "error: datasets.train has 53 rows on rank 0, but 43 on rank 1; its __len__ must be the same on every"
+    assert done.stderr.startswith(message)
+
+
+def test_a_batch_of_one_row_is_named_if_its_step_fails(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(folder / "src" / "experiment.py", "nn.Sequential(layer, act)", "nn.Sequential(nn.BatchNorm1d(1), layer, act)")
+    done = mlx(folder, "train", "run", *HERE, "datasets.train.rows=5", "datasets.train.batch_size=2")
+    assert done.returncode == 1
+    message = "in step 3 of datasets.train, which has one row; drop_last leaves it out"
+    assert done.stderr.splitlines()[0].endswith(f"({message}) (raised on rank 0)"), done.stderr
+
+
 def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", *HERE, "cfg.monitor=val/nope", "cfg.keep_checkpoints=1", "cfg.num_epochs=3")

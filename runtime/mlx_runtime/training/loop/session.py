@@ -68,6 +68,7 @@ class Session:
         topology = context.topology
         self.replicated = topology.data_parallel_size == topology.world_size > 1  # the models of all workers are equal
         self._compared = False  # weights of models without a wrapper
+        self._trained = False  # there was a sign of training
         self._calls_every = False  # user code has called `self.every`
         self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
@@ -139,6 +140,7 @@ class Session:
 
     def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
         """Record the remaining metrics of the previous pass, and restore the state of an interrupted one."""
+        loader.compare_rows()
         self._warn_of_missing_update()
         shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
         in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
@@ -194,6 +196,13 @@ class Session:
 
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
         """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
+        if not self._trained:
+            self._trained = True
+            if self.context.topology.data_parallel_size > 1 and self.passes.leading is None:
+                from mlx_runtime.training.loop.untrained import unsharded_data
+
+                for text in unsharded_data():
+                    self.reporter.events.send_once(WarningNotice(text))
         if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
             return
         self._without_update = None

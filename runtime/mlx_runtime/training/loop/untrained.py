@@ -1,11 +1,13 @@
 """Mistakes of a loop that leave models untrained, or trained on each worker separately: warnings about them."""
 
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from mlx_runtime.distributed import gather, is_sharded
 
@@ -35,6 +37,16 @@ def diverged_models(models: Mapping[str, Any]) -> Iterator[str]:
         if len({*values}) > 1:
             text = f"the weights of self.models.{name} differ between workers, and only those of rank 0 are saved"
             yield f"{text}; wrap it before the first epoch: self.models.{name} = prepare_model(self.models.{name})"
+
+
+def unsharded_data() -> Iterator[str]:
+    """Warn if this process has a `DataLoader` over all rows of a dataset, as its sampler shows, and no other."""
+    kinds = {kind for kind in map(type, gc.get_objects()) if issubclass(kind, Sampler)} - {BatchSampler}
+    if kinds and kinds <= {RandomSampler, SequentialSampler}:
+        yield (
+            "every worker trains on all rows of its own DataLoader; give each worker a part of them with "
+            "ray.train.torch.prepare_data_loader, or read them with self.generate_loaders"
+        )
 
 
 def _is_alone(model: Any) -> bool:

@@ -15,7 +15,15 @@ from mlx_runtime import companions
 from mlx_runtime.config import build_cfg
 from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, broadcast, raised_by_sharded_tensors
-from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors, user_traceback
+from mlx_runtime.errors import (
+    MlxError,
+    WorkerLoopError,
+    WorkerLostError,
+    note,
+    short_message,
+    user_errors,
+    user_traceback,
+)
 from mlx_runtime.events import LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
@@ -79,7 +87,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
                 session.reporter.events.notice(strategy.notice)
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
-            _run_loop(experiment, shards, job, stack)
+            _run_loop(experiment, shards, job, stack, session)
             stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
             checks = hooks and not (stopped or cfg.compile or strategy.shards)
@@ -156,13 +164,22 @@ def _needs(job: Job, topology: Topology, groups: Mapping[str, Any] | None = None
     return describe_needs(job, topology, groups)
 
 
-def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:
+def _run_loop(
+    experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack, session: Session
+) -> None:
     """Run user code's loop, to its end or until the session leaves it."""
     streams = [shard.stream for shard in shards if shard.stream is not None]
     for stream in streams:
         stack.callback(stream.close)
-    with contextlib.suppress(LoopStopped):
-        (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    try:
+        with contextlib.suppress(LoopStopped):
+            (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    except Exception as error:
+        item = session.passes.latest  # the error has ended its iteration
+        part = item.part if item is not None and item.training else None
+        if item is not None and part and part.left and part.sizes[part.given - 1] == 1 < part.plan.batch_size:
+            note(error, f"in step {item.step} of datasets.{item.dataset}, which has one row; drop_last leaves it out")
+        raise
     if streams:
         with contextlib.suppress(RuntimeError):  # another worker failed, and reports the error
             broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
