@@ -164,9 +164,9 @@ def test_a_pass_that_is_broken_off_leaves_the_next_one_whole() -> None:
 
 def test_who_asks_ahead_in_a_pass_that_all_have_left_gets_nothing() -> None:
     assigner, plan = assign(), ShardPlan(ROWS, 2, 50)
-    assert all(assigner.take(number, plan, rank, None) for number in (1, 2) for rank in range(2))
-    assert assigner.take(1, plan, 0, None) is None
-    assert assigner.take(2, plan, 0, None)
+    assert all(assigner.take(number, plan, rank, 0, None, 0) for number in (1, 2) for rank in range(2))
+    assert assigner.take(1, plan, 0, 0, None, 0) is None
+    assert assigner.take(2, plan, 0, 0, None, 0)
 
 
 @pytest.mark.parametrize(
