@@ -363,12 +363,14 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
 @pytest.mark.local
 def test_a_model_that_each_worker_trains_on_its_own_is_named(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
-    edit(folder / "src" / "experiment.py", "self.models.second = prepare_model(self.models.second)\n", "\n")
+    own = "self.tools.counter.shadow = [next(self.models.second.parameters()).detach()]"
+    edit(folder / "src" / "experiment.py", "self.models.second = prepare_model(self.models.second)\n", f"{own}\n")
     done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.num_epochs=2")
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "differ between workers" in line]
-    assert len(lines) == 1
+    lines = [line for line in done.stdout.splitlines() if "between workers" in line]
+    assert len(lines) == 2
     assert "self.models.second = prepare_model(self.models.second)" in lines[0]
+    assert "self.tools.counter differs between workers" in lines[1]
 
 
 def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:

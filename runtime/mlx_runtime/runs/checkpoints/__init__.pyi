@@ -14,6 +14,7 @@ from mlx_runtime.runs.checkpoints.groups import merge_ranks as merge_ranks
 from mlx_runtime.runs.checkpoints.groups import on_device as on_device
 from mlx_runtime.runs.checkpoints.groups import plain_entries as plain_entries
 from mlx_runtime.runs.checkpoints.groups import state_of as state_of
+from mlx_runtime.runs.checkpoints.groups import tensors as tensors
 from mlx_runtime.runs.checkpoints.index import ABOUT as ABOUT
 from mlx_runtime.runs.checkpoints.index import INDEX as INDEX
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo as CheckpointInfo
