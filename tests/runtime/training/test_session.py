@@ -1,6 +1,7 @@
 """A session in this process: the order of events, restored state, and reports."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,13 @@ def test_metrics_that_would_not_be_recorded(tmp_path: Path, made: Callable[[Any]
     with pytest.raises(
         ConfigError, match=r"^losses.mean and metrics.mean would be recorded under one name; rename one$"
     ):
+        attach(experiment, tmp_path).begin()
+
+
+def test_a_tool_that_cannot_be_saved_as_it_is_ends_the_run_before_training(tmp_path: Path) -> None:
+    experiment = Experiment()
+    experiment.tools = SimpleNamespace(words=SimpleNamespace(counts=defaultdict(lambda: 0)))
+    with pytest.raises(ConfigError, match=r"^SimpleNamespace.counts contains a defaultdict, whose factory "):
         attach(experiment, tmp_path).begin()
 
 

@@ -4,6 +4,7 @@ from mlx_runtime.runs.checkpoints.groups import DamagedError as DamagedError
 from mlx_runtime.runs.checkpoints.groups import State as State
 from mlx_runtime.runs.checkpoints.groups import UnreadTensor as UnreadTensor
 from mlx_runtime.runs.checkpoints.groups import copy_to_cpu as copy_to_cpu
+from mlx_runtime.runs.checkpoints.groups import decoded as decoded
 from mlx_runtime.runs.checkpoints.groups import has_sharded_tensors as has_sharded_tensors
 from mlx_runtime.runs.checkpoints.groups import has_unread as has_unread
 from mlx_runtime.runs.checkpoints.groups import io_errors as io_errors

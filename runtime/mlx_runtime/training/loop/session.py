@@ -79,6 +79,7 @@ class Session:
         """Move everything to the device, and restore a checkpoint if there is one."""
         cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
         self.metrics.check()
+        self.checkpoints.check()
         spread = topology.model_parallel_size > 1  # then the strategy has moved the parts of the models
         for group in ("losses", "metrics") if spread else ("models", "losses", "metrics"):
             for member in groups.members(group).values():
