@@ -31,8 +31,8 @@ from mlx_runtime.importing import door
 __all__, __getattr__ = door(
     __name__,
     groups=(
-        "PLACEHOLDER DamagedError State UnreadTensor copy_to_cpu decoded has_sharded_tensors has_unread io_errors "
-        "load_into load_what_fits members merge_ranks on_device plain_entries state_of tensors"
+        "PLACEHOLDER DamagedError State UnreadTensor copy_to_cpu has_sharded_tensors has_unread io_errors load_into "
+        "load_what_fits members merge_ranks on_device plain_entries state_of"
     ),
     index="ABOUT INDEX CheckpointInfo best_first list_checkpoints position score",
     staging="Staging",

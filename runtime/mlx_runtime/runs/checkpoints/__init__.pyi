@@ -4,7 +4,6 @@ from mlx_runtime.runs.checkpoints.groups import DamagedError as DamagedError
 from mlx_runtime.runs.checkpoints.groups import State as State
 from mlx_runtime.runs.checkpoints.groups import UnreadTensor as UnreadTensor
 from mlx_runtime.runs.checkpoints.groups import copy_to_cpu as copy_to_cpu
-from mlx_runtime.runs.checkpoints.groups import decoded as decoded
 from mlx_runtime.runs.checkpoints.groups import has_sharded_tensors as has_sharded_tensors
 from mlx_runtime.runs.checkpoints.groups import has_unread as has_unread
 from mlx_runtime.runs.checkpoints.groups import io_errors as io_errors
@@ -15,7 +14,6 @@ from mlx_runtime.runs.checkpoints.groups import merge_ranks as merge_ranks
 from mlx_runtime.runs.checkpoints.groups import on_device as on_device
 from mlx_runtime.runs.checkpoints.groups import plain_entries as plain_entries
 from mlx_runtime.runs.checkpoints.groups import state_of as state_of
-from mlx_runtime.runs.checkpoints.groups import tensors as tensors
 from mlx_runtime.runs.checkpoints.index import ABOUT as ABOUT
 from mlx_runtime.runs.checkpoints.index import INDEX as INDEX
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo as CheckpointInfo

@@ -126,9 +126,7 @@ class Run:
             UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
             ConfigError: it is damaged.
         """
-        found = lookup.find_checkpoint(self._folder, checkpoint)
-        state = CheckpointStore(self._folder.checkpoints).load(found)
-        return state | {"tools": {name: checkpoints.decoded(item) for name, item in state["tools"].items()}}
+        return CheckpointStore(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
 
     def load_models(self, checkpoint: str | int = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.

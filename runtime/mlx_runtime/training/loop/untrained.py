@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mlx_runtime.distributed import gather, is_sharded
-from mlx_runtime.runs.checkpoints import tensors
 
 
 def idle_optimizers(optimizers: Mapping[str, Optimizer], stepped: set[int]) -> Iterator[str]:
@@ -39,7 +38,7 @@ def diverged(models: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[s
     sums = {f"models.{name}": _sum(params) for name, params in trained.items()}
     for name, item in others.items():
         sums[name] = _sum(
-            item.parameters() if isinstance(item, nn.Module) else tensors(getattr(item, "__dict__", None))
+            item.parameters() if isinstance(item, nn.Module) else _tensors(getattr(item, "__dict__", None))
         )
     found = gather({name: str(value) for name, value in sums.items()})  # as text, in which NaN equals NaN
     for name in sums:
@@ -61,3 +60,11 @@ def _is_trained(param: nn.Parameter) -> bool:
 
 def _sum(items: Iterable[torch.Tensor]) -> float:
     return sum(item.detach().double().sum().item() for item in items if not is_sharded(item))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
