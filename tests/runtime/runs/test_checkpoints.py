@@ -69,6 +69,8 @@ def test_attributes_of_tools_come_back_as_what_they_were(tmp_path: Path) -> None
     values, times = torch.zeros(4), np.float64(0.5)
     history, words = [values, (times,)], defaultdict(list, {"a": [1]})
     first = SimpleNamespace(whole=values, same=values, part=values[1:3], pair={"column": torch.ones(2, 2).T})
+    spectrum = torch.tensor([1j, 2])
+    vars(first).update(spectrum=spectrum, conjugate=spectrum.conj(), none=[torch.zeros(0), torch.zeros(0)])
     vars(first).update(history=history, recent=history, words=words, times=[times, np.int32(3), np.bool_(True)])
     state, left_out = state_of(SimpleNamespace(tool=first))
     assert left_out == []

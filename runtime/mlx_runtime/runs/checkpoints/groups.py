@@ -320,9 +320,9 @@ class _Attributes:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """Return a key for the memory of a tensor. Sparse, sharded and empty tensors share none."""
-    plain_layout = tensor.layout is torch.strided and not is_sharded(tensor)
-    start = tensor.untyped_storage().data_ptr() if plain_layout else 0
+    """Return a key for the memory of a tensor. Sparse, sharded and empty tensors, and lazy conjugates, share none."""
+    strided = tensor.layout is torch.strided and not (is_sharded(tensor) or tensor.is_conj() or tensor.is_neg())
+    start = tensor.untyped_storage().data_ptr() if strided else 0
     return (start, tensor.dtype, tensor.device) if start else ("alone", id(tensor))
 
 
