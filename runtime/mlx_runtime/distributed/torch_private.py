@@ -65,10 +65,7 @@ def sync_buffers(models: Iterable[torch.nn.Module]) -> None:
 
     DDP does so before each forward pass, but not for models and parts of models that are called without it.
     """
-    modules = [module for model in models for module in model.modules()]
-    held = [(part, *item) for part in modules for item in part.named_buffers(recurse=False)]
-    saved = [buffer.data for part, name, buffer in held if name not in part._non_persistent_buffers_set]
-    if saved:
+    if saved := [buffer for model in models for buffer in saved_buffers(model).values()]:
         broadcast_tensors(saved)
 
 
@@ -81,6 +78,16 @@ def outside_data_loader() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are part of a model's state, by name."""
+    held = [(path, part, *item) for path, part in model.named_modules() for item in part.named_buffers(recurse=False)]
+    return {
+        f"{path}.{name}": buffer.data
+        for path, part, name, buffer in held
+        if name not in part._non_persistent_buffers_set
+    }
 
 
 def drop_unreduced_gradients(model: Any) -> None:

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+from mlx_runtime.errors import ConfigError
 
 AnyMetric = Metric | MetricCollection
 
@@ -24,6 +27,38 @@ def metric_parts(metric: AnyMetric) -> dict[str, Metric]:
     if isinstance(metric, Metric) and not metric._modules:  # fast path, because metrics are recorded often
         return {"": metric}
     return {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
+
+
+def check_metric(title: str, member: Any) -> None:
+    """Let each metric of a collection count by itself, and refuse metrics that would not be recorded.
+
+    By default, TorchMetrics merges the members of a collection whose states are equal after the first batch of a
+    process, which other workers and resumed runs may not have seen. Groups stated by the user are kept.
+
+    Raises:
+        ConfigError: members are already merged, or metrics are in a list or dict.
+    """
+    if not is_metric(member):
+        if _holds_metrics(member):
+            raise ConfigError(
+                f"{title} is a {type(member).__name__}, whose metrics are not recorded; use "
+                "MetricCollection({name: metric, ...}), or Tools for metrics that you log yourself"
+            )
+        return
+    for part in member.modules():
+        if isinstance(part, MetricCollection) and part._enable_compute_groups is True:
+            if merged := [group for group in part._groups.values() if len(group) > 1]:
+                raise ConfigError(
+                    f"{title} has merged {' and '.join(merged[0])}, which were equal in the first batch; create it "
+                    "with compute_groups=False"
+                )
+            part._enable_compute_groups, part._groups = False, {}
+
+
+def _holds_metrics(item: Any) -> bool:
+    if isinstance(item, dict | nn.ModuleDict):
+        item = list(item.values())
+    return is_metric(item) or (isinstance(item, list | tuple | nn.ModuleList) and any(map(_holds_metrics, item)))
 
 
 def keeps_rows(metric: AnyMetric) -> bool:
@@ -116,7 +151,8 @@ def state_since(now: State, before: State | None) -> State:
 def is_mergeable(metric: AnyMetric) -> bool:
     """Return True if a merged state can be used as the state of one worker and updated further."""
     return all(
-        isinstance(part._defaults[name], list) or reduction in _RESTORABLE
+        isinstance(default := part._defaults[name], list)
+        or (reduction in _RESTORABLE and (reduction is not dim_zero_mean or default.is_floating_point()))
         for part in metric_parts(metric).values()
         for name, reduction in part._reductions.items()
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -33,24 +34,66 @@ from mlx_runtime.storage import HashingReader, storage_at
 pytestmark = pytest.mark.pure
 
 
+class UserDict(dict):
+    """A dict with methods of its own."""
+
+
 class Stopper:
     def __init__(self, patience: int = 5):
         self.patience, self.best, self.seen = patience, float("inf"), [1, (2.0, "x")]
 
 
+def reloaded(state: dict, folder: Path) -> dict:
+    torch.save(checkpoints.copy_to_cpu(state), folder / "x")
+    return torch.load(folder / "x", weights_only=True)  # type: ignore[no-any-return]
+
+
 def test_plain_tools_are_their_attributes_and_loads_run_no_code(tmp_path: Path) -> None:
     stopper = Stopper()
-    stopper.best = np.float64(0.5)
+    stopper.best = 0.5
     stopper.where = {1, 2}  # type: ignore[attr-defined]
     stopper.call = print  # type: ignore[attr-defined]
+    stopper.since = np.datetime64("2026-01-01")  # type: ignore[attr-defined]
+    stopper.weight = nn.Parameter(torch.ones(1))  # type: ignore[attr-defined]  # an optimizer may have it
     state, left_out = state_of(SimpleNamespace(stopper=stopper))
-    assert sorted(left_out) == ["stopper.call", "stopper.where"]
-    torch.save(state, tmp_path / "x")
-    again = torch.load(tmp_path / "x", weights_only=True)
+    assert sorted(left_out) == ["stopper.call", "stopper.since", "stopper.weight", "stopper.where"]
+    again = reloaded(state, tmp_path)
     assert again == {"stopper": {"patience": 5, "best": 0.5, "seen": [1, (2.0, "x")]}}
     fresh = Stopper()
     assert load_into(SimpleNamespace(stopper=fresh), again, "tools") == []
     assert (fresh.best, fresh.seen) == (0.5, [1, (2.0, "x")])
+
+
+def test_attributes_of_tools_come_back_as_what_they_were(tmp_path: Path) -> None:
+    """Types of NumPy, dicts with defaults, and objects and memory that several attributes share."""
+    values, times = torch.zeros(4), np.float64(0.5)
+    history, words = [values, (times,)], defaultdict(list, {"a": [1]})
+    first = SimpleNamespace(whole=values, same=values, part=values[1:3], pair={"column": torch.ones(2, 2).T})
+    spectrum = torch.tensor([1j, 2])
+    vars(first).update(spectrum=spectrum, conjugate=spectrum.conj(), none=[torch.zeros(0), torch.zeros(0)])
+    vars(first).update(history=history, recent=history, words=words, times=[times, np.int32(3), np.bool_(True)])
+    state, left_out = state_of(SimpleNamespace(tool=first))
+    assert left_out == []
+    again = SimpleNamespace()
+    load_into(SimpleNamespace(tool=again), reloaded(state, tmp_path), "tools")
+    assert str(vars(again)) == str(vars(first))
+    assert again.pair["column"].stride() == (1, 2)
+    again.whole += 1
+    again.recent.append(2)
+    again.words["b"].append(3)
+    assert again.same is again.whole is again.history[0]
+    assert again.part.tolist() == [1, 1]
+    assert again.history[-1] == 2
+    assert again.words == {"a": [1], "b": [3]}
+    assert [type(item) for item in (*again.times, *again.history[1])] == [np.float64, np.int32, np.bool_, np.float64]
+
+
+@pytest.mark.parametrize("words", [defaultdict(lambda: 0), UserDict()])
+def test_attributes_that_would_come_back_as_something_else_are_refused(words: dict) -> None:
+    stopper = Stopper()
+    stopper.words = [words]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^Stopper.words contains a \w+, .*; save it in a state_dict of the class$"):
+        state_of(SimpleNamespace(stopper=stopper))
 
 
 def test_counters_of_schedulers_come_back_as_what_they_were(tmp_path: Path) -> None:
@@ -108,7 +151,7 @@ def test_another_shape_is_told_by_name() -> None:
 
 
 def a_state(**fields: object) -> dict:
-    return dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.arange(1000.0)}}} | fields
+    return dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.arange(1000.0)}}, "tools": {}} | fields
 
 
 def stored(root: str, *made: CheckpointInfo) -> CheckpointStore:

@@ -20,9 +20,9 @@ def of_classes() -> tm.classification.MulticlassAccuracy:
 class Mean(Metric):
     """The mean of the means of workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+        self.add_state("mean", torch.zeros((), dtype=dtype), dist_reduce_fx="mean")
 
     def update(self, value: float) -> None:
         self.mean += (value - self.mean) / self._update_count
@@ -83,6 +83,8 @@ def test_a_mean_is_weighted_by_updates() -> None:
         (tm.CatMetric(), True),
         (tm.MinMaxMetric(tm.MaxMetric()), True),
         (tm.PearsonCorrCoef(), False),
+        (Mean(), True),
+        (Mean(torch.int64), False),  # the mean of integers is none
     ],
 )
 def test_which_can_be_updated_after_a_merge(metric: Metric, mergeable: bool) -> None:

@@ -13,6 +13,8 @@ import torch
 import torchmetrics as tm
 from forkserver import Commands
 from sessions import attach
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import BaseModule, TrainConfig
@@ -194,7 +196,41 @@ def test_numbers_are_reported_some_steps_later(on_workers: dict[str, list[Any]])
     assert on_workers["lagging"][0] == {"known": [0] * 6 + [1] * 3, "recorded": [(3.0, 4), (5.0, 8)]}
 
 
+class Teacher:
+    def __init__(self) -> None:
+        self.net = nn.BatchNorm1d(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.net.state_dict()
+
+
+class Statistics(nn.BatchNorm1d):
+    per_worker = True
+
+
+def _evaluating(rank: int) -> list[float]:
+    """Statistics that each worker has computed itself, as an evaluation uses them."""
+    module = BaseModule(cfg=TrainConfig(), models=SimpleNamespace(net=nn.BatchNorm1d(2)))
+    module.tools = SimpleNamespace(teacher=Teacher(), norm=nn.BatchNorm1d(2), own=Statistics(2))
+    module.average = AveragedModel(module.models.net, use_buffers=True)  # type: ignore[attr-defined]
+    if rank == 0:
+        module.alone = nn.BatchNorm1d(2)  # type: ignore[attr-defined]
+    tools, average = module.tools, module.average.module  # type: ignore[attr-defined]
+    norms = [module.models.net, average, tools.teacher.net, tools.norm, tools.own]
+    for norm in norms:
+        norm.running_mean.fill_(rank + 1)
+    attach(module, Path("unused"), topology=topology(rank))
+    with module.evaluation():
+        return [norm.running_mean.mean().item() for norm in norms]
+
+
+@pytest.mark.process
+def test_all_workers_evaluate_with_the_statistics_of_rank_0(on_workers: dict[str, list[Any]]) -> None:
+    assert on_workers["evaluating"] == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 2]]
+
+
 WORKS: dict[str, groups.Work] = {
+    "evaluating": _evaluating,
     "lagging": _lagging,
     "values": _values,
     "large": _large,

@@ -66,13 +66,27 @@ def test_running_statistics(mlx: Mlx, experiment: Callable[[str], Path]) -> None
 
 
 def test_running_statistics_of_a_model_outside_of_ddp(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
-    """A run that is resumed at the end of an epoch is exact, with evaluations by the statistics of the checkpoint."""
+    """A run that is resumed at the end of an epoch is exact, with evaluations by the statistics of the checkpoint.
+
+    They are those of an average on the experiment.
+    """
     folder = experiment("faults")
     module = folder / "src" / "experiment.py"
     edit(module, "    net: Net = Net()\n", "    net: Net = Net()\n    norm: Norm = Norm(6, affine=False)\n")
     edit(module, 'self.tools.noise(batch["x"])', 'self.models.norm.train()(self.tools.noise(batch["x"]))')
+    edit(
+        module,
+        "self.schedule = ",
+        "self.average = AveragedModel(self.models.norm, use_buffers=True)\n        self.schedule = ",
+    )
+    edit(module, "from torch import nn\n", "from torch import nn\nfrom torch.optim.swa_utils import AveragedModel\n")
+    edit(
+        module,
+        "self.metrics.mean.update",
+        "self.average.update_parameters(self.models.norm)\n        self.metrics.mean.update",
+    )
     edit(module, "with torch.no_grad()", "with self.evaluation()")
-    edit(module, 'update(self.models.net(batch["x"])', 'update(self.models.net(self.models.norm(batch["x"]))')
+    edit(module, 'update(self.models.net(batch["x"])', 'update(self.models.net(self.average.eval()(batch["x"]))')
     for words in (["cfg.num_epochs=2"], ["cfg.num_epochs=1"], ["--resume=run_002", "cfg.num_epochs=2"]):
         done = mlx(folder, "train", "run", "cfg.trackers={}", *words)
         assert done.returncode == 0, done.stdout + done.stderr

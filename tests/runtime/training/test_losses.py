@@ -1,9 +1,12 @@
 """`losses.Mean`: a plain function as a loss."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
@@ -62,6 +65,24 @@ def test_a_count_of_the_callers_own() -> None:
     torch.testing.assert_close(loss.compute(), whole)
 
 
+def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().sum()
+
+
+@pytest.mark.parametrize("function", [squares, F.mse_loss, nn.MSELoss(reduction="sum")])
+def test_a_function_that_sums(function: Any) -> None:
+    """Its values are those of the mean over rows, also for `self.backward`."""
+    summed, mean = Mean(function, reduction="sum"), Mean(F.mse_loss)
+    for rows in (4, 1):
+        batch = torch.randn(rows, requires_grad=True), torch.randn(rows)
+        torch.testing.assert_close(summed(*batch), mean(*batch))
+    torch.testing.assert_close(summed.compute(), mean.compute())
+    nothing = Mean(F.cross_entropy, ignore_index=-1, reduction="sum")
+    outputs = torch.randn(3, 5, requires_grad=True)
+    nothing(outputs, torch.full((3,), -1)).backward()
+    assert not outputs.grad.any()
+
+
 @dataclass
 class Losses:
     tokens: Mean = Mean(F.cross_entropy, ignore_index=-1)
@@ -80,6 +101,7 @@ def test_it_binds() -> None:
         "_target_": "mlx_runtime.losses.Mean",
         "function": function,
         "ignore_index": -1,
+        "reduction": "mean",
     }
     assert tree["losses"]["error"]["function"]["path"] == f"{__name__}.weighted_error"
     built = build(tree["losses"], "losses").tokens
@@ -90,7 +112,13 @@ def test_it_binds() -> None:
 def test_what_is_no_mean() -> None:
     with pytest.raises(MlxError, match=r"^losses.Mean takes a function, like F.cross_entropy, not 'cross_entropy'$"):
         Mean("cross_entropy")
-    with pytest.raises(MlxError, match=r"^losses.Mean takes means; leave out reduction='sum'$"):
-        Mean(F.cross_entropy, reduction="sum")
+    for function in (partial(F.cross_entropy, reduction="sum"), nn.MSELoss(reduction="sum")):
+        with pytest.raises(
+            MlxError, match=r"takes reduction='mean' or 'sum', like its function; they are 'mean' and 'sum'$"
+        ):
+            Mean(function)
+    for function in (F.cross_entropy, nn.MSELoss()):
+        with pytest.raises(MlxError, match=r"they are 'none' and 'mean'$"):
+            Mean(function, reduction="none")
     with pytest.raises(MlxError, match=r"returns the mean of a batch; this one returned a tensor \(3, 5\)$"):
         Mean(torch.sub)(torch.ones(3, 5), torch.ones(3, 5))

@@ -1,6 +1,8 @@
 """A session in this process: the order of events, restored state, and reports."""
 
 import json
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +13,13 @@ import torch
 from sessions import ALONE, Events, attach, session_of
 from torch import nn
 from torch.utils.data import Dataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy
 
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.data import DatasetShard, DatasetShards
 from mlx_runtime.distributed import Topology
-from mlx_runtime.errors import DatasetError, MlxError
+from mlx_runtime.errors import ConfigError, DatasetError, MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import CheckpointStore, list_checkpoints
@@ -188,6 +191,54 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     assert [json.loads(json.dumps([event.epoch, event.metrics["e"]])) for event in saved] == [[0, 0.25], [1, 0.25]]
     names = [item.name for item in list_checkpoints(RunFolder(tmp_path).checkpoints)]
     assert names == ["epoch_0001", "epoch_0002"]
+
+
+def accuracies(**options: Any) -> MetricCollection:
+    """Two thresholds, between which no value of the first batch lies."""
+    return MetricCollection({"low": BinaryAccuracy(0.3), "high": BinaryAccuracy(0.7)}, **options)
+
+
+def test_members_of_a_collection_count_by_themselves(tmp_path: Path) -> None:
+    """Unless user code states its groups. TorchMetrics merges members whose states are equal after one batch."""
+    experiment = Experiment()
+    experiment.metrics = SimpleNamespace(both=accuracies(), stated=accuracies(compute_groups=[["low", "high"]]))
+    session = attach(experiment, tmp_path)
+    session.begin()
+    late = accuracies()
+    for values in ([0.1, 0.9], [0.5, 0.5]):
+        for metric in (*vars(experiment.metrics).values(), late):
+            metric.update(torch.tensor(values), torch.tensor([values[0] > 0.4, 1]))
+    experiment.save_metrics(batch_idx=0, epoch=0, stage="val")
+    session.metrics.flush()
+    assert session.reporter.latest == {
+        "val/both_low": 1,
+        "val/both_high": 0.5,
+        "val/stated_low": 1,
+        "val/stated_high": 1,
+    }
+    experiment.metrics.late = late
+    with pytest.raises(ConfigError, match="^metrics.late has merged high and low, .* compute_groups=False"):
+        session.metrics.check()
+
+
+@pytest.mark.parametrize("made", [lambda item: [item], lambda item: {"x": (item,)}, lambda item: nn.ModuleList([item])])
+def test_metrics_that_would_not_be_recorded(tmp_path: Path, made: Callable[[Any], Any]) -> None:
+    experiment = Experiment()
+    experiment.metrics = SimpleNamespace(mean=MeanMetric(), several=made(MeanMetric()))
+    with pytest.raises(ConfigError, match=r"^metrics.several is a (list|dict|ModuleList), .* MetricCollection"):
+        attach(experiment, tmp_path).begin()
+    experiment.losses = experiment.metrics = SimpleNamespace(mean=MeanMetric())
+    with pytest.raises(
+        ConfigError, match=r"^losses.mean and metrics.mean would be recorded under one name; rename one$"
+    ):
+        attach(experiment, tmp_path).begin()
+
+
+def test_a_tool_that_cannot_be_saved_as_it_is_ends_the_run_before_training(tmp_path: Path) -> None:
+    experiment = Experiment()
+    experiment.tools = SimpleNamespace(words=SimpleNamespace(counts=defaultdict(lambda: 0)))
+    with pytest.raises(ConfigError, match=r"^SimpleNamespace.counts contains a defaultdict, whose factory "):
+        attach(experiment, tmp_path).begin()
 
 
 def test_the_rate_of_a_pass_with_one_step_is_not_shown(tmp_path: Path) -> None:

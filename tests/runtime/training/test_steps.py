@@ -63,7 +63,7 @@ class Experiment(BaseModule):
                 mean=MeanMetric(),
                 sum=SumMetric(),
                 total=Total(),
-                both=MetricCollection({"one": MeanMetric(), "two": MeanMetric()}),  # share one state
+                both=MetricCollection({"one": MeanMetric(), "two": MeanMetric()}, compute_groups=[["one", "two"]]),
             ),
         )
         self.evaluated: list[int] = []

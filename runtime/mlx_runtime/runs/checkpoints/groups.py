@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,12 @@ State = dict[str, Any]
 
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
 """Types of mappings that are preserved when loading with `weights_only=True`."""
+
+_FACTORIES = {item.__name__: item for item in (bool, dict, float, int, list, set, str)}
+"""Factories of the defaultdicts that attributes of tools may be."""
+
+SPECIAL = "mlx_runtime.special"
+"""Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_Attributes`."""
 
 PLACEHOLDER = "mlx_runtime.sharded"
 """Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
@@ -83,7 +90,7 @@ def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]
             left_out += [f"{name}.state_dict()[{key!r}]" for key in unsafe]
         elif _has_state(member):
             kept = {key: item for key, item in vars(member).items() if not (isinstance(item, str) and item in hidden)}
-            states[name], unsafe = plain_entries(kept)
+            states[name], unsafe = _Attributes(type(member).__name__, kept).encoded()
             left_out += [f"{name}.{attribute}" for attribute in unsafe]
     return states, left_out
 
@@ -182,8 +189,8 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
     elif hasattr(member, "load_state_dict"):
         unwrap(member).load_state_dict(saved)
     else:
-        for key, item in saved.items():
-            setattr(member, key, _move(item, devices.get(key, torch.device("cpu"))))
+        for key, item in decoded(saved, devices).items():
+            setattr(member, key, item)
 
 
 def _has_state(member: Any) -> bool:
@@ -200,8 +207,8 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return value.detach()
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return plain(value.item())  # np.longdouble has no other type, and np.datetime64 is a date
     if type(value) in (list, tuple):
         return type(value)(plain(item) for item in value)
     if isinstance(value, dict):
@@ -221,6 +228,130 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return kept, left_out
 
 
+class _Attributes:
+    """Attributes of an object as plain values, from which `decoded` makes equal ones.
+
+    Plain values lack some types, and lose what several attributes share. Therefore, `{SPECIAL: [kind, ...]}` stands for
+
+        ["numpy", type, value]                          a scalar of NumPy
+        ["defaultdict", name of the factory, items]     with one of `_FACTORIES`, or None
+        ["shared", number]                              a list, dict or tensor that occurs several times
+        ["view", number, shape, stride, offset]         a tensor whose storage others share
+
+    and the entry `SPECIAL` of the attributes is the list of what is shared: objects, and storages as tensors (n,).
+    """
+
+    def __init__(self, title: str, values: Mapping[str, Any]) -> None:
+        self._title, self._values = title, values
+        self._counts: collections.Counter[Any] = collections.Counter()
+        self._numbers: dict[Any, int] = {}
+        self._shared: list[Any] = []
+        for value in values.values():
+            self._count(value)
+
+    def encoded(self) -> tuple[State, list[str]]:
+        """Return the values that can be saved, and the names of the others.
+
+        Raises:
+            ConfigError: a value would be restored as something else.
+        """
+        kept: State = {}
+        left_out = []
+        for name, value in self._values.items():
+            try:
+                kept[name] = self._encode(value, name)
+            except TypeError:
+                left_out.append(name)
+        return kept | ({SPECIAL: self._shared} if self._shared else {}), left_out
+
+    def _count(self, value: Any) -> None:
+        if isinstance(value, list | dict | torch.Tensor):
+            self._counts[id(value)] += 1
+            if self._counts[id(value)] > 1:
+                return
+        if isinstance(value, torch.Tensor):
+            self._counts[_storage(value)] += 1
+        elif isinstance(value, list | tuple | dict):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._count(item)
+
+    def _encode(self, value: Any, name: str) -> Any:
+        if isinstance(value, list | dict | torch.Tensor) and self._counts[id(value)] > 1:
+            return {SPECIAL: ["shared", self._number(id(value), lambda: self._encode_once(value, name))]}
+        return self._encode_once(value, name)
+
+    def _number(self, key: Any, encode: Callable[[], Any]) -> int:
+        """Return the number of something that is shared."""
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self._shared)
+            self._shared.append(None)
+            self._shared[number] = encode()
+        if self._shared[self._numbers[key]] is None:
+            raise TypeError  # it contains itself, or something that cannot be saved
+        return self._numbers[key]
+
+    def _encode_once(self, value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad and value.is_leaf:
+                raise TypeError  # an optimizer may train it, and would not know another tensor
+            if self._counts[_storage(value)] == 1:
+                return value.detach()
+            whole = torch.empty(0, dtype=value.dtype, device=value.device)
+            number = self._number(_storage(value), lambda: whole.set_(value.untyped_storage()))
+            return {SPECIAL: ["view", number, list(value.shape), list(value.stride()), value.storage_offset()]}
+        if isinstance(value, np.generic):
+            if value.dtype.kind not in "biufcSU":
+                raise TypeError
+            return {SPECIAL: ["numpy", value.dtype.str, plain(value)]}
+        if type(value) in (list, tuple):
+            return type(value)(self._encode(item, name) for item in value)
+        if not isinstance(value, dict):
+            return plain(value)
+        items = {plain(key): self._encode(item, name) for key, item in value.items()}
+        if type(value) in _DICTS:
+            return type(value)(items)
+        factory = getattr(value, "default_factory", None)
+        if type(value) is collections.defaultdict and factory in (None, *_FACTORIES.values()):
+            return {SPECIAL: ["defaultdict", factory and factory.__name__, items]}
+        kind = f"{type(value).__name__}, whose factory" if factory is not None else f"{type(value).__name__}, which"
+        raise ConfigError(
+            f"{self._title}.{name} contains a {kind} a checkpoint cannot restore; save it in a state_dict of the class"
+        )
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    """Return a key for the memory of a tensor. Sparse, sharded and empty tensors, and lazy conjugates, share none."""
+    strided = tensor.layout is torch.strided and not (is_sharded(tensor) or tensor.is_conj() or tensor.is_neg())
+    start = tensor.untyped_storage().data_ptr() if strided else 0
+    return (start, tensor.dtype, tensor.device) if start else ("alone", id(tensor))
+
+
+def decoded(saved: State, devices: Mapping[str, torch.device] = MappingProxyType({})) -> State:
+    """Return attributes from their plain values, with their tensors on these devices, or else on the CPU."""
+    made: dict[int, Any] = {}
+
+    def decode(value: Any, device: torch.device) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if isinstance(value, dict) and value.keys() == {SPECIAL}:
+            kind, *rest = value[SPECIAL]
+            if kind == "numpy":
+                return np.dtype(rest[0]).type(rest[1])
+            if kind == "defaultdict":
+                return collections.defaultdict(_FACTORIES.get(rest[0]), decode(rest[1], device))
+            if rest[0] not in made:
+                made[rest[0]] = decode(saved[SPECIAL][rest[0]], device)
+            return made[rest[0]] if kind == "shared" else made[rest[0]].as_strided(*rest[1:])
+        if type(value) in _DICTS:
+            return type(value)({key: decode(item, device) for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(decode(item, device) for item in value)
+        return value
+
+    cpu = torch.device("cpu")
+    return {name: decode(item, devices.get(name, cpu)) for name, item in saved.items() if name != SPECIAL}
+
+
 def copy_to_cpu(value: Any) -> Any:
     """Return a copy of plain values on the CPU, which training does not change."""
     return map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -233,10 +364,6 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(device))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

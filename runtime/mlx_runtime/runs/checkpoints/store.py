@@ -16,7 +16,15 @@ import torch
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import ConfigError, StorageError, short_message
-from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damage, has_placeholders, has_unread, io_errors
+from mlx_runtime.runs.checkpoints.groups import (
+    DamagedError,
+    State,
+    damage,
+    decoded,
+    has_placeholders,
+    has_unread,
+    io_errors,
+)
 from mlx_runtime.runs.checkpoints.index import (
     ABOUT,
     INDEX,
@@ -290,10 +298,10 @@ def read(path: str, *, whole: bool = True) -> State:
 
 
 def _full(state: State) -> State:
-    """Return a state with whole tensors on the CPU instead of stored ones."""
-    if not has_unread(state):
-        return state
-    return cast("State", companions.part("sharding").full(state))
+    """Return a state with whole tensors on the CPU instead of stored ones, and attributes of tools as they were."""
+    if has_unread(state):
+        state = companions.part("sharding").full(state)
+    return state | {"tools": {name: decoded(item) for name, item in state["tools"].items()}}
 
 
 def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:

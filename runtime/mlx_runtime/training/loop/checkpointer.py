@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from mlx_runtime import companions
@@ -60,6 +61,12 @@ class Checkpointer:
 
     # -- saving
 
+    def check(self) -> None:
+        """Raise a ConfigError before training if attributes of tools would be refused by `save`."""
+        tools = self._context.groups.members("tools").items()
+        # A state_dict may be slow, or expect that training has begun.
+        checkpoints.state_of(SimpleNamespace(**{name: item for name, item in tools if not hasattr(item, "state_dict")}))
+
     def save(self, epoch: int, *, finished: bool) -> None:
         """Gather the state of all ranks, and store it in the background.
 
@@ -113,7 +120,8 @@ class Checkpointer:
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
         if titles:
             verb = "are" if len(left_out) > 1 else "is"
-            self._reporter.events.notice(f"{titles} {verb} not part of checkpoints: only numbers, text and tensors are")
+            saved = "only numbers, text and untrained tensors are"
+            self._reporter.events.notice(f"{titles} {verb} not part of checkpoints: {saved}")
         return states
 
     def _of_workers(self, group: str) -> set[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data import Loader
-from mlx_runtime.distributed import Topology, unwrap
+from mlx_runtime.distributed import Topology, is_sharded, unwrap
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import CheckpointStore, members
 
@@ -48,6 +48,22 @@ class Groups:
     @property
     def modules(self) -> list[nn.Module]:
         return list(members(self["models"], nn.Module).values())
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The tools and the objects on the experiment that are saved from rank 0, by name, like `tools.ema`."""
+        found = {f"tools.{name}": item for name, item in self.members("tools").items()} | self.members("own")
+        return {name: item for name, item in found.items() if not is_per_worker(item)}
+
+    @property
+    def shared_modules(self) -> dict[str, nn.Module]:
+        """The modules among them, and those in their attributes, without models."""
+        models = {id(part) for model in self.modules for part in (model, unwrap(model))}
+        found: dict[str, Any] = {}
+        for name, item in self.shared.items():
+            parts = {"": item} if isinstance(item, nn.Module) else getattr(item, "__dict__", {})
+            found |= {f"{name}.{key}": part for key, part in parts.items() if id(part) not in models}
+        return {name: item for name, item in found.items() if isinstance(item, nn.Module) and not is_sharded(item)}
 
     @property
     def in_train_mode(self) -> bool:

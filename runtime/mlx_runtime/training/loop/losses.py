@@ -1,5 +1,6 @@
 """Plain functions as losses."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ class Mean(Metric):
     Args:
         function: function that returns the mean loss of a batch (), like those of `torch.nn.functional`.
         ignore_index: label of the targets to ignore; also passed to the function, whose second argument is the targets.
+        reduction: `sum` for a function that returns the sum over a batch, which is divided by the number of rows or
+            other elements, for `self.backward` as well; also passed to the function if it takes this argument.
         options: further keyword arguments of the function.
 
         Attributes:
@@ -28,7 +31,7 @@ class Mean(Metric):
         counted: Number of elements in the mean of the last of these calls; None if they are rows.
 
     Raises:
-        MlxError: the function cannot be called, or `reduction` is not `mean`.
+        MlxError: the function cannot be called, or is known to have another reduction.
     """
 
     is_differentiable = True
@@ -38,13 +41,28 @@ class Mean(Metric):
     total: torch.Tensor
     elements: torch.Tensor
 
-    def __init__(self, function: Callable[..., torch.Tensor], ignore_index: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., torch.Tensor],
+        ignore_index: int | None = None,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> None:
         super().__init__()
         if not callable(function):
             raise MlxError(f"losses.Mean takes a function, like F.cross_entropy, not {function!r}")
-        if options.get("reduction", "mean") != "mean":
-            raise MlxError(f"losses.Mean takes means; leave out reduction={options['reduction']!r}")
-        self.function, self.ignore_index = function, ignore_index
+        try:
+            accepted = inspect.signature(function).parameters.get("reduction")
+        except (TypeError, ValueError):  # a builtin without a signature
+            accepted = None
+        found = getattr(function, "reduction", None) if accepted is None else accepted.default
+        if accepted is not None and reduction == "sum":
+            options["reduction"] = found = "sum"
+        if reduction not in ("mean", "sum") or (found in ("mean", "sum", "none") and found != reduction):
+            raise MlxError(
+                f"losses.Mean takes reduction='mean' or 'sum', like its function; they are {reduction!r} and {found!r}"
+            )
+        self.function, self.ignore_index, self.reduction = function, ignore_index, reduction
         self.options = options if ignore_index is None else {"ignore_index": ignore_index, **options}
         self._value: tuple[torch.Tensor, Any] | None = None
         self.calls = 0
@@ -97,10 +115,12 @@ class Mean(Metric):
             )
         value = value.reshape(())
         if count is None and self.ignore_index is None:
-            inputs = args[0] if args else next(iter(options.values()))
-            return value, len(inputs)
+            rows = len(args[0] if args else next(iter(options.values())))
+            return (value / rows if self.reduction == "sum" else value), rows
         if count is None:
             target = args[1] if len(args) > 1 else options["target"]
             count = (target != self.ignore_index).sum()
         elements = torch.as_tensor(count, device=value.device).detach().reshape(())
+        if self.reduction == "sum":
+            value = value / elements.masked_fill(elements == 0, 1)
         return value.masked_fill(elements == 0, 0.0), elements

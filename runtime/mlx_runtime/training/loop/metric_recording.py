@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mlx_runtime.distributed import agree, unwrap
-from mlx_runtime.errors import MlxError
-from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of, state_since
+from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.runs.metric_states import State, check_metric, is_metric, is_updated, load_state, state_of, state_since
 from mlx_runtime.tracking import UPDATED_ON_SOME, MetricSync, Snapshot, SyncedMetric, SyncMessage, numbers, snapshots
 from mlx_runtime.training.loop.context import RunContext
 from mlx_runtime.training.loop.passes import Pass
@@ -55,6 +55,14 @@ class MetricRecorder:
         self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
         self._evaluated = False  # an evaluation has run since that reset
         self._before = reporter.states  # of averages of training, when they were recorded last
+
+    def check(self) -> None:
+        """Raise a ConfigError if metrics cannot be recorded, before any of them is updated."""
+        losses, metrics = map(self._context.groups.members, ("losses", "metrics"))
+        for name in losses.keys() & metrics.keys():
+            if is_metric(losses[name]) and is_metric(metrics[name]):
+                raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
+        self._of(("losses", "metrics"))
 
     def begin(self, item: Pass) -> None:
         """Begin a pass at its current step, which a restart may have moved."""
@@ -217,10 +225,13 @@ class MetricRecorder:
 
     def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
         """Return the metrics of some groups by name, in the same order on all workers."""
-        found = {name: item for group in sorted(groups) for name, item in self._context.groups.members(group).items()}
-        for name, item in found.items():
-            if is_metric(item) and (name not in self._metrics or self._metrics[name].metric is not item):
-                self._metrics[name] = SyncedMetric(item)
+        members = {group: self._context.groups.members(group) for group in sorted(groups)}
+        found = {name: (group, item) for group, items in members.items() for name, item in items.items()}
+        for name, (group, item) in found.items():
+            if name not in self._metrics or self._metrics[name].metric is not item:
+                check_metric(f"{group}.{name}", item)
+                if is_metric(item):
+                    self._metrics[name] = SyncedMetric(item)
         return {name: self._metrics[name] for name in found if name in self._metrics}
 
     def _value_synced_by_itself(self, title: str, metric: SyncedMetric) -> dict[str, float] | None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data import Batch, Loader, WorkerPass, trains
-from mlx_runtime.distributed import agree, gather, is_sharded, whole
+from mlx_runtime.distributed import agree, broadcast, gather, is_sharded, whole
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport, WarningNotice
@@ -79,6 +79,8 @@ class Session:
     def begin(self) -> None:
         """Move everything to the device, and restore a checkpoint if there is one."""
         cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
+        self.metrics.check()
+        self.checkpoints.check()
         spread = topology.model_parallel_size > 1  # then the strategy has moved the parts of the models
         for group in ("losses", "metrics") if spread else ("models", "losses", "metrics"):
             for member in groups.members(group).values():
@@ -359,9 +361,15 @@ class Session:
     def sync_buffers(self) -> None:
         """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
         if self.replicated:
-            from mlx_runtime.distributed.torch_private import sync_buffers  # here: a single worker does without
+            from mlx_runtime.distributed.torch_private import saved_buffers, sync_buffers  # one worker does without
 
             sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
+            others = {name: saved_buffers(item) for name, item in self.context.groups.shared_modules.items()}
+            first = broadcast(others)  # by name, because workers may have different objects of their own
+            for name, buffers in others.items():
+                for key, buffer in buffers.items():
+                    if key in first.get(name, {}):
+                        buffer.copy_(first[name][key])
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
@@ -386,7 +394,7 @@ class Session:
             self._stop()
 
     def _warn_of_untrained(self) -> None:
-        """Warn of optimizers that never step, and, once, of models that each worker trains separately."""
+        """Warn of optimizers that never step, and, once, of objects that differ between workers."""
         groups = self.context.groups
         if self.replicated or len(groups.optimizers) > 1:
             from mlx_runtime.training.loop import untrained  # here, because not every run needs it
@@ -394,7 +402,7 @@ class Session:
             found = [*untrained.idle_optimizers(groups.optimizers, self.optimization.stepped)]
             if self.replicated and not self._compared:
                 self._compared = True
-                found += untrained.diverged_models(groups.members("models"))
+                found += untrained.diverged(groups.members("models"), groups.shared)
             for text in found:
                 self.reporter.events.send_once(WarningNotice(text))
 

@@ -1,9 +1,10 @@
 """Mistakes of a loop that leave models untrained, or trained on each worker separately: warnings about them."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -26,17 +27,29 @@ def idle_optimizers(optimizers: Mapping[str, Optimizer], stepped: set[int]) -> I
             yield f"{text}; call self.optimizer_step({name!r})"
 
 
-def diverged_models(models: Mapping[str, Any]) -> Iterator[str]:
-    """Warn, on rank 0, of trained models without a wrapper whose weights differ. Every worker must exhaust this.
+def diverged(models: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
+    """Warn, on rank 0, of trained models without a wrapper, and of other objects, whose tensors differ between workers.
 
-    Weights are compared by their sums.
+    They are compared by their sums. Every worker must exhaust this.
+
+    Args:
+        models: the members of `Models`, by name.
+        others: objects on the experiment and tools that are saved once for all workers, by name, like `tools.ema`.
     """
-    sums = {name: _sum(model) for name, model in models.items() if _is_alone(model)}
-    found = gather([str(value) for value in sums.values()]) if sums else None  # as text, in which NaN equals NaN
-    for name, *values in zip(sums, *found, strict=True) if found else ():
-        if len({*values}) > 1:
-            text = f"the weights of self.models.{name} differ between workers, and only those of rank 0 are saved"
-            yield f"{text}; wrap it before the first epoch: self.models.{name} = prepare_model(self.models.{name})"
+    trained = {name: filter(_is_trained, model.parameters()) for name, model in models.items() if _is_alone(model)}
+    sums = {f"models.{name}": _sum(params) for name, params in trained.items()}
+    for name, item in others.items():
+        sums[name] = _sum(
+            item.parameters() if isinstance(item, nn.Module) else _tensors(getattr(item, "__dict__", None))
+        )
+    found = gather({name: str(value) for name, value in sums.items()})  # as text, in which NaN equals NaN
+    for name in sums:
+        if len({values[name] for values in found or () if name in values}) > 1:
+            text = f"self.{name} differs between workers, and only that of rank 0 is saved"
+            cure = f"wrap it before the first epoch: self.{name} = prepare_model(self.{name})"
+            if name in others:
+                cure = "give all workers the same, or set per_worker = True in its class if each needs its own"
+            yield f"{text}; {cure}"
 
 
 def unsharded_data() -> Iterator[str]:
@@ -53,5 +66,17 @@ def _is_alone(model: Any) -> bool:
     return isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel) and not is_sharded(model)
 
 
-def _sum(model: nn.Module) -> float:
-    return sum(param.detach().double().sum().item() for param in model.parameters() if param.requires_grad)
+def _is_trained(param: nn.Parameter) -> bool:
+    return param.requires_grad
+
+
+def _sum(items: Iterable[torch.Tensor]) -> float:
+    return sum(item.detach().double().sum().item() for item in items if not is_sharded(item))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
