@@ -126,7 +126,7 @@ HOMES = {
     "transformers": {"config.pretrained"},
     "uvicorn": {"companions.serving.http.connections", "companions.serving.http.server"},
     "wandb": {"companions.services.weights_and_biases"},
-    "yaml": {"companions.kubernetes.manifest", "storage.documents"},
+    "yaml": {"storage.documents"},
 }
 """The rooms or modules that import each outside library."""
 

@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            own = {name: command.get_short_help_str() for name, command in self.commands.items()}
+            own = {name: command.get_short_help_str(limit=1000) for name, command in self.commands.items()}
             others = {name: f"From the package {item.dist.name}." for name, item in _others().items()}
             formatter.write_dl(sorted((others | GROUPS | own).items()))
 

@@ -40,6 +40,12 @@ class Group(click.Group):
         added: click.Command = getattr(companions.part(f"{companion}.commands"), f"{self.name}_{name}")
         return added
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the first sentence of each command, whole: click cuts it at the end of the line."""
+        commands = {name: self.get_command(context, name) for name in self.list_commands(context)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, item.get_short_help_str(limit=1000)) for name, item in commands.items() if item])
+
 
 def split_resume(resume: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """Return the run after `--resume`, and the overrides, the first of which click may have taken for a run."""

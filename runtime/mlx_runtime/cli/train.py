@@ -84,14 +84,11 @@ def run(
     resume, overrides = commands.split_resume(resume, overrides)
     if code and not resume:
         raise UsageError("--code=stored goes with --resume: it is the code of that run")
-    # ++ adds a setting even if conf.yaml was bound before the setting existed, and lacks it
-    implied = {
-        "cfg.preparation.mode=make": make,
-        "cfg.preparation.mode=never": never,
-        f"++cfg.debug.overfit_batches={overfit}": overfit,
-        "++cfg.debug.profile=true": profile,
-    }
-    overrides += (*commands.variant_words(variants), *(item for item, given in implied.items() if given))
+    from mlx_runtime.training import Request
+
+    given = {"--prepare-batches": make, "--no-prepared": never, f"--overfit={overfit}": overfit, "--profile": profile}
+    implied = Request.parse([option for option, value in given.items() if value]).overrides
+    overrides += (*commands.variant_words(variants), *implied)
     stored = queries.resolve_run(resume) if code and resume else None
     projects.run(AN_EXPERIMENT, overrides, stored, resume=resume, origin=origin, fast=fast)
 

@@ -12,6 +12,6 @@ __all__, __getattr__ = door(
     building="DUMMY_PARAMS Tree build build_cfg build_group build_optimizers declare declare_group",
     checks="Checker",
     composition="Composition Config check parse_overrides quote raise_if read storage_override",
-    interpolation="parse_config resolve_config unset_variables",
+    interpolation="escape parse_config resolve_config unset_variables",
     overrides="override",
 )

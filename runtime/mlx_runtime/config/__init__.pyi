@@ -16,6 +16,7 @@ from mlx_runtime.config.composition import quote as quote
 from mlx_runtime.config.composition import raise_if as raise_if
 from mlx_runtime.config.composition import read as read
 from mlx_runtime.config.composition import storage_override as storage_override
+from mlx_runtime.config.interpolation import escape as escape
 from mlx_runtime.config.interpolation import parse_config as parse_config
 from mlx_runtime.config.interpolation import resolve_config as resolve_config
 from mlx_runtime.config.interpolation import unset_variables as unset_variables

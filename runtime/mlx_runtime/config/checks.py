@@ -11,6 +11,7 @@ from mlx_runtime.config.constructors import (
     MISSING,
     alternatives,
     convert,
+    item_hint,
     loaded_object_at,
     object_at,
     parameters,
@@ -23,11 +24,15 @@ from mlx_runtime.errors import suggest
 
 
 class Problem(NamedTuple):
-    """The full key of a value, a line with the key, the problem and the cure, and a cure for values in the file."""
+    """The full key of a value, a line with the key, the problem and the cure, and a cure for values in the file.
+
+    `unquoted` is True if the value would fit as text, in quotes.
+    """
 
     key: str
     text: str
     cure: str = ""
+    unquoted: bool = False
 
 
 class Checker:
@@ -89,10 +94,10 @@ class Checker:
             and any(isinstance(v, dict | list) for v in value.values())
         ):
             for name, item in value.items():
-                yield from self._value(item, Any, f"{key}.{name}", owner)
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+                yield from self._value(item, item_hint(hint, dict), f"{key}.{name}", owner)
+        elif isinstance(value, list) and _holds_mappings(value):
             for index, item in enumerate(value):
-                yield from self._value(item, Any, f"{key}[{index}]", owner)
+                yield from self._value(item, item_hint(hint, list, index), f"{key}[{index}]", owner)
         else:
             try:
                 convert(value, hint)
@@ -100,7 +105,9 @@ class Checker:
                 from mlx_runtime.config.mismatches import mismatch
 
                 objects = _takes_objects(hint)
-                yield Problem(key, mismatch(value, hint, key, owner, self._variants.get(key, ()), objects=objects))
+                text = mismatch(value, hint, key, owner, self._variants.get(key, ()), objects=objects)
+                takes_text = all(item in (str, Path, type(None)) for item in alternatives(hint))
+                yield Problem(key, text, unquoted=takes_text and isinstance(value, bool | int | float))
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
@@ -152,9 +159,12 @@ class Checker:
             named = item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
             if named and item.default is MISSING and item.name not in node:
                 here = f"{key}.{item.name}"
-                cure = f"add it with: {commands()} bind" if self._project else f"add it with +{here}=..."
-                text = f"{here}: missing, and {path} has no default for it; {cure}"
-                yield Problem(here, text)
+                cure = f" with: {commands()} bind" if self._project else f" with +{here}=..."
+                yield Problem(here, f"{here}: missing, and {path} has no default for it; add it", cure)
+
+
+def _holds_mappings(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_mappings, value)))
 
 
 def _takes_scalars(hint: Any) -> bool:
@@ -177,7 +187,10 @@ def _makes_another(target: Any, hint: Any) -> bool:
     """Return True if calling a class does not create an instance of the annotated class."""
     if not isinstance(hint, type) or hint in (Any, MISSING) or not isinstance(target, type):
         return False
-    return "__new__" not in vars(target) and not issubclass(target, hint)
+    try:
+        return "__new__" not in vars(target) and not issubclass(target, hint)
+    except TypeError:  # a Protocol that cannot be checked at run time
+        return False
 
 
 def ambiguous_words(path: Path) -> Iterator[str]:

@@ -6,7 +6,7 @@ the signatures of the constructors before anything starts, and all problems are 
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,18 +18,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
 from mlx_runtime.config.constructors import base_of, groups, parameters, try_convert
-from mlx_runtime.config.interpolation import resolve_config
+from mlx_runtime.config.interpolation import escape, resolve_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import DEPTH
+from mlx_runtime.storage.documents import DEPTH, ESCAPE, scalar_text, to_yaml
 from mlx_runtime.storage.secrets import redact_tree
 
 SELECTED = "mlx-selected"
@@ -45,7 +45,7 @@ class Config:
 
     Attributes:
         tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
-        unresolved: the same, with `${oc.env:NAME}` unresolved; for the conf.yaml of the run.
+        unresolved: the same, with `${oc.env:NAME}` as a Reference; for the conf.yaml of the run.
         cfg: the group `cfg` as an object for user code.
         overrides: the overrides, as typed.
         unseen: targets that were not checked, because only runs may import them.
@@ -64,7 +64,8 @@ class Config:
         return tree
 
     def yaml(self) -> str:
-        return OmegaConf.to_yaml(OmegaConf.create(self.unresolved))
+        """Return the conf.yaml of the run."""
+        return to_yaml(escape(self.unresolved))
 
 
 class Composition(NamedTuple):
@@ -101,12 +102,12 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
             problems[index] = Problem(key, f"{key} is newer than {title}, which does not have it yet; {cure}")
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
     words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]
-    raise_if([*words, *(_blame(problem, selection) for problem in problems)], title)
+    raise_if([*words, *(_blame(problem, selection, path) for problem in problems)], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     files = " and ".join(map(str, [title, *selection.files]))
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(selection.override, keys), ""), text) for text, keys in mentioned]
-    raise_if([*(_blame(item, selection) for item in limits), *literal_mapping_problems(tree, classes)], files)
+    raise_if([*(_blame(item, selection, path) for item in limits), *literal_mapping_problems(tree, classes)], files)
     tree = {name: _in_order_of(checker.object_at(tree[name]["_target_"]), tree[name]) for name in classes}
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
 
@@ -121,16 +122,20 @@ def _in(file: Path | None) -> str:
     return f" (in {file})" if file else ""
 
 
-def _blame(problem: Problem, selection: Selection) -> str:
-    """Return the text of a problem, with the override or variant that causes it."""
-    override = selection.override(problem.key)
+def _blame(problem: Problem, selection: Selection, path: Path) -> str:
+    """Return the text of a problem, with the override or variant that causes it, and the quotes that it lacks."""
+    override, file = selection.override(problem.key), selection.source(problem.key)
+    if problem.unquoted and override:
+        name, _, typed = override.partition("=")
+        if name.lstrip("+") == problem.key:
+            problem = problem._replace(text=f"{problem.text}; for text, write '{name}=\"{typed}\"'")
+    elif problem.unquoted:
+        key = problem.key.removeprefix(f"{file.parent.name}.") if file else problem.key
+        if (text := scalar_text((file or path).read_bytes(), key)) is not None:
+            problem = problem._replace(text=f'{problem.text}; for text, write "{text}"')
     if override and override.startswith("~"):
         return f"{OVERRIDE}{override}: the experiment needs {problem.key}; leave this override out"
-    return (
-        f"{OVERRIDE}{override}: {problem.text}"
-        if override
-        else problem.text + problem.cure + _in(selection.source(problem.key))
-    )
+    return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + problem.cure + _in(file)
 
 
 def raise_if(problems: Sequence[str], title: object) -> None:
@@ -179,6 +184,8 @@ def read(
             key = item.key_or_group
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
+            elif any(key.startswith(f"{node}.") for node in selection.left_out):  # an argument of the new class
+                known += [] if item.is_delete() else [f"++{item.input_line}"]
             else:
                 from mlx_runtime.config.mismatches import unknown_key
 
@@ -187,14 +194,7 @@ def read(
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=SELECTED, overrides=known)
         OmegaConf.set_struct(config, False)
-        for key in values_by_key(OmegaConf.to_container(config)):
-            try:
-                OmegaConf.select(config, key)
-            except OmegaConfBaseException as error:  # an invalid interpolation
-                from mlx_runtime.config.mismatches import describe_unresolved
-
-                problems.append(Problem(key, describe_unresolved(key, error)))
-                OmegaConf.update(config, key, None)
+        problems += _drop_unresolvable(config, "")
         tree: Any = OmegaConf.to_container(config, resolve=True)
         unresolved = resolve_config(config, environment=False)
         return Composition(tree, unresolved, problems, selection, path, title, project)
@@ -204,9 +204,29 @@ def read(
         source = "the overrides" if overrides and isinstance(error, HydraException) else title
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
         why = why.replace("is not in struct", "is new there; to add keys, write ++ before the override")
+        why += f"; {ESCAPE}" if isinstance(error.__cause__, GrammarParseError) else ""
         from mlx_runtime.config.mismatches import replaced_node
 
         raise ConfigError(replaced_node(overrides, str(error)) or f"{source}: {short_message(error)}{why}") from error
+
+
+def _drop_unresolvable(node: Any, key: str) -> Iterator[Problem]:
+    """Yield a problem for each invalid interpolation below a key, and replace it by null."""
+    is_list = OmegaConf.is_list(node)
+    for name in range(len(node)) if is_list else list(node):
+        here = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
+        if OmegaConf.is_missing(node, name):
+            continue
+        try:
+            value = node[name]
+        except OmegaConfBaseException as error:
+            from mlx_runtime.config.mismatches import describe_unresolved
+
+            yield Problem(here, describe_unresolved(here, error))
+            node[name] = None
+        else:
+            if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, name):
+                yield from _drop_unresolvable(value, here)
 
 
 def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
@@ -234,6 +254,9 @@ def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
     for item in others:
         selection.mark(item.key_or_group, None)
         selection.overrides[item.key_or_group] = str(item.input_line)
+        node, _, last = item.key_or_group.rpartition(".")
+        if last == "_target_" and "." in node:  # not of a whole group
+            selection.name_class(node, item.value())
     nodes = selection.variants.nodes
     return sorted(others, key=lambda item: isinstance(item.value(), str) and item.key_or_group in nodes)
 
@@ -265,11 +288,11 @@ def _nesting_depth(text: str) -> int:
 
 def storage_override(root: str) -> str:
     """Return the override that sets the storage path."""
-    return f"cfg.storage_path={quote(root)}"
+    return f"cfg.storage_path={quote(escape(root))}"
 
 
 def quote(value: Any) -> str:
-    """Quote any string for an override."""
+    """Quote any string for an override, in which `${...}` is a reference."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
 

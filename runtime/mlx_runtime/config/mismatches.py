@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_runtime.config.constructors import choices, describe_move, parameters, type_name
 from mlx_runtime.errors import short_message, suggest
+from mlx_runtime.storage.documents import ESCAPE
 
 
 def mismatch(value: Any, hint: Any, key: str, owner: str, variants: Iterable[str], *, objects: bool) -> str:
@@ -64,6 +65,8 @@ def describe_unresolved(key: str, error: Exception) -> str:
     text = short_message(error)
     if unset := re.search(r"Environment variable '(\w+)' not found", text):
         text = f"the environment has no {unset[1]}; set it, or add a default: ${{oc.env:{unset[1]},0}}"
+    else:
+        text += f"; {ESCAPE}"
     return f"{key}: {text}"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mlx_runtime.config.constructors import loaded_object_at
 from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.storage.documents import from_yaml
 from mlx_runtime.storage.local import read_regular
@@ -57,6 +58,7 @@ class Selection:
         tree: the config, with unresolved `${...}`.
         chosen: the overrides and options that chose a variant, as typed.
         overrides: the other overrides, as typed, by the key that they set.
+        left_out: arguments of the file that another class has replaced, by the key of its node.
     """
 
     def __init__(self, variants: Variants, conf: bytes, *, names: bool = True) -> None:
@@ -66,6 +68,7 @@ class Selection:
         self.tree: dict[str, Any] = tree
         self.chosen: list[str] = []
         self.overrides: dict[str, str] = {}
+        self.left_out: dict[str, list[str]] = {}
         self._sources: dict[str, Path | None] = {}  # source of the values at and below a key; None means an override
         for name, value in self.tree.items() if names else ():
             self._set(self.tree, name, value, name)
@@ -112,6 +115,16 @@ class Selection:
         self._set(node, last, name, key)
         return True
 
+    def name_class(self, key: str, path: Any) -> None:
+        """Give the node at a key another class, without the arguments of the former one."""
+        node: Any = self.tree
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and not _same_class(node.get("_target_"), path):
+            self.left_out[key] = [name for name in node if name not in ("_target_", "_partial_")]
+            for name in self.left_out[key]:
+                del node[name]
+
     def apply(self, name: str) -> None:
         """Apply the values of a partial config. Mappings change the values that they list, or replace a node."""
         file = self.variants.partial.get(name)
@@ -144,6 +157,17 @@ class Selection:
         holder[name] = value
         for child, item in value.items() if isinstance(value, dict) else ():
             self._set(value, child, item, f"{key}.{child}")
+
+
+def _same_class(first: Any, second: Any) -> bool:
+    """Return True if two paths name the same class, like `torch.optim.Adam` and `torch.optim.adam.Adam`."""
+    if first == second:
+        return True
+    try:
+        found = loaded_object_at(first)
+        return found is not None and found is loaded_object_at(second)
+    except (ImportError, AttributeError):
+        return False
 
 
 def is_patch(variant: Any) -> bool:

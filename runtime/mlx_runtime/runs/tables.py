@@ -17,13 +17,17 @@ COLORS |= dict.fromkeys(("FAILED", "STALE", "UNREADABLE"), "red")
 
 MIN_WIDTH = 80
 
+CELL = 100
+"""Maximum length of a cell."""
+
 
 def print_table(rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
     """Print rows with the same columns: drawn on a terminal, plain and aligned in a pipe or a narrow terminal."""
     if not rows:
         return
     rows = [
-        {printable(key, one_line=True): printable(text, one_line=True) for key, text in row.items()} for row in rows
+        {printable(key, one_line=True): shorten(printable(text, one_line=True)) for key, text in row.items()}
+        for row in rows
     ]
     width = shutil.get_terminal_size().columns if stream.isatty() else 0
     if width >= MIN_WIDTH:
@@ -34,6 +38,11 @@ def print_table(rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip(), file=stream)
+
+
+def shorten(text: str) -> str:
+    """Return a text that fits into a cell of a table."""
+    return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
 def _draw(rows: Sequence[Mapping[str, str]], stream: TextIO, width: int) -> None:

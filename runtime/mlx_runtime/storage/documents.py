@@ -1,7 +1,8 @@
-"""Read untrusted JSON and YAML, and reject documents that are too large or have unexpected fields."""
+"""Read untrusted JSON and YAML, and reject documents that are too large or have unexpected fields; write YAML."""
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,15 @@ NODES = 200_000
 
 LARGEST = 2**63
 """Limit for integers; larger ones cannot be printed or stored everywhere."""
+
+AMBIGUOUS = re.compile(
+    r"[-+.]*\d|([-+._]*|[-+]?\.(inf|nan)|true|false|yes|no|on|off|null|~|=|<<)\Z|.*[\x85\u2028\u2029]",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Beginnings of text that YAML 1.1 or 1.2 would read as a number, date, word or line break if it were not in quotes."""
+
+ESCAPE = "write \\${ for the characters themselves"
+"""Cure for text with a `${` that begins no reference."""
 
 NAME_BYTES = 200
 """Maximum length of a name. File systems allow 255 bytes; temporary files add a prefix and a suffix."""
@@ -144,10 +154,13 @@ def from_yaml(content: bytes) -> Any:
     Raises ValueError with a message of one line if it is not a mapping, too large or nested too deeply.
     """
     from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import GrammarParseError
 
     _check_size(content)
     try:
         document = OmegaConf.create(content.decode())
+    except GrammarParseError as error:
+        raise ValueError(f"{error.full_key}: {yaml_message(error)}; {ESCAPE}") from error
     except Exception as error:  # YAML and OmegaConf raise many types of exceptions
         raise ValueError(yaml_message(error)) from error
     if not isinstance(document, DictConfig):
@@ -159,7 +172,29 @@ def from_yaml(content: bytes) -> Any:
 
 def yaml_message(error: Exception) -> str:
     """Return the message of a YAML parser in one line, without its name for the text, because callers name the file."""
-    return " ".join(str(error).split()).replace(' in "<unicode string>", ', " in ")
+    message = " ".join(str(error).split()).replace(' in "<unicode string>", ', " in ")
+    return message.partition(" full_key: ")[0]  # of OmegaConf
+
+
+def to_yaml(tree: Any) -> str:
+    """Return YAML that every reader understands alike, with keys in the given order.
+
+    Text of several lines becomes a block, and text that YAML 1.1 or 1.2 would read as something else is in quotes.
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True  # write equal parts out, without anchors
+
+        def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> Any:
+            if tag == "tag:yaml.org,2002:str":
+                style = '"' if AMBIGUOUS.match(value) else "|" if "\n" in value else style
+            represent: Any = super().represent_scalar
+            return represent(tag, value, style)
+
+    dump: Any = yaml.dump  # has no annotations
+    return str(dump(tree, Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True))
 
 
 def select_text(content: bytes, key: str) -> str | None:
@@ -177,6 +212,20 @@ def select_text(content: bytes, key: str) -> str | None:
     if value is not None and not isinstance(value, str | int | float):
         raise ValueError(f"{key} is not text")
     return None if value is None else str(value)
+
+
+def scalar_text(content: bytes, key: str) -> str | None:
+    """Return a number or word of a YAML document as it is typed there, by a key like `tools.times[0]`, or None."""
+    import yaml
+
+    compose: Any = yaml.compose  # has no annotations
+    node = compose(content.decode(), Loader=yaml.SafeLoader)
+    for part in re.findall(r"[^.\[\]]+", key):
+        if isinstance(node, yaml.SequenceNode):
+            node = node.value[int(part)]
+        elif isinstance(node, yaml.MappingNode):
+            node = next((value for name, value in node.value if name.value == part), None)
+    return node.value if isinstance(node, yaml.ScalarNode) and "${" not in node.value else None
 
 
 def _check_size(content: bytes) -> None:

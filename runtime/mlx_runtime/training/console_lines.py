@@ -12,7 +12,7 @@ from typing import Any
 from mlx_runtime import events
 from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.runs.checkpoints import position
-from mlx_runtime.runs.tables import format_duration, plural
+from mlx_runtime.runs.tables import format_duration, plural, shorten
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import split_options
 from mlx_runtime.storage.secrets import secret_keys
@@ -135,7 +135,7 @@ class ConsoleLines:
         assert run is not None
         names = [name for name in event.metrics if name.startswith("test") or name in self._logged]
         names = list(event.metrics) if config.checkpoint is not None else names
-        rows = {name: f"{event.metrics[name]:.4f}" for name in sorted(names)}
+        rows = {shorten(name): f"{event.metrics[name]:.4f}" for name in sorted(names)}
         if event.best and config.kept:
             path = split_options(event.best["path"])[0].removeprefix(f"{split_options(run.place)[0]}/")
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
@@ -164,7 +164,7 @@ def _class_name(strategy: str) -> str:
 
 def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:
     """Return the command that resumes a run."""
-    named = any(item.startswith("cfg.name=") for item in overrides)
+    named = any(item.lstrip("+").startswith(("cfg.name=", "--variant=")) for item in overrides)
     name = run.location if _elsewhere(overrides) else run.title if named else run.name
     job = Settings.read().job
     verb = ["launch", *["--slurm"] * job["address"].startswith("slurm:")] if job else ["run"]
@@ -182,4 +182,6 @@ def _board_command(run: events.RunInfo, overrides: tuple[str, ...]) -> str:
 def _elsewhere(overrides: tuple[str, ...]) -> bool:
     """Return True if a run is not in the storage of conf.yaml, so that only its path identifies it."""
     settings = Settings.read()
-    return bool(settings.job or settings.storage) or any(item.startswith("cfg.storage_path") for item in overrides)
+    return bool(settings.job or settings.storage) or any(
+        item.lstrip("+").startswith(("cfg.storage_path", "--variant=")) for item in overrides
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
-from mlx_runtime.config import Composition, Config, check, parse_config, quote, read, storage_override
+from mlx_runtime.config import Composition, Config, check, escape, parse_config, quote, read, storage_override
 from mlx_runtime.config.constructors import names_repositories, settings_of
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.variants import values_by_key
@@ -29,6 +29,15 @@ FAST_DEV_RUN = "--fast-dev-run"
 
 OPTIONS = {"--run": "claimed", "--from": "origin", "--resume": "resume", "--eval": "checkpoint"}
 """The field of a `Request` for each other option of main.py."""
+
+FLAGS = {
+    "--prepare-batches": "cfg.preparation.mode=make",
+    "--no-prepared": "cfg.preparation.mode=never",
+    "--profile": "++cfg.debug.profile=true",
+}
+VALUES = {"--overfit": "++cfg.debug.overfit_batches=", "--variant": "--variant="}
+"""Overrides for the other options of `mlx train run`, without and with a value. `++` adds a setting that an older
+conf.yaml lacks."""
 
 FAST = (
     *("++cfg.debug.limit_batches=2", "cfg.start_epoch=0", "cfg.num_epochs=1"),
@@ -53,7 +62,10 @@ class Request:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> "Request":
-        """Parse arguments of main.py. The value of an option may be the next word; without one, it is `latest`."""
+        """Parse the options of `mlx train run`, and overrides.
+
+        The value of an option may be the next word. A missing run is `latest`.
+        """
         fields, overrides = dict[str, Any](), list[str]()
         for before, word in zip(["", *words], words, strict=False):
             option, mark, value = word.partition("=")
@@ -61,7 +73,12 @@ class Request:
                 fields[OPTIONS[option]] = value if mark else "latest"
             elif before in OPTIONS and names_run(word):
                 fields[OPTIONS[before]] = word
-            elif word != FAST_DEV_RUN:
+            elif word in FLAGS or (option in VALUES and mark) or before in VALUES:
+                overrides.append(FLAGS.get(word) or VALUES[option if mark else before] + (value if mark else word))
+            elif word not in (FAST_DEV_RUN, *VALUES):
+                if word.startswith("--"):
+                    known = ", ".join([*OPTIONS, FAST_DEV_RUN, *FLAGS, *VALUES])
+                    raise UsageError(f"there is no option {word}; there are {known}, and overrides: key=value")
                 overrides.append(word)
         return cls(tuple(overrides), **fields, fast=FAST_DEV_RUN in words)
 
@@ -146,7 +163,7 @@ def load_config(
     choice = choose_run(request, experiment, composition, look=look or request.fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
-        implied = (*implied, f"++cfg.restore_checkpoint_path={quote(checkpoint)}", "++cfg.restore_strict=true")
+        implied = (*implied, f"++cfg.restore_checkpoint_path={quote(escape(checkpoint))}", "++cfg.restore_strict=true")
     if request.fast and run is not None:
         raise UsageError(f"{FAST_DEV_RUN} keeps nothing, so it cannot resume a run; leave out --resume")
     changes: tuple[Change, ...] = ()
@@ -178,6 +195,11 @@ def load_config(
             changes = resuming.allowed_changes(run, conf, config, another)
             if not choice.declared:
                 resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
+    notes = [
+        f"note      {', '.join(names)} of {key} in {title or path} belong to its former class and are left out"
+        for key, names in composition.selection.left_out.items()
+        if names
+    ]
     return RunConfig(
         **{**vars(config), "overrides": typed},
         run=run,
@@ -186,7 +208,7 @@ def load_config(
         changes=changes,
         fast=request.fast,
         checkpoint=checkpoint,
-        notes=choice.notes,
+        notes=(*choice.notes, *notes),
     )
 
 

@@ -1,5 +1,6 @@
 """Words of command lines, and the printing of stored text."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_an_unknown_option_names_what_was_meant(
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(train.group, words)
     assert str(done.exception) == f"there is no option {words[1]}; {cure}"
+
+
+@pytest.mark.parametrize("words", [[], ["train"], ["xp"], ["data"], ["serve"]])
+def test_the_list_of_commands_has_whole_sentences(words: list[str]) -> None:
+    listed = CliRunner().invoke(mlx, [*words, "--help"]).output.partition("Commands:\n")[2]
+    sentences = re.split(r"\n  (?=\w)", listed)
+    assert len(sentences) > 5
+    assert [item for item in sentences if not re.search(r"[.:)]$", item.strip()) or "..." in item] == []
 
 
 def test_a_sweep_that_is_resumed_has_its_name() -> None:

@@ -304,7 +304,7 @@ class TestAgainstTheFormerDefaults:
         assert "num_epochs: 77" in binding.after
         assert "start_workers: 5" in binding.after
         assert "-  num_epochs: 10\n+  num_epochs: 77\n" in binding.diff()
-        assert "updated  cfg.num_epochs (to the code's new default)" in binding.lines()
+        assert "updated  cfg.num_epochs (to the new default)" in binding.lines()
 
     @pytest.mark.parametrize("known", [True, False])
     def test_what_was_open_gets_a_new_default(self, path: Path, known: bool) -> None:
@@ -334,9 +334,18 @@ class TestAgainstTheFormerDefaults:
         assert binding.changes.added[:1] == ["optimizers.adam.momentum"]
         assert set(binding.changes.dropped) >= {"optimizers.adam.betas", "optimizers.adam.eps"}
         assert "_target_: torch.optim.sgd.SGD" in binding.after
-        assert "lr: 0.5" in binding.after
+        assert binding.changes.updated == ["optimizers.adam.lr"]
+        assert "lr: 0.001" in binding.after  # of SGD; 0.5 was the default of the code, not the user's value
         binding.write()
         assert not bind(Annotated, path).stale
+
+        path.write_text(path.read_text().replace("lr: 0.001", "lr: 0.5"))  # for SGD, so it stays
+        assert not bind(Annotated, path).stale
+        path.write_text(path.read_text().replace("sgd.SGD", "adagrad.Adagrad"))
+        another = bind(Annotated, path)
+        assert "lr: 0.5" in another.after
+        assert "optimizers.adam.momentum" in another.changes.dropped
+        assert "optimizers.adam.lr" in another.changes.kept
 
     def test_a_partial_of_another_class_gets_no_argument_that_its_caller_gives(self, path: Path) -> None:
         """`make: partial(nn.Linear, 3, bias=False)`, of Conv2d now, with one argument too many."""

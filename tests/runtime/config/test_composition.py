@@ -2,18 +2,23 @@
 
 import contextlib
 import functools
+import inspect
 import os
+import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
+from ruamel.yaml import YAML
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
@@ -21,6 +26,7 @@ from mlx_runtime.config.binding import origins
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build, build_optimizers
+from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import BindError, ConfigError
@@ -55,9 +61,29 @@ class Needy:
         self.must = must
 
 
+class Deep(Net):
+    def __init__(self, depth: int, width: int = 9):
+        super().__init__(width)
+
+
+class Shape(Protocol):
+    sides: int
+
+
+class Drawing:
+    def __init__(
+        self,
+        shape: Shape = Needy(3),
+        parts: list[Needy] = [Needy(1)],
+        by_name: dict[str, Needy] | None = None,
+        time: str = "12:30",
+    ): ...
+
+
 @dataclass
 class Tools:
     first: int = 1
+    drawing: Drawing = Drawing()
 
 
 class Experiment(BaseModule):
@@ -204,7 +230,24 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         ),
         (["~tools"], "the experiment needs tools; leave this override out"),
         (["+cfgs.x=1"], "cfgs: there is no such group. Did you mean 'cfg'?"),
-        (["cfg.name=${nope}"], "cfg.name: Interpolation key 'nope' not found"),
+        (["tools.drawing.parts=[{must: 1}]"], "tools.drawing.parts[0] has no _target_; {here}.Drawing takes Needy"),
+        (
+            ["tools.drawing.parts=[{_target_: {here}.Needy, must: 1, mayb: 2}]"],
+            "tools.drawing.parts[0].mayb: {here}.Needy has no such argument. Did you mean 'may'?",
+        ),
+        (
+            ["tools.drawing.by_name={a: {_target_: {here}.Net}}"],
+            "tools.drawing.by_name.a._target_ is {here}.Net, which is not a {here}.Needy; {here}.Drawing takes one. "
+            "A wider type in the code, like a base class, would allow it",
+        ),
+        (
+            ["tools.drawing.time=1.10"],
+            "tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write 'tools.drawing.time=\"1.10\"'",
+        ),
+        (
+            ["cfg.name=${nope}"],
+            r"cfg.name: Interpolation key 'nope' not found; write \${ for the characters themselves",
+        ),
     ],
 )
 def test_a_wrong_config_is_one_clear_line_per_problem(conf: Path, overrides: list[str], message: str) -> None:
@@ -229,6 +272,28 @@ def test_a_node_without_its_class_is_not_a_mapping(conf: Path) -> None:
     conf.write_text(conf.read_text().replace(f"    _target_: {__name__}.Net\n", ""))
     with pytest.raises(ConfigError, match=r"\n  models\.net has no _target_; .*\.Models takes Net\n"):
         load_config(Experiment, [], conf)
+
+
+def test_another_class_has_its_own_defaults_and_what_is_typed_for_it(conf: Path) -> None:
+    deep = f"models.net._target_={__name__}.Deep"
+    config = load_config(Experiment, [deep, "models.net.depth=3"], conf)
+    assert config.tree["models"]["net"] == {"_target_": f"{__name__}.Deep", "depth": 3}
+    left_out = f"width, kind, layer of models.net in {conf} belong to its former class and are left out"
+    assert config.notes == (f"note      {left_out}",)
+    conf.write_text(config.yaml())
+    assert load_config(Experiment, [deep], conf).tree["models"] == config.tree["models"]  # as on resume
+    with pytest.raises(ConfigError, match="models.net._target_ is .*Needy, which is not a "):
+        load_config(Experiment, [f"models.net._target_={__name__}.Needy"], conf)
+
+    same = load_config(Experiment, ["optimizers.adam.lr=0.5", "optimizers.adam._target_=torch.optim.Adam"], conf)
+    assert same.tree["optimizers"]["adam"]["betas"] == [0.9, 0.999]
+
+
+@pytest.mark.parametrize("text", ["12:30", "1.10", "007", "true"])
+def test_what_is_no_text_without_quotes_is_shown_as_typed(conf: Path, text: str) -> None:
+    conf.write_text(conf.read_text().replace('"12:30"', text))
+    with pytest.raises(ConfigError, match=f'tools.drawing.time is .*; .*Drawing takes str; for text, write "{text}"'):
+        load_config(Experiment, path=conf)
 
 
 def test_an_override_that_replaces_a_node_is_named(conf: Path) -> None:
@@ -591,7 +656,10 @@ def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, as
     ("override", "message"),
     [
         ("=3", "the override '=3' has no key; write key=value without spaces"),
-        ("cfg.name='${'", "cfg.name='${': no viable alternative at input"),
+        (
+            "cfg.name='${'",
+            "cfg.name='${': no viable alternative at input '${'; write \\${ for the characters themselves",
+        ),
     ],
 )
 def test_an_override_that_cannot_be_applied_says_why(conf: Path, override: str, message: str) -> None:
@@ -626,6 +694,114 @@ def test_other_files_that_are_pipes_or_folders(make: Callable[[Path], None], con
     make(schema)
     with pytest.raises(BindError, match="conf.schema.json is not a regular file"):
         bind(Experiment, conf)
+
+
+RNG = random.Random(0)
+LETTERS = [
+    *"${}\\ :#'\"\n-?.0e1xoyn~=<>,[]&*!|%@`\t_+",
+    "${",
+    "\\${",
+    "oc.env:HOME",
+    "\x85",
+    "\u2028",
+    "\x00",
+    "\r",
+    "é",
+]
+TEXTS = [
+    *(
+        "${",
+        "… ${",
+        "${x}",
+        r"\${x}",
+        r"a\\${x}",
+        "$${x}",
+        "${oc.env:HOME}",
+        "x???",
+        "12:30",
+        "1e-08",
+        "1e3",
+        "007",
+        "0o17",
+    ),
+    *(
+        "0x1f",
+        "yes",
+        "y",
+        "2020-01-01",
+        "1_000",
+        "~",
+        "=",
+        "<<",
+        "null",
+        "",
+        ".5",
+        "-_",
+        ".inf",
+        "x " * 99,
+        "a\nb",
+        "---",
+    ),
+    *("".join(RNG.choices(LETTERS, k=RNG.randint(0, 8))) for _ in range(120)),
+]
+
+
+class Texts:
+    def __init__(
+        self,
+        texts: list = TEXTS,
+        keys: dict = {text: [{text: 1e-08}] for text in TEXTS},
+        numbers: dict = {1e-08: 1e20, 2: -1e-300, "inf": float("inf")},
+    ): ...
+
+
+@dataclass
+class TextTools:
+    all: Texts = Texts()
+
+
+class TextExperiment(BaseModule):
+    cfg: TrainConfig
+    tools: TextTools
+
+
+def test_every_reader_of_yaml_finds_the_text_of_the_code_wherever_it_is_written(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.yaml"
+    bind(TextExperiment, conf).write()
+    config, defaults = load_config(TextExperiment, path=conf), Description(TextExperiment).tree
+    assert config.tree["tools"]["all"]["texts"] == TEXTS
+    shown = origins.dump(conf, defaults, [], None, as_json=False)
+    assert "# file" not in shown.split("tools:")[1]  # no value differs from the code's
+    for text in (conf.read_text(encoding="utf-8"), config.yaml(), shown):
+        node = parse_config(text)["tools"]["all"]
+        for name in ("texts", "keys", "numbers"):
+            assert node[name] == inspect.signature(Texts).parameters[name].default
+        assert yaml.safe_load(text) == YAML(typ="safe").load(text) == OmegaConf.to_container(OmegaConf.create(text))
+
+
+def test_a_reference_to_the_environment_stays_one_and_a_text_like_it_a_text(
+    conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "there")
+    paths = ["++cfg.storage_path='${oc.env:PLACE}'", "++cfg.name='\\${oc.env:PLACE}'"]
+    conf.write_text(load_config(Experiment, paths, conf).yaml())
+    monkeypatch.setenv("PLACE", "elsewhere")
+    cfg = load_config(Experiment, [], conf).cfg
+    assert (cfg.storage_path, cfg.name) == ("elsewhere", "${oc.env:PLACE}")
+    monkeypatch.delenv("PLACE")
+    assert unset_variables(parse_config(conf.read_text())["cfg"]["name"]) == set()
+    monkeypatch.setenv("MLX_STORAGE", "/mnt/${PLACE}")
+    assert load_config(Experiment, [], conf).cfg.storage_path == "/mnt/${PLACE}"
+
+
+def test_a_dollar_and_a_brace_alone_are_named_with_their_key_and_the_cure(conf: Path) -> None:
+    text = conf.read_text()
+    conf.write_text(text.replace("name: experiment", 'name: "a ${"'))
+    for use in (load_config, bind):
+        with pytest.raises(
+            (BindError, ConfigError), match=re.escape("cfg.name: no viable alternative at input '${'; write \\${")
+        ):
+            use(Experiment, path=conf)
 
 
 def test_the_environment_is_named_as_an_origin(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ class TestBinding:
         monkeypatch.setattr(Net.__init__, "__defaults__", (5,))
         binding = bind(Experiment, conf)
         assert binding.stale == [conf, deep]  # conf.yaml shows the width of models.spare
-        assert f"updated  models.net.depth (to the code's new default) in {deep}" in binding.lines()
+        assert f"updated  models.net.depth (to the new default) in {deep}" in binding.lines()
         assert "-depth: 18\n+depth: 34\n" in binding.diff()
         binding.write()
         assert "depth: 34\n" in deep.read_text()

@@ -1,6 +1,7 @@
 """Listing, comparing, ranking and removing runs, from their stored files."""
 
 import datetime
+import io
 import json
 import os
 import pty
@@ -810,6 +811,14 @@ class TestRm:
         with pytest.raises(UsageError, match="lies outside the storage"):
             removal.remove_run(found)
         assert (tmp_path / "digits" / "run_001" / "run.json").is_file()
+
+
+@pytest.mark.pure
+def test_a_long_name_does_not_widen_a_table() -> None:
+    stream = io.StringIO()
+    tables.print_table([{"metric": "x" * 300, "best": "0.5"}, {"metric": "y", "best": "1"}], stream)
+    name, best = stream.getvalue().splitlines()[1].split()
+    assert (len(name), name[-1], best) == (100, "…", "0.5")
 
 
 @pytest.mark.pure

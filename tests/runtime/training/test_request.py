@@ -10,8 +10,9 @@ from conftest import Mlx, edit
 from mlx_runtime import BaseModule
 from mlx_runtime.config import composition
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import claim_run
+from mlx_runtime.runs import RunFolder, claim_run
 from mlx_runtime.training import request
+from mlx_runtime.training.console_lines import resume_command
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.request import FAST, Request
 
@@ -31,6 +32,9 @@ class Plain(BaseModule):
         ("--resume cfg.seed=1 run_003", Request(("cfg.seed=1", "run_003"), resume="latest")),
         ("--resume --fast-dev-run", Request(resume="latest", fast=True)),
         ("--from=digits/run_003 --eval=s3://a/b=c", Request(origin="digits/run_003", checkpoint="s3://a/b=c")),
+        ("--variant small --overfit=2", Request(("--variant=small", "++cfg.debug.overfit_batches=2"))),
+        ("--overfit 2 --profile", Request(("++cfg.debug.overfit_batches=2", "++cfg.debug.profile=true"))),
+        ("--prepare-batches cfg.seed=1", Request(("cfg.preparation.mode=make", "cfg.seed=1"))),
         ("~tools.x --run=/runs/a/run_001", Request(("~tools.x",), claimed="/runs/a/run_001")),
     ],
 )
@@ -40,6 +44,22 @@ def test_arguments_of_main_are_a_request_and_back(line: str, expected: Request) 
     assert Request.parse(asked.words) == asked
     more = Request.parse([*asked, "cfg.more=1"])  # as in a main.py that adds an override
     assert more == replace(asked, overrides=(*asked.overrides, "cfg.more=1"))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("override", ["cfg.name=c2", "++cfg.name=c2"])
+def test_a_run_of_another_experiment_is_resumed_by_its_whole_name(
+    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLX_STORAGE", raising=False)
+    run = RunFolder(tmp_path / "c2" / "run_001")
+    assert resume_command(run, (override,)) == "mlx train run --resume=c2/run_001"
+
+
+@pytest.mark.pure
+def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
+    with pytest.raises(UsageError, match="there is no option --overfitt=2; there are --run, .*--profile, --overfit, "):
+        Request.parse(["--overfitt=2"])
 
 
 @pytest.mark.pure

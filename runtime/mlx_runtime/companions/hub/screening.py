@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
-from mlx_runtime.config import parse_config
+from mlx_runtime.config import escape, parse_config
 from mlx_runtime.runs import EVALUATIONS
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import plural
@@ -51,7 +51,7 @@ def _screen_config(content: bytes, name: str) -> tuple[bytes, tuple[str, ...]]:
     text = content.decode()
     tree = parse_config(text, environment=False)
     hidden = hidden_texts(tree, redact_tree(tree))
-    known = sorted((item for item in hidden if len(item) >= UNIQUE), key=len, reverse=True)
+    known = sorted((escape(item) for item in hidden if len(item) >= UNIQUE), key=len, reverse=True)
     screened, positions = _screen_text(text, name, known=known)
     return screened.encode(), tuple(positions)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.kubernetes.kubectl import Kubectl
-from mlx_runtime.companions.kubernetes.manifest import JOB_LABEL, MOUNT, Pods, job_name, rayjob, to_yaml
+from mlx_runtime.companions.kubernetes.manifest import JOB_LABEL, MOUNT, Pods, job_name, rayjob
 from mlx_runtime.companions.kubernetes.preflight import check_cluster, check_options
 from mlx_runtime.companions.ray.preflight import Check, check_config, check_secrets
 from mlx_runtime.config import storage_override
@@ -20,6 +20,7 @@ from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.runs import RUN, SWEEP, RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import is_uri, storage_root
+from mlx_runtime.storage.documents import to_yaml
 from mlx_runtime.storage.secrets import secret_keys
 
 if TYPE_CHECKING:

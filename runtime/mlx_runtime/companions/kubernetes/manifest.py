@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-import yaml
-
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage.documents import to_yaml
 from mlx_runtime.training import TrainConfig
 from mlx_runtime.training.engines import JOB_FLAG
 
@@ -125,21 +124,6 @@ def rayjob(
     about = {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
     labels = {"labels": dict(pods.label)} if pods.label else {}
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about | labels, "spec": spec}
-
-
-def to_yaml(tree: Any) -> str:
-    """Return YAML with keys in the given order, and text of several lines as blocks."""
-    dump: Any = yaml.dump  # has no annotations
-    return str(dump(tree, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True))
-
-
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # write equal parts out, without anchors
-
-    def represent_scalar(self, tag: str, value: Any, style: str | None = None) -> Any:
-        represent: Any = super().represent_scalar
-        return represent(tag, value, "|" if isinstance(value, str) and "\n" in value else style)
 
 
 def _least(cfg: TrainConfig) -> int:

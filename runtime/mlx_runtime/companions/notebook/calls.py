@@ -12,6 +12,7 @@ from typing import Any
 from mlx_runtime.companions.notebook import inputs, sources
 from mlx_runtime.companions.notebook.functions import takes_config
 from mlx_runtime.companions.notebook.runs import importable
+from mlx_runtime.config import escape
 from mlx_runtime.config.binding import RESERVED
 from mlx_runtime.errors import MlxError, UsageError, WorkerLoopError
 from mlx_runtime.runs import list_runs, named_run
@@ -82,11 +83,11 @@ def run_settings(
     if fold is not None:
         values["fold"] = _checked_fold(fold, datasets)
     if isinstance(checkpoint, str | Path):
-        values["restore_checkpoint_path"] = str(checkpoint)
+        values["restore_checkpoint_path"] = escape(str(checkpoint))
     elif checkpoint is not None and not isinstance(checkpoint, Mapping):
         raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
     elif checkpoint is not None and _is_plain(checkpoint):
-        values["checkpoint"] = dict(checkpoint)
+        values["checkpoint"] = escape(dict(checkpoint))
     elif checkpoint is not None:
         values["checkpoint_file"] = inputs.store_state(root, checkpoint)
     if any(map(inputs.is_stream, datasets.values())):

@@ -100,7 +100,7 @@ def run(
     Args:
         experiment: class to train. The one in `src/experiment.py` is trained with conf.yaml; classes of other modules,
             such as `%%mlx` cells of a notebook, are trained with the defaults in their code.
-        overrides: Hydra's overrides, and options like `--resume=run_003` and `--fast-dev-run`.
+        overrides: Hydra's overrides, and the options of `mlx train run`, like `--resume=run_003` and `--overfit=1`.
         listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
         show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
             too.

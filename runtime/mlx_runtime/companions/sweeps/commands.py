@@ -38,9 +38,10 @@ from mlx_runtime.settings import prepare_fork
 @options.yes
 @click.argument("overrides", nargs=-1)
 def train_sweep(**settings: Any) -> None:
-    """Train many runs with different values: optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))"
+    """Train many runs with different values.
 
-    OVERRIDES are Hydra's: lists of values, choice(...), range(...), interval(...) and tag(log, interval(...)).
+    OVERRIDES are Hydra's, like optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))": lists of
+    values, choice(...), range(...), interval(...) and tag(log, interval(...)).
     """
     words, definition, how = sweep_request(**settings)
     run(words, definition, **how)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -131,12 +132,11 @@ def bind(experiment: type, path: Path) -> Binding:
     notices: list[str] = []
     if names_repositories(description.tree):
         notices = companions.part("hub.pins").pin_defaults(description.tree, present)
-    schema = path.with_name(SCHEMA)
     former = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
-        former = json.loads(read_regular(schema, BindError))
+        former = json.loads(read_regular(path.with_name(SCHEMA), BindError))
     tree = description.tree | {"cfg": _select_settings(experiment, description.tree["cfg"], present.get("cfg"))}
-    binding = merge(path, tree, former_defaults(former), description.of_class)
+    binding = merge(path, tree, former_defaults(former), description.of_class, former.get("x-chosen", {}))
     binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
     follow = Follow.since(former_defaults(former, open_ones=True), description, binding.changes)
@@ -154,8 +154,12 @@ def bind(experiment: type, path: Path) -> Binding:
         follow.into(patch, "", changes)
         binding.variants.append(Binding(file, before, yaml_text(patch) if changes else before, changes))
         variants.texts[file] = binding.variants[-1].after
-    binding.invalid = list(_invalid(experiment, variants, binding.after))
-    binding.schema = json.dumps(schema_of(experiment, description.tree, nodes), indent=1) + "\n"
+    try:
+        binding.invalid = list(_invalid(experiment, variants, binding.after))
+    except ValueError as error:  # such as a `${` that begins no reference
+        raise BindError(f"{path} is not valid YAML: {error}") from error
+    schema = schema_of(experiment, description.tree, nodes) | {"x-chosen": binding.changes.chosen}
+    binding.schema = json.dumps(schema, indent=1) + "\n"
     return binding
 
 
@@ -251,14 +255,18 @@ def merge(
     tree: dict[str, Node],
     former: Mapping[str, Any] | None = None,
     node_of_class: NodeOfClass = lambda path, key: None,
+    chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> Binding:
-    """Update conf.yaml to match the code, in memory; `former` contains the defaults at the last bind, by full key."""
+    """Update conf.yaml to match the code, in memory.
+
+    `former` contains the defaults at the last bind, and `chosen` the classes that the user had chosen, by full key.
+    """
     before = read_text(path)
     changes = Changes()
     if not before.strip():
         return Binding(path, before, header(path) + yaml_text(dict(tree)), changes)
     merged = commented_map(before, path)
-    Merge(former or {}, node_of_class, changes).into(merged, tree)
+    Merge(former or {}, node_of_class, changes, chosen).into(merged, tree)
     return Binding(path, before, yaml_text(merged) if changes else before, changes)  # or keep the layout
 
 

@@ -1,5 +1,6 @@
 """Merging of the code's defaults into conf.yaml; the user's values and comments stay."""
 
+import contextlib
 import difflib
 import json
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from ruamel.yaml.comments import CommentedMap
 from mlx_runtime.config.binding.nodes import Node
 from mlx_runtime.config.binding.text import quote_strings, remove_key, rename_key
 from mlx_runtime.config.constructors import convert, object_at, parameters, takes_any_keyword
+from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import BindError
 
 NodeOfClass = Callable[[str, str], Node | None]
@@ -23,7 +25,7 @@ class Changes:
 
     `updated` values had the former default and get the new one, `renamed` maps each new key to the former one,
     `dropped` maps keys to removed values with comments, and `kept` lists the user's values that differ from the
-    default.
+    default. `chosen` has the classes that the user has chosen, by the full key of their nodes.
     """
 
     added: list[str] = field(default_factory=list)
@@ -31,6 +33,7 @@ class Changes:
     renamed: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if the file must change."""
@@ -41,7 +44,7 @@ class Changes:
         why = "type and position fit, so it keeps the value"
         return [
             *(f"added    {key}" for key in self.added),
-            *(f"updated  {key} (to the code's new default)" for key in self.updated),
+            *(f"updated  {key} (to the new default)" for key in self.updated),
             *(f"renamed  {old} to {key} ({why})" for key, old in self.renamed.items()),
             *(f"dropped  {key}: {text} (no longer an argument)" for key, text in self.dropped.items()),
             *(f"kept     {key} (your value; the code's default differs)" for key in self.kept),
@@ -53,12 +56,14 @@ class Merge:
     """Updates the mappings of a file in place, so that comments stay where they are.
 
     `former` contains the defaults at the last bind by full key; a value that still equals its former default follows
-    the code. `node_of_class` describes classes that only the file names; `changes` receives all changes.
+    the code. `node_of_class` describes classes that only the file names; `changes` receives all changes. `chosen` has
+    the classes that the user had chosen at the last bind, by the full key of their nodes.
     """
 
     former: Mapping[str, Any]
     node_of_class: NodeOfClass
     changes: Changes
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_code(cls, former: Mapping[str, Any], tree: Mapping[str, Node]) -> Changes:
@@ -116,8 +121,19 @@ class Merge:
         self.changes.kept.append(f"{key}._target_")
         if old.get("_partial_"):  # its caller passes the other arguments
             users = {name: value for name, value in users.items() if name in old}
-        others = Merge({}, self.node_of_class, self.changes)  # the former defaults belong to another class
+        self.changes.chosen[key] = path
+        before = self.chosen.get(key, self.former.get(f"{key}._target_", path))
+        former: Mapping[str, Any] = {}  # since the choice, all values are the user's
+        if before != path and not old.get("_partial_"):  # a partial has no defaults, only arguments
+            former = self._defaults_of(self.chosen[key], key) if key in self.chosen else self.former
+        others = Merge(former, self.node_of_class, self.changes, self.chosen)
         others.into(old, users, key, same_class=False)
+
+    def _defaults_of(self, path: str, key: str) -> dict[str, Any]:
+        """Return the defaults of the class that the user had chosen before, by full key."""
+        with contextlib.suppress(BindError):
+            return {f"{key}.{name}": value for name, value in values_by_key(self.node_of_class(path, key)).items()}
+        return {}
 
     def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
         """Change the class of a node; arguments of both classes keep the user's value."""

@@ -4,7 +4,6 @@ import enum
 import functools
 import importlib.util
 import inspect
-import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from mlx_runtime.config import DUMMY_PARAMS
+from mlx_runtime.config import DUMMY_PARAMS, escape
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
 from mlx_runtime.config.constructors import (
@@ -199,8 +198,7 @@ class Description:
         if type(value) is str:
             if value == "???":
                 raise BindError(f"{key}: the default '???' means a missing value in conf.yaml; choose another")
-            # Loading must not interpolate: `${` becomes `\${`, and each backslash before it is doubled.
-            return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
+            return escape(value)
         if value is None or type(value) in (bool, int, float):
             return value
         if isinstance(value, Declaration):

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config import read
-from mlx_runtime.config.binding.text import yaml_text
+from mlx_runtime.config import escape, read, resolve_config
+from mlx_runtime.config.binding.text import quote_strings, yaml_text
 from mlx_runtime.config.variants import Variants, values_by_key
 from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.settings import Settings
@@ -30,7 +31,8 @@ def dump(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key:
     }
     every_key = values_by_key(tree)
     selected = read(path, selection.chosen, settings)
-    file, code = (_leaves(values_by_key(one)) for one in (selected.tree, defaults))
+    code_tree = resolve_config(OmegaConf.create(dict(defaults)), environment=False)  # without escapes
+    file, code = (_leaves(values_by_key(one)) for one in (selected.tree, code_tree))
     changed = {}
     for name, value in _leaves(every_key).items():
         variant = selected.selection.source(name)
@@ -49,7 +51,7 @@ def dump(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key:
         return json.dumps({"config": tree, "changed": changed, "variants": listed}, indent=2) + "\n"
     words = [f"{name}{' ' if name == '--variant' else '='}{file}" for name, files in listed.items() for file in files]
     last = f"# variants: {', '.join(words)}\n" if words else ""
-    return yaml_text(_with_comments(tree, key or "", changed)).removesuffix("...\n") + last
+    return yaml_text(_with_comments(escape(tree), key or "", changed)).removesuffix("...\n") + last
 
 
 def _leaves(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,11 +61,11 @@ def _leaves(values: Mapping[str, Any]) -> dict[str, Any]:
 def _with_comments(tree: Any, key: str, changed: Mapping[str, Any]) -> Any:
     """Add `# override (default: 3)` to changed values."""
     if not isinstance(tree, dict):
-        return tree
+        return quote_strings(tree)
     commented = CommentedMap()
     for name, value in tree.items():
         here = f"{key}.{name}".lstrip(".")
-        commented[name] = _with_comments(value, here, changed)
+        commented[quote_strings(name)] = _with_comments(value, here, changed)
         if here not in changed:
             continue
         entry = changed[here]

@@ -1,11 +1,10 @@
 """conf.yaml as text: exact values, with the user's comments in place."""
 
-import functools
 import io
+import re
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import CommentMark
@@ -13,7 +12,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from ruamel.yaml.tokens import CommentToken
 
 from mlx_runtime.errors import BindError
-from mlx_runtime.storage.documents import yaml_message
+from mlx_runtime.storage.documents import AMBIGUOUS, yaml_message
 from mlx_runtime.storage.local import IrregularError, regular
 
 
@@ -55,29 +54,26 @@ def _yaml() -> YAML:
     yaml.representer.add_representer(  # the default writes None as an empty value
         type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
     )
+    yaml.representer.add_representer(float, _write_float)
     yaml.indent(mapping=2, sequence=4, offset=2)
     return yaml
 
 
+def _write_float(writer: Any, value: float) -> Any:
+    node = writer.represent_float(value)
+    node.value = re.sub(r"^(-?\d+)e", r"\1.0e", node.value)  # in YAML 1.1, 1e-08 is text
+    return node
+
+
 def quote_strings(value: Any) -> Any:
-    """Prepare a value for the writer: quote strings that YAML 1.1 would not read as strings."""
+    """Prepare a value for the writer: quote strings that YAML 1.1 or 1.2 would not read as strings."""
     if isinstance(value, CommentedMap | CommentedSeq):
         return value  # read from the file, or already prepared
     if isinstance(value, dict):
-        return CommentedMap((name, quote_strings(item)) for name, item in value.items())
+        return CommentedMap((quote_strings(name), quote_strings(item)) for name, item in value.items())
     if isinstance(value, list):
         return [quote_strings(item) for item in value]
-    if isinstance(value, str) and value != "???" and _needs_quotes(value):
-        return DoubleQuotedScalarString(value)
-    return value
-
-
-@functools.lru_cache(maxsize=1024)
-def _needs_quotes(text: str) -> bool:
-    try:
-        return bool(OmegaConf.create({"value": OmegaConf.create(f"value: {text}").value}).value != text)
-    except Exception:  # without quotes, it is not even YAML
-        return True
+    return DoubleQuotedScalarString(value) if isinstance(value, str) and AMBIGUOUS.match(value) else value
 
 
 def rename_key(mapping: CommentedMap, old: str, new: str) -> None:

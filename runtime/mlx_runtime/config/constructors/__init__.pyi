@@ -6,6 +6,7 @@ from mlx_runtime.config.constructors.signatures import choices as choices
 from mlx_runtime.config.constructors.signatures import convert as convert
 from mlx_runtime.config.constructors.signatures import groups as groups
 from mlx_runtime.config.constructors.signatures import is_factory as is_factory
+from mlx_runtime.config.constructors.signatures import item_hint as item_hint
 from mlx_runtime.config.constructors.signatures import own_default as own_default
 from mlx_runtime.config.constructors.signatures import parameters as parameters
 from mlx_runtime.config.constructors.signatures import plain as plain

@@ -9,7 +9,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +129,16 @@ def plain(value: Any) -> Any:
 def alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the single type of another annotation."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def item_hint(hint: Any, kind: type, index: int = 0) -> Any:
+    """Return the annotated type of a value of a dict, or of an item of a list or tuple; Any without a single one."""
+    origins = (dict, Mapping) if kind is dict else (list, tuple, Sequence)
+    found = [typing.get_args(item) for item in alternatives(hint) if typing.get_origin(item) in origins]
+    if len(found) != 1:
+        return Any
+    arguments = found[0][1:] if kind is dict else [item for item in found[0] if item is not ...]
+    return arguments[index] if len(arguments) > index else arguments[0] if len(arguments) == 1 else Any
 
 
 def choices(hint: Any) -> list[Any]:

@@ -42,7 +42,7 @@ def redact_tree(value: Any, *, secret: bool = False) -> Any:
         return [redact_tree(item, secret=secret) for item in value]
     if secret and reveals(str(value)):
         return HIDDEN
-    return _redact_value(value) if isinstance(value, str) else value
+    return _redact_value(str(value)) if isinstance(value, str) else value  # a plain one, of any subclass
 
 
 def secret_keys(tree: Any, key: str = "", *, secret: bool = False) -> Iterator[str]:

@@ -12,7 +12,7 @@ from mlx_runtime import companions
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
 from mlx_runtime.errors import MlxError, RunStopped
-from mlx_runtime.events import Event, RunEnded
+from mlx_runtime.events import Event, RunEnded, RunStarted
 from mlx_runtime.settings import prepare_fork
 from mlx_runtime.training import Request, RunConfig, connect, fit, load_config
 from mlx_runtime.training.engines import cool_down, warm_up
@@ -37,11 +37,10 @@ class RunJob:
         """Import path of the class or function that the user runs."""
         return self.function or f"{self.module}.{self.name}"
 
-    @property
-    def resume_call(self) -> str:
-        """Python code that resumes the latest run."""
+    def resume_call(self, place: str) -> str:
+        """Return Python code that resumes the run at a path or URI."""
         name = self.title.rpartition(".")[2]
-        return f'trainer.run({name}, resume="latest")' if self.function else f'run({name}, ["--resume"])'
+        return f'trainer.run({name}, resume="latest")' if self.function else f'run({name}, ["--resume={place}"])'
 
 
 def work(job: RunJob, connection: Any) -> int:
@@ -51,10 +50,12 @@ def work(job: RunJob, connection: Any) -> int:
     warm_up()  # before anything starts threads
     link = Link(connection)
     ended: RunEnded | None = None
+    place = ""
 
     def handle(event: Event) -> None:
-        nonlocal ended
+        nonlocal ended, place
         ended = event if isinstance(event, RunEnded) else ended
+        place = event.run.place if isinstance(event, RunStarted) else place
         link.emit(event)
 
     error: BaseException | None = None
@@ -69,7 +70,7 @@ def work(job: RunJob, connection: Any) -> int:
     except BaseException as caught:
         error = caught
         if isinstance(caught, MlxError) and "--resume" in caught.hint and ended is not None:
-            caught.hint = f"Resume from the last checkpoint: {job.resume_call}"
+            caught.hint = f"Resume from the last checkpoint: {job.resume_call(place)}"
     cool_down()  # an unused server would keep this process from exiting
     unbegun = RunEnded("STOPPED" if isinstance(error, KeyboardInterrupt | RunStopped) else "FAILED", {})
     link.finish(replace(ended or unbegun, error=error))

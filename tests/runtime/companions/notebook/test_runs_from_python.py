@@ -80,12 +80,14 @@ if __name__ == "__main__":
         pass
     found["kept"] = failing.result().run is not None
     source = Path("src/experiment.py")
-    source.write_text(source.read_text().replace('"raise": ValueError("on purpose")', '"raise": ValueError("edited")'))
-    failing = run(Experiment, ["cfg.late=raise", "cfg.start_workers=0"])
+    text = source.read_text().replace('"raise": ValueError("on purpose")', '"raise": ValueError("edited")')
+    saving = "self.save_checkpoint(epoch=epoch)"
+    source.write_text(text.replace(saving, f"{saving}; self.go_wrong('raise')"))
+    failing = run(Experiment, ["cfg.start_workers=0", "++cfg.name=other", "--overfit=1"])
     try:
         failing.result()
     except MlxError as error:
-        found["failed"] = [type(error).__name__, str(error).splitlines()[0]]
+        found["failed"] = [type(error).__name__, str(error).splitlines()[0], error.hint]
     found["warm"] = standby._kept is server
     print(json.dumps(found))
 """
@@ -159,9 +161,13 @@ def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None
 
 
 @pytest.mark.kills
-def test_later_runs_start_warm_and_see_edits(found: dict[str, Any]) -> None:
+def test_later_runs_start_warm_and_see_edits(found: dict[str, Any], folder: Path) -> None:
     assert found["warm"]
-    assert found["failed"] == ["WorkerLoopError", "ValueError: edited (raised on rank 0)"]
+    kind, text, hint = found["failed"]
+    assert (kind, text) == ("WorkerLoopError", "ValueError: edited (raised on rank 0)")
+    place = folder / "runs" / "other" / "run_001"
+    assert hint == f'Resume from the last checkpoint: run(Experiment, ["--resume={place}"])'
+    assert open_run(place).config["cfg"]["debug"]["overfit_batches"] == 1
 
 
 @pytest.mark.pure
