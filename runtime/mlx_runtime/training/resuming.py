@@ -79,7 +79,7 @@ def change_lines(
 
 
 def best_kept(run: RunFolder, monitor: str | None, mode: str) -> dict[str, Any] | None:
-    """Return the entry in a run's record for its best checkpoint, by a metric that the run did not monitor before."""
+    """Return the entry in a run's record for its best checkpoint, by a metric that it may not have monitored before."""
     for item in best_first(list_checkpoints(run.checkpoints), monitor, mode):
         step = {} if item.finished else {"step": item.global_step}
         value = item.metrics[monitor or ""]

@@ -71,9 +71,9 @@ class Study:
         latest, prune = self._decisions.get(number, (-1, False))
         if self._study is None or epoch < latest:
             return False
-        if epoch > latest:
+        if epoch > latest and not prune:  # a pruned trial ends a moment later, and must not affect others by chance
             trial, step = self._trials[number], epoch + 1
-            trial.report(value, step)
+            trial.report(value if math.isfinite(value) else math.nan, step)  # Optuna prunes NaN
             prune = step < self._epochs and trial.should_prune()
             self._decisions[number] = epoch, prune
         return prune
@@ -85,7 +85,7 @@ class Study:
         from optuna.trial import TrialState
 
         trial = self._trials[number]
-        if status == "SUCCEEDED" and trial.params and value is not None and not math.isnan(value):
+        if status == "SUCCEEDED" and trial.params and value is not None and math.isfinite(value):
             self._study.tell(trial, value)
         else:
             pruned = status == "PRUNED" and trial.params
