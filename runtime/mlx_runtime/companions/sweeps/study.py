@@ -71,7 +71,7 @@ class Study:
         latest, prune = self._decisions.get(number, (-1, False))
         if self._study is None or epoch < latest:
             return False
-        if epoch > latest and not prune:  # a pruned trial ends a moment later, and must not affect others by chance
+        if epoch > latest:
             trial, step = self._trials[number], epoch + 1
             trial.report(value if math.isfinite(value) else math.nan, step)  # Optuna prunes NaN
             prune = step < self._epochs and trial.should_prune()

@@ -163,16 +163,6 @@ def test_a_trial_that_repeats_an_epoch_after_a_resume_gets_the_same_decision() -
     assert [found.report(1, epoch, 9.0) for epoch in (0, 1, 2)] == [False, False, False]
 
 
-def test_what_a_trial_trains_after_it_was_pruned_affects_no_other() -> None:
-    """It ends a moment later, which differs each time."""
-    found = study(["a=1,2"], search="grid", scheduler="asha")
-    for number in (1, 2):
-        found.ask(number)
-    assert [found.report(1, 0, 1.0), found.report(2, 0, 2.0)] == [False, True]
-    assert [found.report(2, epoch, 0.1) for epoch in (1, 2, 3)] == [True, True, True]
-    assert [found.report(1, epoch, 1.0) for epoch in (1, 2)] == [False, False]
-
-
 def test_infinity_is_pruned_and_competes_with_no_other() -> None:
     found = study(["a=1,2"], search="grid", scheduler="asha", mode="max")
     for number in (1, 2):
