@@ -137,6 +137,8 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
         saved = list_checkpoints(run.checkpoints)
         at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
         raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
+        if not at_limit and epochs and (record.get("epoch") or 0) + 1 < epochs:
+            raised += " and, after early stopping, the patience, like tools.early_stopping.patience=20"
         further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
         raise RunFinished(
             f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
@@ -294,6 +296,21 @@ def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Chang
         rates = [change.after if _same_number(base, change.before) else base for base in scheduler.base_lrs]
         scheduler.base_lrs = rates
         scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def planned_steps(schedulers: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Return the schedulers that end after a number of steps, like OneCycleLR, each with that number."""
+    return [(item, steps) for item in _walk(schedulers) if isinstance(steps := getattr(item, "total_steps", None), int)]
+
+
+def check_planned_steps(planned: Sequence[tuple[Any, int]]) -> None:
+    """Raise a ConfigError if a restored scheduler ends earlier than the one that the loop has made."""
+    for scheduler, steps in planned:
+        if scheduler.total_steps < steps:
+            raise ConfigError(
+                f"{type(scheduler).__name__} in the checkpoint ends after {scheduler.total_steps} steps, and worker_loop "
+                f"has made it for {steps}: resume with the former cfg.num_epochs and number of workers, or start a new run"
+            )
 
 
 def _walk(schedulers: Iterable[Any]) -> Iterator[Any]:

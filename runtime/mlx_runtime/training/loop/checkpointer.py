@@ -207,9 +207,13 @@ class Checkpointer:
         if any(added.values()) or regrouped:
             wanted["optimizers"] = None
         prepared = self._prepare(state, wanted)
+        from mlx_runtime.training.resuming import check_planned_steps, planned_steps
+
+        planned = planned_steps([self._context.groups.members(name)[item] for name in added for item in added[name]])
         for name, names in wanted.items():
             only = None if names is None else {*names} & set(state[name])
             self._load(name, prepared, only=only, owned=prepared is not state)
+        check_planned_steps(planned)
         if "optimizers" in wanted:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
