@@ -95,12 +95,12 @@ class Study:
         """Return values from the sampler, as a function of the salt and the history."""
         import optuna
 
-        seed = zlib.crc32(salt.encode())
+        seed, adding = zlib.crc32(salt.encode()), self._study.sampler
         sampler = optuna.samplers.TPESampler if self._search == "optuna" else optuna.samplers.RandomSampler
-        # A copy, because values are rounded in overrides.
-        copy = optuna.create_study(direction=self._study.direction, sampler=sampler(seed=seed))
-        copy.add_trials(self._study.get_trials(deepcopy=False))
-        parameters = copy.ask(self._distributions).params
+        self._study.sampler = sampler(seed=seed)
+        trial = self._study.ask(self._distributions)
+        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # `add` adds it, because overrides round its values
+        self._study.sampler, parameters = adding, trial.params
         return {item.key: _text(item, parameters[item.key]) for item in self._space.dimensions}
 
 
