@@ -308,8 +308,8 @@ def check_planned_steps(planned: Sequence[tuple[Any, int]]) -> None:
     for scheduler, steps in planned:
         if scheduler.total_steps < steps:
             raise ConfigError(
-                f"{type(scheduler).__name__} in the checkpoint ends after {scheduler.total_steps} steps, and worker_loop "
-                f"has made it for {steps}: resume with the former cfg.num_epochs and number of workers, or start a new run"
+                f"{type(scheduler).__name__} in the checkpoint ends after {scheduler.total_steps} steps, and the loop "
+                f"makes it for {steps}: resume with the former cfg.num_epochs and number of workers, or start a new run"
             )
 
 

@@ -137,7 +137,9 @@ class TestRestart:
         for events in (first, again):
             run(Experiment(), tmp_path, sink=events, epochs=1)
         text = "worker_loop has ended at epoch 1 of 3 without training, as its restored state demands"
-        assert [sum(text in event.text for event in events if isinstance(event, Notice)) for events in (first, again)] == [0, 1]
+        assert [
+            sum(text in event.text for event in events if isinstance(event, Notice)) for events in (first, again)
+        ] == [0, 1]
 
     def test_a_schedule_that_would_end_in_the_middle_is_refused(self, tmp_path: Path) -> None:
         run(Ending(), tmp_path, epochs=1)

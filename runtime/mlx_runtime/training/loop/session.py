@@ -108,8 +108,9 @@ class Session:
         is_left = 0 < cfg.start_epoch < cfg.num_epochs and self.context.steps_left != 0
         if is_left and optimization.expected and not (optimization.knows_steps or optimization.stepped):
             self.reporter.events.notice(
-                f"worker_loop has ended at epoch {cfg.start_epoch} of {cfg.num_epochs} without training, as its restored "
-                "state demands; after early stopping, raise the patience, too, like tools.early_stopping.patience=20"
+                f"worker_loop has ended at epoch {cfg.start_epoch} of {cfg.num_epochs} without training, as its "
+                "restored state demands; after early stopping, raise the patience, too, like "
+                "tools.early_stopping.patience=20"
             )
 
     def _end_epoch(self, values: Mapping[str, float] | None = None) -> None:
