@@ -298,21 +298,6 @@ def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Chang
         scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def planned_steps(schedulers: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Return the schedulers that end after a number of steps, like OneCycleLR, each with that number."""
-    return [(item, steps) for item in _walk(schedulers) if isinstance(steps := getattr(item, "total_steps", None), int)]
-
-
-def check_planned_steps(planned: Sequence[tuple[Any, int]]) -> None:
-    """Raise a ConfigError if a restored scheduler ends earlier than the one that the loop has made."""
-    for scheduler, steps in planned:
-        if scheduler.total_steps < steps:
-            raise ConfigError(
-                f"{type(scheduler).__name__} in the checkpoint ends after {scheduler.total_steps} steps, and the loop "
-                f"makes it for {steps}: resume with the former cfg.num_epochs and number of workers, or start a new run"
-            )
-
-
 def _walk(schedulers: Iterable[Any]) -> Iterator[Any]:
     for scheduler in schedulers:
         yield scheduler

@@ -144,7 +144,10 @@ class TestRestart:
     def test_a_schedule_that_would_end_in_the_middle_is_refused(self, tmp_path: Path) -> None:
         run(Ending(), tmp_path, epochs=1)
         again = Ending()
-        with pytest.raises(ConfigError, match="OneCycleLR in the checkpoint ends after 3 steps, .* for 11"):
+        with pytest.raises(
+            ConfigError,
+            match="own.schedule in the checkpoint does not fit .*: OneCycleLR ends after 3 steps, .* for 11",
+        ):
             run(again, tmp_path)
         assert again.global_step == 4
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.tracking import Report, RunInfo, flatten, read_or_create
 
@@ -53,7 +53,7 @@ class MLflow:
         self._send("metrics", [Metric(name, value, moment, report.step) for name, value in values.items()])
         if found := self._unreported:
             self._unreported = {}
-            raise MlxError(f"MLflow does not accept the names {', '.join(found)}: {next(iter(found.values()))}")
+            raise UsageError(f"MLflow does not accept the names {', '.join(found)}: {next(iter(found.values()))}")
 
     def _send(self, kind: str, items: list[Any]) -> None:
         """Send metrics or params without refused names, for one of which MLflow would refuse the whole request."""

@@ -329,12 +329,8 @@ class Checkpointer:
             saved = {item: self._with_settings(state, item, part) for item, part in saved.items()}
         if of_workers := self._of_workers(name):
             only = ({*self._context.groups.members(name), *saved} if only is None else only) - of_workers
-        from mlx_runtime.training.resuming import check_planned_steps, planned_steps
-
-        planned = planned_steps([*self._context.groups.members(name).values()] if name in MADE_BY_LOOP else [])
         for text in checkpoints.load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
             self._reporter.events.notice(text)
-        check_planned_steps(planned)
 
     def _with_settings(self, state: State, name: str, part: State) -> State:
         """Return the state of a tool with the settings that the config has changed."""

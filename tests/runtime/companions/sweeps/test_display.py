@@ -10,9 +10,9 @@ from fakes import plan_of
 from rich.console import Console
 from stored_sweeps import store_run, store_sweep
 
+from mlx_runtime.companions.sweeps.charts import spread_text
 from mlx_runtime.companions.sweeps.display import SweepDisplay
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
-from mlx_runtime.companions.sweeps.report import _table
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import short_names
 from mlx_runtime.errors import UsageError
@@ -93,7 +93,7 @@ def test_a_sweep_without_a_finite_value_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no trial of digits/sweep_001 has a finite value of val/loss"):
         _ = result.best
     assert [*result.table().columns] == ["lr", "status", "epoch", "val/loss", "duration_s"]
-    assert [row["val/loss"] for row in _table(result, result.ranked())] == ["nan", "nan", ""]
+    assert [spread_text(trial, "val/loss") for trial in result.ranked()] == ["nan", "nan", ""]
 
 
 def test_titles_are_as_short_as_they_can_be() -> None:
