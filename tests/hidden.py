@@ -29,7 +29,7 @@ class Finder(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"mlflow": "mlflow-skinny", "sklearn": "scikit-learn"}
 """Libraries whose distribution has another name."""
 
 

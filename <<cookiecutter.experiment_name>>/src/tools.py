@@ -18,7 +18,7 @@ class EarlyStopping:
     Args:
         patience: number of epochs to wait for a better value, at least 1.
         min_delta: minimum improvement over the best value.
-        mode: `min` if lower values are better, `max` if higher values are better. NaN is never better.
+        mode: `min` if lower values are better, `max` if higher values are better. NaN and infinity never are.
 
     Raises:
         ValueError: `patience` is less than 1.
@@ -36,7 +36,7 @@ class EarlyStopping:
     def update(self, value: float) -> None:
         """Record the value of an epoch."""
         gain = self.best - value if self.mode == "min" else value - self.best
-        if gain > self.min_delta:
+        if math.isfinite(value) and gain > self.min_delta:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -51,8 +51,8 @@ class BestWeights:
     """Keeps a copy of the weights of the best epoch on the CPU. Checkpoints include this copy.
 
     Args:
-        mode: `min` if lower values are better, `max` if higher values are better. NaN is never better; an equal value
-            is.
+        mode: `min` if lower values are better, `max` if higher values are better. NaN and infinity never are; an
+            equal value is.
     """
 
     def __init__(self, mode: Mode = "max"):
@@ -63,7 +63,7 @@ class BestWeights:
 
     def update(self, value: float, epoch: int, model: nn.Module) -> None:
         """Record the value of an epoch, and copy the weights if it is the best so far."""
-        if value <= self.best if self.mode == "min" else value >= self.best:
+        if math.isfinite(value) and (value <= self.best if self.mode == "min" else value >= self.best):
             self.best, self.epoch = value, epoch
             self.weights = {name: item.to("cpu", copy=True) for name, item in unwrapped(model).state_dict().items()}
 

@@ -16,6 +16,7 @@ EXTRAS = {
     "onnxscript": "export",
     "optuna": "sweeps",
     "orjson": "serving",
+    "mlflow": "mlflow",
     "numpy": "train",
     "plotly": "views",
     "ray": "train",

@@ -47,7 +47,8 @@ def restarted(saved: object, made: object) -> None:
         ({"patience": 2, "min_delta": 0.5, "mode": "max"}, [1, 1.4, 1.6, 1.9, 2.1], 5),
         ({"patience": 3}, [math.nan, 1, math.nan, math.nan, math.nan], 5),
         ({"patience": 3, "mode": "max"}, [math.nan, 1, math.nan, math.nan, math.nan], 5),
-        ({"patience": 2}, [math.inf, -math.inf, -math.inf, -math.inf], 4),
+        ({"patience": 2}, [math.inf, 1, -math.inf, -math.inf], 4),
+        ({"patience": 2, "mode": "max"}, [1, math.inf, 2, -math.inf, math.inf], 5),
     ],
 )
 @pytest.mark.parametrize("restart", [False, True])
@@ -79,7 +80,9 @@ def test_a_patience_that_would_train_nothing_is_refused(tools: ModuleType) -> No
         ("min", [2, 1, 1, 3], 2),
         ("max", [math.nan, 1, math.nan], 1),
         ("min", [math.nan, 1, math.nan], 1),
-        ("max", [math.nan], None),
+        ("max", [1, math.inf], 0),
+        ("min", [-math.inf, 1, math.inf], 1),
+        ("max", [math.nan, -math.inf], None),
     ],
 )
 def test_the_best_weights_are_kept_and_restored(

@@ -36,7 +36,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mlx_runtime.errors import USER_ERRORS, located
+from mlx_runtime.errors import USER_ERRORS, UsageError, located
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, Report, RunEnded, RunInfo, RunStarted
 
 __all__ = ["Listeners", "Report", "RunInfo"]
@@ -49,7 +49,8 @@ HOOKS = {"trackers": (*_HOOKS, "on_rewind"), "callbacks": (*_HOOKS, *_IN_WORKERS
 
 
 class Listeners:
-    """Calls the hooks of several objects by name, and reports the first failure of each with `notify`.
+    """Calls the hooks of several objects by name, and reports the first failure of each with `notify`; of
+    `UsageError`s, each message.
 
     `kind` is the key in `cfg`: `trackers` or `callbacks`.
     """
@@ -57,7 +58,7 @@ class Listeners:
     def __init__(self, objects: Mapping[str, Any], kind: str, notify: Callable[[str], None]) -> None:
         self._objects = {name: item for name, item in objects.items() if item is not None}
         self._kind, self._notify = kind, notify
-        self._failed: set[str] = set()
+        self._failed: set[str] = set()  # names of objects, and messages of `UsageError`s
         self._calling = threading.RLock()  # checkpoints are reported from another thread
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,8 +92,9 @@ class Listeners:
                 except USER_ERRORS as error:
                     if hook == "on_run_start":
                         del self._objects[name]
-                    if name not in self._failed:
-                        self._failed.add(name)
+                    what = f"{name}: {error}" if isinstance(error, UsageError) else name
+                    if what not in self._failed:
+                        self._failed.add(what)
                         then = "the run continues" if name in self._objects else "the run continues without it"
                         self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {located(error)}")
 

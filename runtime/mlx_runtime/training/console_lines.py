@@ -140,7 +140,7 @@ class ConsoleLines:
             path = split_options(event.best["path"])[0].removeprefix(f"{split_options(run.place)[0]}/")
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
         elif config.cfg.monitor and config.kept and event.status == "SUCCEEDED":
-            rows[f"best {config.cfg.monitor}"] = "none: no checkpoint has a value of it"
+            rows[f"best {config.cfg.monitor}"] = "none: no checkpoint has a finite value of it"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
         if config.run is not None:
             from mlx_runtime.runs.queries import summarize  # here, because new runs do not need it

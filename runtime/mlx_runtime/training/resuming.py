@@ -79,7 +79,7 @@ def change_lines(
 
 
 def best_kept(run: RunFolder, monitor: str | None, mode: str) -> dict[str, Any] | None:
-    """Return the entry in a run's record for its best checkpoint, by a metric that the run did not monitor before."""
+    """Return the entry in a run's record for its best checkpoint, by a metric that it may not have monitored before."""
     for item in best_first(list_checkpoints(run.checkpoints), monitor, mode):
         step = {} if item.finished else {"step": item.global_step}
         value = item.metrics[monitor or ""]
@@ -137,6 +137,8 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
         saved = list_checkpoints(run.checkpoints)
         at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
         raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
+        if not at_limit and epochs and (record.get("epoch") or 0) + 1 < epochs:
+            raised += " and, after early stopping, the patience, like tools.early_stopping.patience=20"
         further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
         raise RunFinished(
             f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "

@@ -127,15 +127,13 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     """
     config, facts = plan.config, _facts(plan)
     if config.run is not None:
-        from mlx_runtime.runs import drivers  # here, because new runs do not need it
+        from mlx_runtime.runs import drivers  # here, because new runs do not need them
+        from mlx_runtime.training.resuming import best_kept
 
         folder, attempt = config.run, drivers.take_over(config.run)
         previous = records.load_record(folder)
         before = previous.get(records.REPLACED) or previous
-        if (before.get("monitor"), before.get("mode")) != (config.cfg.monitor, config.cfg.mode):
-            from mlx_runtime.training.resuming import best_kept  # here, because few runs need it
-
-            facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
+        facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
         if previous["status"] != "PENDING" or not plan.launched:  # else the launcher has recorded these
             previous = before
             facts |= {"attempts": records.attempts(previous), "job": Settings.read().job}

@@ -3,6 +3,7 @@
 import datetime
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -687,7 +688,9 @@ class TestBest:
     def test_what_nobody_knows_is_asked_for(self, made: Made) -> None:
         made(monitor="f1", mode="max", metrics={"f1": 0.5, "val/loss": 0.1})
         made("plain", metrics={"loss": 1.0})
+        made("nan", monitor="loss", metrics={"loss": float("nan")}, best={"epoch": 0, "value": math.inf, "path": "x"})
         for arguments, message in [
+            (("nan",), "no value of loss in the runs of nan is finite"),
             (("digits", "val/loss"), "val/loss is not monitored in the runs of digits; pass --mode"),
             (("digits", "val/los", "max"), "val/los is not recorded in the runs of digits. Did you mean 'val/loss'?"),
             (("plain",), "cfg.monitor is not set in the runs of plain; pass --metric. Available: loss."),

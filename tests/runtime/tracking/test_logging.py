@@ -153,7 +153,7 @@ def test_the_first_number_that_is_not_finite_is_a_warning_however_quiet(
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
     assert warning == (
-        "warning   train/mse is not finite at step 5 of epoch 1; no checkpoint is the best while train/mse is nan. "
+        "warning   train/mse is not finite at step 5 of epoch 1; a checkpoint with such a train/mse is never the best. "
         "cfg.debug.stop_on_nan=true ends a run at the first such gradient"
     )
     log = next((folder / "runs").glob("logging/run_001/logs/driver*"))
@@ -178,23 +178,26 @@ def test_numbers_of_log_and_of_checkpoints_are_recorded_like_others(mlx: Mlx, ex
             for batch in train:
                 self.optimizers.sgd.step()
                 self.log({"gan/critic": 0.5 + epoch, "penalty": 3.0})
-            self.save_checkpoint(epoch=epoch, metrics={"gan/judge": 0.25 * epoch})
+            self.save_checkpoint(epoch=epoch, metrics={"gan/judge": (0.25, 0.5, math.inf)[epoch]})
 
     @staticmethod
 """
     source.write_text(start + loop + body + rest[rest.index("    def own(") :])
-    here = ("cfg.start_workers=0", "cfg.monitor=gan/judge", "cfg.mode=max")
-    done = mlx(folder, "train", "run", *here, "cfg.num_epochs=2")
+    here = ("cfg.start_workers=0", "cfg.monitor=gan/judge", "cfg.mode=max", "cfg.keep_checkpoints=1")
+    done = mlx(folder, "train", "run", *here, "cfg.num_epochs=3")
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     (titles,) = [index for index, line in enumerate(printed) if line.startswith("epoch ")]
     assert printed[titles].split()[1:4] == ["penalty", "critic", "judge"]
-    for row, critic, judge in ((1, "0.5000", "0.0000"), (2, "1.5000", "0.2500")):
-        assert printed[titles + row].split()[:4] == [f"{row}/2", "3.0000", critic, judge]
-    table = done.stdout.splitlines()[-8:]
-    for words in (["gan/critic", "1.5000"], ["gan/judge", "0.2500"], ["penalty", "3.0000"]):
-        assert words in [line.split() for line in table]
+    for row, critic, judge in ((1, "0.5000", "0.2500"), (2, "1.5000", "0.5000")):
+        assert printed[titles + row].split()[:4] == [f"{row}/3", "3.0000", critic, judge]
+    table = [line.split() for line in done.stdout.splitlines()[-8:]]
+    for words in (["gan/critic", "2.5000"], ["gan/judge", "inf"], ["penalty", "3.0000"]):
+        assert words in table
     run = folder / "runs" / "logging" / "run_001"
-    assert series(run)["gan/judge"] == [(12, 0.0), (24, 0.25)]
+    assert series(run)["gan/judge"] == [(12, 0.25), (24, 0.5), (36, None)]
     record = json.loads((run / "run.json").read_text())
-    assert (record["metrics"]["gan/judge"], record["best"]["value"], record["best"]["epoch"]) == (0.25, 0.25, 1)
+    assert (record["metrics"]["gan/judge"], record["best"]["value"], record["best"]["epoch"]) == (None, 0.5, 1)
+    assert ["best", "gan/judge", "0.5000", "(epoch", "2,", "checkpoints/epoch_0002)"] in table  # infinity is never best
+    assert sorted(path.name for path in run.glob("checkpoints/epoch*")) == ["epoch_0002", "epoch_0003"]
+    assert mlx(folder, "xp", "best", "logging").stdout.splitlines()[0].split() == ["gan/judge", "0.5000", "(max)"]

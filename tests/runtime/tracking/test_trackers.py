@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,17 @@ from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, read_or_c
 
 pytestmark = pytest.mark.pure
 
-CONFIG = {"cfg": {"seed": 7, "name": "digits", "monitor": "acc", "mode": "max"}, "models": {"net": {"widths": [1, 2]}}}
+CONFIG = {
+    "cfg": {"seed": 7, "name": "digits", "monitor": "acc", "mode": "max"},
+    "models": {"net": {"widths": [1, 2], "p@1": 0}},
+}
 
 
-def begun(folder: Path, attempt: int = 1, **trackers: object) -> ReportWriter:
+def begun(
+    folder: Path, attempt: int = 1, warn: Callable[[str], object] = pytest.fail, /, **trackers: object
+) -> ReportWriter:
     info = RunInfo("digits", "run_001", folder, str(folder), CONFIG, attempt)
-    tracking = ReportWriter(info, RunFolder(folder), trackers, pytest.fail)
+    tracking = ReportWriter(info, RunFolder(folder), trackers, warn)
     tracking.start()
     return tracking
 
@@ -228,14 +233,22 @@ def test_a_checkpoint_that_cannot_be_sent_is_reported_and_one_that_is_gone_is_le
 def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
+    told: list[str] = []
     for attempt in (1, 2):
-        with begun(tmp_path, attempt, mlflow=MLflow()) as tracking:
-            tracking.report({"train/loss": 0.5 / attempt, "val/acc": math.nan}, step=10 * attempt, epoch=attempt)
+        with begun(tmp_path, attempt, told.append, mlflow=MLflow()) as tracking:
+            refused = {"acc@1": 1.0} if attempt == 1 else {"acc@1": 1.0, "acc@5": 2.0}
+            for step in (10 * attempt, 10 * attempt + 5):
+                values = {"train/loss": 0.5 / attempt, "val/acc": math.nan, **refused}
+                tracking.report(values, step=step, epoch=attempt)
+            tracking.report({"acc@9": 3.0}, step=10 * attempt + 6, epoch=attempt)
             tracking.end("SUCCEEDED" if attempt == 2 else "STOPPED", {})
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(item.step, item.value) for item in history] == [(10, 0.5), (20, 0.25)]
+    assert [(item.step, item.value) for item in history] == [(10, 0.5), (15, 0.5), (20, 0.25), (25, 0.25)]
+    start = "cfg.trackers.mlflow failed in on_report, the run continues: MLflow does not accept the names "
+    names = [text.removeprefix(start).partition(": ")[0] for text in told]
+    assert names == ["models.net.p@1, acc@1", "acc@9", "acc@1, acc@5", "acc@9"]  # of each attempt
     assert run.info.status == "FINISHED"
     assert (run.data.params["cfg.seed"], run.data.params["models.net.widths.1"]) == ("7", "2")
 
@@ -244,7 +257,7 @@ def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
     ("tracker", "module", "why"),
     [
         (WandB(), "wandb", 'it needs wandb; type: pip install "mlx-runtime[wandb]"'),
-        (MLflow(), "mlflow.entities", "ModuleNotFoundError"),
+        (MLflow(), "mlflow", 'it needs mlflow; type: pip install "mlx-runtime[mlflow]"'),
     ],
 )
 def test_one_that_is_not_installed_is_left_out(
@@ -295,6 +308,7 @@ def test_a_config_as_one_list() -> None:
         "cfg.mode": "max",
         "models.net.widths.0": 1,
         "models.net.widths.1": 2,
+        "models.net.p@1": 0,
     }
 
 

@@ -39,10 +39,11 @@ HERE = __name__
 
 
 def test_the_setting_that_ended_a_run_is_the_one_to_raise(tmp_path: Path) -> None:
-    for steps, setting in ((40, "cfg.max_steps"), (41, "cfg.num_epochs")):
+    early = "cfg.num_epochs and, after early stopping, the patience, like tools.early_stopping.patience=20"
+    for steps, epoch, setting in ((40, 0, "cfg.max_steps"), (41, 8, "cfg.num_epochs"), (41, 7, early)):
         run = claim_run(str(tmp_path), "digits")
         run.claim_attempt(1)
-        records.Record(run, status="SUCCEEDED")
+        records.Record(run, status="SUCCEEDED", epoch=epoch)
         CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, False, 40, {}))
         run.conf.write_text(f"cfg: {{num_epochs: 9, max_steps: {steps}}}")
         cfg = mlx_runtime.TrainConfig(num_epochs=9, max_steps=steps)

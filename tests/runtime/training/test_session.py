@@ -12,6 +12,7 @@ import pytest
 import torch
 from sessions import ALONE, Events, attach, session_of
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 from torch.utils.data import Dataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
@@ -58,7 +59,7 @@ class Experiment(BaseModule):
 
     def worker_loop(self, dataset_shards: DatasetShards, epochs: int = 3, stop_at: int | None = None) -> None:
         (train,) = self.generate_loaders(dataset_shards)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers.sgd, 0.9)
+        self.schedule = self.scheduled(train.updates * epochs)
         for epoch in range(self.cfg.start_epoch, epochs):
             self.reset_all_metrics_and_losses()
             for batch_idx, batch in enumerate(train):
@@ -71,6 +72,9 @@ class Experiment(BaseModule):
                     raise KeyboardInterrupt
             self.save_checkpoint(epoch=epoch)
 
+    def scheduled(self, steps: int) -> LRScheduler:
+        return ExponentialLR(self.optimizers.sgd, 0.9)
+
 
 class Regrouped(Experiment):
     """The loop gives the bias a learning rate of its own."""
@@ -80,6 +84,14 @@ class Regrouped(Experiment):
         sgd.param_groups[0]["params"] = [net.weight]
         sgd.add_param_group({"params": [net.bias], "lr": 0.1})
         super().worker_loop(dataset_shards, **options)
+
+
+class Ending(Experiment):
+    """The schedule has a fixed number of steps."""
+
+    def scheduled(self, steps: int) -> LRScheduler:
+        sgd = self.optimizers.sgd
+        return SequentialLR(sgd, [LinearLR(sgd), OneCycleLR(sgd, 0.1, total_steps=steps - 1)], milestones=[2])
 
 
 def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
@@ -121,6 +133,26 @@ class TestRestart:
         again = run(Experiment(), tmp_path, sink=events)
         assert again.cfg.start_epoch == 3
         assert Notice("already at epoch 3 of 3; raise cfg.num_epochs to train further") in events
+
+    def test_a_loop_that_ends_at_once_is_explained(self, tmp_path: Path) -> None:
+        """As after early stopping, although there are more epochs."""
+        first, again = Events(), Events()
+        for events in (first, again):
+            run(Experiment(), tmp_path, sink=events, epochs=1)
+        text = "worker_loop has ended at epoch 1 of 3 without training, as its restored state demands"
+        assert [
+            sum(text in event.text for event in events if isinstance(event, Notice)) for events in (first, again)
+        ] == [0, 1]
+
+    def test_a_schedule_that_would_end_in_the_middle_is_refused(self, tmp_path: Path) -> None:
+        run(Ending(), tmp_path, epochs=1)
+        again = Ending()
+        with pytest.raises(
+            ConfigError,
+            match="own.schedule in the checkpoint does not fit .*: OneCycleLR ends after 3 steps, .* for 11",
+        ):
+            run(again, tmp_path)
+        assert again.global_step == 4
 
 
 class Carried:

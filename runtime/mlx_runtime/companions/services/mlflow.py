@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from mlx_runtime.errors import UsageError
+from mlx_runtime.extras import require
 from mlx_runtime.tracking import Report, RunInfo, flatten, read_or_create
 
 
 class MLflow:
-    """Metrics on an MLflow server or in a local store (`pip install mlflow`). A resumed run remains one run there.
+    """Metrics on an MLflow server or in a local store (`pip install "mlx-runtime[mlflow]"`).
+
+    A resumed run remains one run there.
 
     Args:
         tracking_uri: like `http://host:5000`; None means a SQLite file in the run's folder.
@@ -21,8 +25,11 @@ class MLflow:
         self.tracking_uri, self.experiment = tracking_uri, experiment
         self._client: Any = None
         self._id = ""
+        self._refused: set[str] = set()  # names that MLflow does not accept
+        self._unreported: dict[str, str] = {}  # those among them that no warning has named, with the reason
 
     def on_run_start(self, run: RunInfo) -> None:
+        require("mlflow", "it")
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
@@ -36,14 +43,34 @@ class MLflow:
         if run.attempt == 1:
             params = [Param(name, str(value)[:500]) for name, value in flatten(run.config)]
             for start in range(0, len(params), 100):  # limit of a request
-                self._client.log_batch(self._id, params=params[start : start + 100])
+                self._send("params", params[start : start + 100])
 
     def on_report(self, report: Report) -> None:
         from mlflow.entities import Metric
 
         moment = int(1000 * report.facts["timestamp"])
         values = {**report.values, "epoch": report.epoch}
-        self._client.log_batch(self._id, [Metric(name, value, moment, report.step) for name, value in values.items()])
+        self._send("metrics", [Metric(name, value, moment, report.step) for name, value in values.items()])
+        if found := self._unreported:
+            self._unreported = {}
+            raise UsageError(f"MLflow does not accept the names {', '.join(found)}: {next(iter(found.values()))}")
+
+    def _send(self, kind: str, items: list[Any]) -> None:
+        """Send metrics or params without refused names, for one of which MLflow would refuse the whole request."""
+        from mlflow.exceptions import MlflowException
+
+        items = [item for item in items if item.key not in self._refused]
+        try:
+            self._client.log_batch(self._id, **{kind: items})
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(items) == 1:
+                self._refused.add(items[0].key)
+                self._unreported[items[0].key] = error.message
+            else:
+                for item in items:
+                    self._send(kind, [item])
 
     def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
         ends = {"SUCCEEDED": "FINISHED", "STOPPED": "KILLED"}

@@ -189,7 +189,7 @@ def curves(metric: str, trials: Sequence[Trial]) -> Chart:
         for curve in (trial.curve for trial in trials)
     ]
     mode = "lines" if sum(len(mark.x) for mark in marks) > MAX_POINTS else "lines+markers"
-    values = Axis(metric, metric, [value for mark in marks for value in mark.y])
+    values = Axis(metric, metric, [value for mark in marks for value in mark.y if math.isfinite(value)])
     epochs = max(epoch for mark in marks for epoch in mark.x)
     across = {"title": {"text": "epoch", "standoff": 4}, "tick0": 1, "dtick": math.ceil(epochs / 10)}
     layout = {"height": 360, "xaxis": across, "yaxis": values.layout()}

@@ -203,8 +203,14 @@ class Sweep:
         return claim_run(sweep.root, sweep.experiment, announce=announce)
 
     def _report(self, trial: TrialState) -> None:
-        for epoch, value in trial.curve.items():
-            if self._study.report(trial.number, epoch, value):
+        """Report the values of a trial, without those after it was pruned: how many there are is a matter of time."""
+        curve = trial.curve
+        for epoch, value in curve.items():
+            if trial.number in self._pruned:
+                return
+            prune = self._study.report(trial.number, epoch, value)
+            # A resumed sweep, which reports in the order of trials, must not prune one that was once continued.
+            if prune and (trial.status == "PRUNED" or epoch == max(curve)):
                 self._pruned.add(trial.number)
 
     def _tell(self, trial: TrialState) -> None:

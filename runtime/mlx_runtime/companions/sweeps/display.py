@@ -1,6 +1,7 @@
 """The display of a sweep: a table of trials on a terminal, lines in a pipe, and the results."""
 
 import io
+import math
 import shlex
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.errors import printable
 from mlx_runtime.events import Event, StopRequested
+from mlx_runtime.runs.checkpoints import score
 from mlx_runtime.runs.tables import COLORS, format_duration, format_number, plural, print_table
 
 RANKED = 10
@@ -110,12 +112,14 @@ class SweepDisplay:
     def _best(self) -> tuple[int, int] | None:
         """Return the trial with the best value so far."""
         whole = WHOLE if self._plan.definition.folds else 0
-        known = {
-            key: row.value
+        scores = {
+            key: found
             for key, row in self._rows.items()
-            if key[1] == whole and row.value is not None and row.value == row.value and row.status != "FAILED"
+            if key[1] == whole
+            and row.status != "FAILED"
+            and (found := score(row.value, self._plan.definition.mode)) > -math.inf
         }
-        return (max if self._plan.definition.mode == "max" else min)(known, key=known.__getitem__, default=None)
+        return max(scores, key=scores.__getitem__, default=None)
 
     def _start(self, event: SweepStarted) -> None:
         definition, folder = self._plan.definition, event.folder
@@ -160,8 +164,7 @@ class SweepDisplay:
         definition = self._plan.definition
         result = SweepResult(self._folder)
         facts = {"failed": f"{event.failed} of {plural(len(result.trials), 'trial')}"} if event.failed else {}
-        if event.best is not None:
-            ranked = [trial for trial in result.ranked() if trial.score is not None][:RANKED]
+        if ranked := [trial for trial in result.ranked() if trial.metrics][:RANKED]:
             self._print(always=True)
             rows = [_cells(trial, result) for trial in ranked]
             print_table(rows, self._stream)
@@ -170,12 +173,15 @@ class SweepDisplay:
                 print_table(rows, lines)
                 self._copy.write(lines.getvalue())
             self._print(always=True)
+        if event.best is not None:
             best = result.best
             spread = f" ± {format_number(best.spread.get(result.metric))}" if definition.folds else ""
             value = f"{result.metric} {format_number(best.score)}{spread}"
             facts["best"] = f"trial {best.number}, {value} (epoch {best.epoch})"
             facts["full run"] = result.command
             facts["report"] = shlex.join(["mlx", "xp", "report", self._folder.experiment, self._folder.name])
+        elif ranked:
+            facts["best"] = f"none: no trial has a finite value of {result.metric}"
         facts["took"] = format_duration(time.monotonic() - self._started)
         for name, text in facts.items():
             self._print(f"{name:<9} {text}", always=True)
@@ -202,8 +208,8 @@ def _cells(trial: Trial, result: SweepResult) -> dict[str, str]:
     return {
         "trial": str(trial.number),
         **{short[key]: text for key, text in overrides.items()},
-        result.metric: f"{format_number(trial.score)}{spread}",
-        "epoch": str(trial.epoch),
+        result.metric: f"{format_number(trial.metrics[result.metric])}{spread}",
+        "epoch": str(trial.epoch or "-"),
         "status": trial.status,
         "run": runs[0] if len(runs) == 1 else f"{runs[0]} … {runs[-1]}",
     }

@@ -101,6 +101,8 @@ def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
         facts["best"] = f"{spread_text(shown[0], result.metric)} in trial {shown[0].number}, epoch {shown[0].epoch}"
         facts["its values"] = " ".join(shown[0].overrides)
         facts["full run"] = result.command
+    elif any(trial.curve for trial in result.trials):
+        facts["best"] = f"none: no trial has a finite value of {result.metric}"
     return {name: text for name, text in facts.items() if text}
 
 

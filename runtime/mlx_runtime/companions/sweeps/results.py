@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, score_trial
 from mlx_runtime.errors import UsageError, printable, suggest
 from mlx_runtime.runs import RunFolder, queries, records, run_folder
-from mlx_runtime.runs.checkpoints import list_checkpoints
+from mlx_runtime.runs.checkpoints import list_checkpoints, score
 from mlx_runtime.runs.queries import map_concurrently, summarize
 from mlx_runtime.runs.tables import format_number, plural
 from mlx_runtime.storage import join_path
@@ -80,6 +80,8 @@ class SweepResult:
         problem = f"no trial of {self.folder.title} has recorded {printable(self.metric, one_line=True)}"
         if errors := [f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]:
             raise UsageError(f"{problem}; {errors[0].partition(chr(10))[0]}")
+        if any(trial.curve for trial in self.trials):
+            raise UsageError(f"no trial of {self.folder.title} has a finite value of {self.metric}")
         recorded = {name for trial in self.trials for run in trial.runs for name in metrics_at(run.epochs, None)}
         raise UsageError(f"{problem}.{suggest(self.metric, recorded)}")
 
@@ -178,13 +180,12 @@ class SweepResult:
         return pandas.DataFrame(rows, columns=None if rows else [index]).set_index(index)
 
     def ranked(self) -> list[Trial]:
-        """Return the trials, best first; failed ones and those without the metric come last."""
-        sign = -1 if self.mode == "max" else 1
+        """Return the trials, best first; failed ones and those without a finite value come last."""
 
         def rank(trial: Trial) -> float:
-            return math.inf if trial.score is None or trial.status == "FAILED" else sign * trial.score
+            return score(trial.score if trial.status != "FAILED" else None, self.mode)
 
-        return sorted(self.trials, key=rank)
+        return sorted(self.trials, key=rank, reverse=True)
 
     @functools.cached_property
     def metric_names(self) -> list[str]:

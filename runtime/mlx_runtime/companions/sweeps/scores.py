@@ -40,8 +40,8 @@ class Trial:
     status: str  # status of its run; with folds, the worst one
     runs: tuple[RunResult, ...] = field(repr=False)  # those that were started; with folds, one per fold
     curve: Mapping[int, float] = field(repr=False)  # the metric by epoch, from 1; with folds, the mean
-    epoch: int | None  # best epoch of the curve; None if the curve is empty
-    metrics: Mapping[str, float]  # metrics at that epoch, and of a final test; with folds, means
+    epoch: int | None  # best epoch of the curve; None if it has no finite value
+    metrics: Mapping[str, float]  # metrics at that epoch, and of a final test; with folds, means; NaN if there is none
     spread: Mapping[str, float]  # standard deviations of the metrics over the folds
 
     @property
@@ -71,7 +71,9 @@ def score_trial(
     if folds == 1 and runs:
         curve = with_checkpoint(curve, best_checkpoint(runs[0].row.record, metric, mode, first_epoch=1), mode)
     epoch = best_epoch(curve, mode)
-    found = [metrics_at(run.epochs, epoch) for run in runs] if epoch is not None else []
+    found: list[dict[str, float]] = [{metric: math.nan}] if curve else []
+    if epoch is not None:
+        found = [metrics_at(run.epochs, epoch) for run in runs]
     if folds == 1 and epoch is not None:
         found = [{**found[0], metric: curve[epoch]}]
     names = [name for name in found[0] if all(name in one for one in found)] if found else []
@@ -119,8 +121,8 @@ def curve_of(epochs: Epochs, metric: str) -> dict[int, float]:
 
 def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
     """Return the epoch with the best value, of equal values the last one; None if no value is finite."""
-    known = [epoch for epoch in sorted(curve, reverse=True) if math.isfinite(curve[epoch])]
-    return (max if mode == "max" else min)(known, key=curve.__getitem__, default=None)
+    found, epoch = max(((score(value, mode), epoch) for epoch, value in curve.items()), default=(-math.inf, None))
+    return epoch if found > -math.inf else None
 
 
 def best_checkpoint(

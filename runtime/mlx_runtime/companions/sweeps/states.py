@@ -15,6 +15,7 @@ from mlx_runtime.companions.sweeps.scores import (
 )
 from mlx_runtime.companions.sweeps.space import Values
 from mlx_runtime.runs import RunFolder, drivers, records, run_folder
+from mlx_runtime.runs.checkpoints import score
 from mlx_runtime.storage import storage_at
 
 Curve = dict[int, float]
@@ -91,7 +92,7 @@ def best_of(curve: Curve, mode: str) -> tuple[int, float] | None:
 def best_trial(trials: Sequence[TrialState], mode: str) -> TrialState | None:
     """Return the trial with the best value, except failed ones."""
     known = [(best[1], trial) for trial in trials if trial.status != "FAILED" and (best := trial.best(mode))]
-    return (max if mode == "max" else min)(known, key=lambda item: item[0])[1] if known else None
+    return max(known, key=lambda item: score(item[0], mode))[1] if known else None
 
 
 def read_trial(

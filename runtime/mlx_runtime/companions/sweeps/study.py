@@ -73,7 +73,7 @@ class Study:
             return False
         if epoch > latest:
             trial, step = self._trials[number], epoch + 1
-            trial.report(value, step)
+            trial.report(value if math.isfinite(value) else math.nan, step)  # Optuna prunes NaN
             prune = step < self._epochs and trial.should_prune()
             self._decisions[number] = epoch, prune
         return prune
@@ -85,7 +85,7 @@ class Study:
         from optuna.trial import TrialState
 
         trial = self._trials[number]
-        if status == "SUCCEEDED" and trial.params and value is not None and not math.isnan(value):
+        if status == "SUCCEEDED" and trial.params and value is not None and math.isfinite(value):
             self._study.tell(trial, value)
         else:
             pruned = status == "PRUNED" and trial.params
@@ -95,12 +95,12 @@ class Study:
         """Return values from the sampler, as a function of the salt and the history."""
         import optuna
 
-        seed = zlib.crc32(salt.encode())
+        seed, adding = zlib.crc32(salt.encode()), self._study.sampler
         sampler = optuna.samplers.TPESampler if self._search == "optuna" else optuna.samplers.RandomSampler
-        # A copy, because values are rounded in overrides.
-        copy = optuna.create_study(direction=self._study.direction, sampler=sampler(seed=seed))
-        copy.add_trials(self._study.get_trials(deepcopy=False))
-        parameters = copy.ask(self._distributions).params
+        self._study.sampler = sampler(seed=seed)
+        trial = self._study.ask(self._distributions)
+        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)  # `add` adds it, because overrides round its values
+        self._study.sampler, parameters = adding, trial.params
         return {item.key: _text(item, parameters[item.key]) for item in self._space.dimensions}
 
 

@@ -123,12 +123,26 @@ def load_into(
         )
     for name in sorted(set(present) & set(saved)):
         devices = {key.removeprefix(f"{name}."): device for key, device in (moved or {}).items()}
+        planned = _planned_steps(present[name])
         try:
             _load_member(present[name], saved[name] if owned else copy.deepcopy(saved[name]), devices)
+            for scheduler, steps in planned:
+                if scheduler.total_steps < steps:
+                    raise ValueError(
+                        f"{type(scheduler).__name__} ends after {scheduler.total_steps} steps, and the loop makes it "
+                        f"for {steps}; resume with the former cfg.num_epochs and number of workers, or start a new run"
+                    )
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             detail = " ".join(str(error).split())
             raise ConfigError(f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
     return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
+
+
+def _planned_steps(item: Any) -> list[tuple[Any, int]]:
+    """Return the schedulers in an object that have a fixed number of steps, like OneCycleLR, with that number."""
+    steps, parts = getattr(item, "total_steps", None), getattr(item, "_schedulers", None)
+    inner = [found for part in parts for found in _planned_steps(part)] if isinstance(parts, list | tuple) else []
+    return [(item, steps), *inner] if isinstance(steps, int) else inner
 
 
 def load_what_fits(

@@ -68,14 +68,17 @@ class CheckpointInfo:
 
 
 def score(value: float | None, mode: str) -> float:
-    """Return a score for a value, higher is better; minus infinity for NaN and None."""
-    if value is None or math.isnan(value):
+    """Return a score for a value, higher is better. All that is called best has the highest score.
+
+    None, NaN and infinities are never the best: their score is minus infinity, below that of any other value.
+    """
+    if value is None or not math.isfinite(value):
         return -math.inf
     return value if mode == "max" else -value
 
 
 def best_first(checkpoints: Iterable[CheckpointInfo], metric: str | None, mode: str) -> list[CheckpointInfo]:
-    """Return the checkpoints with a value of a metric, best first; of equal values, the later is better.
+    """Return the checkpoints with a finite value of a metric, best first; of equal values, the later is better.
 
     Checkpoints in the middle of an epoch are ranked like all others.
     """

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import SWEEP, RunFolder, find_run, list_runs, records, run_folder
+from mlx_runtime.runs.checkpoints import score
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import format_duration, format_number, plural
 from mlx_runtime.storage import documents
@@ -338,14 +339,12 @@ def suggest_metric(rows: Iterable[Row], metric: str) -> str:
 
 
 def _sort(rows: Sequence[Row], metric: str, mode: str | None) -> list[Row]:
-    sign = -1 if (mode or mode_of(rows, metric)) == "max" else 1
-    known = [(sign * value, row) for row in rows if (value := row.value(metric)) is not None]
-    if rows and not known:
+    direction = mode or mode_of(rows, metric) or "min"
+    if rows and not any(metric in row.metrics or row.value(metric) is not None for row in rows):
         monitored = dict.fromkeys(row.monitor for row in rows if row.monitor)
         cure = f" Sort by what runs monitor: --sort {' or '.join(monitored)}" if metric == "best" and monitored else ""
         raise UsageError(f"no run has recorded {metric}.{cure or suggest_metric(rows, metric)}")
-    known.sort(key=lambda pair: pair[0])
-    return [row for _, row in known] + [row for row in rows if row.value(metric) is None]
+    return sorted(rows, key=lambda row: score(row.value(metric), direction), reverse=True)
 
 
 def _seconds_between(start: str | None, end: str | None) -> float | None:

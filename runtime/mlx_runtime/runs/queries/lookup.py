@@ -134,7 +134,7 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
             conf = folder.document(folder.conf.name)
         ranked = best_first(found, select_text(conf, "cfg.monitor"), select_text(conf, "cfg.mode") or "min")
         if not ranked:
-            raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
+            raise UsageError(f"{folder.title} has no checkpoint with a finite value of cfg.monitor")
         return ranked[0]
     which = which if isinstance(which, str) else f"epoch_{which + 1:04d}"
     known = {item.name: item for item in found}

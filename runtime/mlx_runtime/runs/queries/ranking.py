@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position
+from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position, score
 from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.queries.lookup import no_checkpoint
 from mlx_runtime.runs.tables import format_number, plural
@@ -53,9 +53,9 @@ def best(
             item, value, epoch = saved[0], saved[0].metrics[chosen], saved[0].epoch + 1
             path, step = join_path(row.folder.checkpoints, item.name), None if item.finished else item.global_step
         else:
-            value, epoch = row.metrics.get(chosen, math.nan), row.epoch
+            value, epoch = row.metrics.get(chosen), row.epoch
             path, step = latest.get("path"), None
-        if value is None or math.isnan(value) or (path and not kept):
+        if score(value, chosen_mode) == -math.inf or (path and not kept):
             return None
         return facts | {"value": value, "epoch": epoch, "step": step, "checkpoint": path}
 
@@ -68,12 +68,13 @@ def best(
     if not found:
         if lost := [row.folder for row in rows if row.value(chosen) is not None]:
             raise no_checkpoint(lost[-1])
+        if any(chosen in row.metrics for row in rows):
+            raise UsageError(f"no value of {chosen} in {where} is finite")
         raise UsageError(f"{chosen} is not recorded in {where}.{suggest_metric(rows, chosen)}")
     if folds:
         see = f"; see: mlx xp best {name} {sweep}" if sweep else ""
         warn(f"folds of a cross-validation are not compared{see}")
-    sign = 1 if chosen_mode == "max" else -1
-    return max(reversed(found), key=lambda item: sign * item["value"])  # of equal values, the later one
+    return max(reversed(found), key=lambda item: score(item["value"], chosen_mode))  # of equal values, the later one
 
 
 def best_lines(found: Mapping[str, Any]) -> list[str]:

@@ -100,8 +100,21 @@ class Session:
             self._warn_of_missing_update()
             self.metrics.flush()
             self._end_epoch()
+            if not self.context.evaluates:
+                self._explain_end()
         self.checkpoints.wait()
         return self.reporter.latest
+
+    def _explain_end(self) -> None:
+        """Explain a resumed run that has trained nothing, although epochs are left."""
+        cfg, optimization = self.context.cfg, self.optimization
+        is_left = 0 < cfg.start_epoch < cfg.num_epochs and self.context.steps_left != 0
+        if is_left and optimization.expected and not (optimization.knows_steps or optimization.stepped):
+            self.reporter.events.notice(
+                f"worker_loop has ended at epoch {cfg.start_epoch} of {cfg.num_epochs} without training, as its "
+                "restored state demands; after early stopping, raise the patience, too, like "
+                "tools.early_stopping.patience=20"
+            )
 
     def _end_epoch(self, values: Mapping[str, float] | None = None) -> None:
         cfg = self.context.cfg

@@ -1,16 +1,21 @@
 """The display of a sweep: a table on a terminal, lines in a pipe."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import plan_of
 from rich.console import Console
+from stored_sweeps import store_run, store_sweep
 
+from mlx_runtime.companions.sweeps.charts import spread_text
 from mlx_runtime.companions.sweeps.display import SweepDisplay
-from mlx_runtime.companions.sweeps.events import TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import short_names
+from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -68,6 +73,27 @@ def test_a_failed_trial_is_not_the_best_and_shows_why(tmp_path: Path) -> None:
     display.handle(TrialEnded(1, None, "FAILED", (0, 0.1), "ValueError: no\nframes"))
     assert "best" not in shown(display, 80)[1]
     assert stream.getvalue().splitlines()[-1] == "trial 1 FAILED  val/loss 0.1000 (epoch 1): ValueError: no"
+
+
+def test_a_sweep_without_a_finite_value_says_so(tmp_path: Path) -> None:
+    """Its trials stay in the tables."""
+    runs = [store_run(str(tmp_path), {"val/loss": values}) for values in ([math.nan, math.nan], [math.inf])]
+    entries = [{"values": {"lr": str(number)}, "runs": [run]} for number, run in enumerate(runs, 1)]
+    folder = store_sweep(str(tmp_path), [*entries, {"values": {"lr": "3"}, "runs": [None]}])
+    display, stream = display_of(tmp_path, "lr=1,2,3", mode="max")
+    display.handle(TrialStarted(2, None, {"lr": "2"}, "run_002"))
+    display.handle(TrialProgress(2, None, 0, 3, math.inf))
+    assert "best" not in shown(display, 80)[1]
+    display.handle(SweepStarted(folder, plan_of(tmp_path, "lr=1,2,3").definition, ()))
+    display.handle(SweepEnded("SUCCEEDED", None, 0, 0))
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert ["1", "1", "nan", "-", "SUCCEEDED", "run_001"] in lines
+    assert "best      none: no trial has a finite value of val/loss" in stream.getvalue()
+    result = SweepResult(folder)
+    with pytest.raises(UsageError, match="no trial of digits/sweep_001 has a finite value of val/loss"):
+        _ = result.best
+    assert [*result.table().columns] == ["lr", "status", "epoch", "val/loss", "duration_s"]
+    assert [spread_text(trial, "val/loss") for trial in result.ranked()] == ["nan", "nan", ""]
 
 
 def test_titles_are_as_short_as_they_can_be() -> None:

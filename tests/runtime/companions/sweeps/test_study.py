@@ -163,6 +163,13 @@ def test_a_trial_that_repeats_an_epoch_after_a_resume_gets_the_same_decision() -
     assert [found.report(1, epoch, 9.0) for epoch in (0, 1, 2)] == [False, False, False]
 
 
+def test_infinity_is_pruned_and_competes_with_no_other() -> None:
+    found = study(["a=1,2"], search="grid", scheduler="asha", mode="max")
+    for number in (1, 2):
+        found.ask(number)
+    assert [found.report(1, 0, math.inf), found.report(2, 0, 0.5)] == [True, False]
+
+
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, 1.0])
 @pytest.mark.parametrize("status", ["SUCCEEDED", "PRUNED", "FAILED"])
 def test_any_outcome_can_be_told(status: str, value: float | None) -> None:

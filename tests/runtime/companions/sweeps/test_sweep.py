@@ -171,6 +171,31 @@ def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
     assert again.seen == []
 
 
+def test_what_a_trial_trains_after_it_was_pruned_affects_no_other(tmp_path: Path) -> None:
+    """It ends a moment later, which differs each time."""
+    sweep = starting.claim(plan_of(tmp_path, LR, scheduler="asha", epochs=9), listeners=[])
+    jobs = [sweep.next() for _ in range(2)]
+
+    def handle(number: int, epoch: int, value: float) -> bool:
+        return sweep.handle(jobs[number - 1], EpochEnded(epoch, 9, {"val/loss": value}, 0.1))
+
+    assert [handle(1, 0, 1.0), handle(2, 0, 2.0)] == [False, True]
+    assert [handle(2, epoch, 0.1) for epoch in (1, 2, 3)] == [True, True, True]
+    assert [handle(1, epoch, 1.0) for epoch in (1, 2)] == [False, False]
+
+
+def test_a_resumed_sweep_prunes_no_trial_that_it_had_continued(tmp_path: Path) -> None:
+    """The second trial was the first one at a rung, and the first is better."""
+    trials = [
+        TrialState(number, {"lr": str(number)}, [None], curves=[dict.fromkeys((0, 1), float(number))])
+        for number in (1, 2)
+    ]
+    record = starting.claim(plan_of(tmp_path, LR)).record
+    sweep = Sweep(record, plan_of(tmp_path, LR, scheduler="asha", epochs=9), trials)
+    jobs = [sweep.next() for _ in trials]
+    assert not sweep.handle(jobs[1], EpochEnded(1, 9, {"val/loss": 2.0}, 0.1))
+
+
 def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
     plan, heard = plan_of(tmp_path, LR), []
     sweep = starting.claim(plan, listeners=[heard.append])
