@@ -83,11 +83,10 @@ class PassTracker:
         """The innermost training pass with batches left, to be resumed from a checkpoint saved now."""
         return next((item for item in reversed(self._stacked) if item.training and not item.finished), None)
 
-    @property
-    def in_training_step(self) -> bool:
-        """True within a training step, but not within an evaluation in that step."""
+    def in_training_step(self, *, otherwise: bool) -> bool:
+        """Return True within a training step, but not within an evaluation in it; `otherwise` is for no known pass."""
         item = self.leading or self._scopes[-1].unknown
-        return item is not None and item.training
+        return otherwise if item is None else item.training
 
     @property
     def around(self) -> Pass | None:
