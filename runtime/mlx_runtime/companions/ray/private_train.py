@@ -61,7 +61,7 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
         self._last_metrics = metrics
 
     def _report(self, metrics: dict[str, Any], checkpoint: Any, *, validation: Any) -> None:
-        rank = self._context.get_world_rank()
+        rank = current("ray.train.report").rank
         if validation or (checkpoint is not None and rank != 0):
             what = "validation=" if validation else f"a checkpoint on rank {rank}; only rank 0 may save one"
             raise MlxError(f"ray.train.report does not take {what}")

@@ -73,7 +73,7 @@ class Session:
         self.counts_updates = not context.evaluates  # in a loop that reads no loaders
         self._stepped: set[int] = set()  # ids of the optimizers in the current step of such a loop
         self._epoch_ended_at = 0  # global step
-        self._first_epoch: int | None = None  # the epoch that the loop should begin with, until it has begun
+        self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
 
@@ -93,7 +93,7 @@ class Session:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:
             self.reporter.begin()
-        self._first_epoch, self._epoch_ended_at = cfg.start_epoch, self.progress.global_step
+        self._begins_at, self._epoch_ended_at = (cfg.start_epoch, self.progress.global_step), self.progress.global_step
 
     def end(self) -> dict[str, float]:
         """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
@@ -346,12 +346,13 @@ class Session:
 
     def _turn_to(self, epoch: int) -> None:
         """Note the epoch of the loop, and in a loop that reads no loader, end the previous one."""
-        expected, self._first_epoch = self._first_epoch, None
-        if self.counts_updates and expected not in (None, epoch):
-            self.reporter.events.notice(
-                f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
-                "for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs)"
-            )
+        if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
+            (expected, _), self._begins_at = self._begins_at, None
+            if epoch != expected and self.counts_updates:
+                self.reporter.events.notice(
+                    f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
+                    "for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs)"
+                )
         if self.reads_no_loader and epoch != self.progress.epoch:
             self._end_own_epoch()
             self.begin_epoch(epoch)
