@@ -298,7 +298,8 @@ class BaseModule:
         """Restore the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
 
         The runtime calls this before `worker_loop` begins. Objects that `worker_loop` creates, like a scheduler, are
-        restored when the first pass begins. Every worker must call this.
+        restored when the first pass begins; in a loop without a loader, at the first update, or when the loop calls
+        this. Every worker must call this.
 
         Returns:
             The epoch of the checkpoint, or None if there is nothing to restore.
