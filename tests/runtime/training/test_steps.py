@@ -252,6 +252,14 @@ class Own(BaseModule):
                 self.metrics.mean.update(x)
                 if metrics:
                     self.save_metrics(batch_idx, epoch)
+            if metrics:
+                group, watch = SimpleNamespace(val=Rows(4)), session_of(self).watch
+                with self.evaluation():
+                    for batch_idx, batch in enumerate(
+                        self.generate_loaders(DatasetShard("val", group, ALONE, follow=watch))
+                    ):
+                        self.metrics.mean.update(batch["x"])
+                        self.save_metrics(batch_idx, epoch)
             self.log({"return": float(x.sum())})
             if self.global_step == stop_at:
                 raise KeyboardInterrupt
@@ -299,10 +307,11 @@ class TestLoopsWithoutLoaders:
         assert resumed.global_step == (8 if ended else 9)  # an interrupted epoch is repeated
         assert (again == whole) == ended
 
-    def test_what_the_loop_has_made_is_restored(self, tmp_path: Path) -> None:
-        whole, _ = run_own(Own(), tmp_path / "whole")
-        run_own(Own(), tmp_path / "parts", stop_at=6)
-        again, events = run_own(Own(), tmp_path / "parts")
+    @pytest.mark.parametrize("metrics", [False, True])
+    def test_what_the_loop_has_made_is_restored(self, tmp_path: Path, metrics: bool) -> None:
+        whole, _ = run_own(Own(), tmp_path / "whole", metrics=metrics)
+        run_own(Own(), tmp_path / "parts", stop_at=6, metrics=metrics)
+        again, events = run_own(Own(), tmp_path / "parts", metrics=metrics)
         assert again == whole
         assert not [item for item in of_type(events, Notice) if not item.text.startswith("restored")]
 

@@ -211,6 +211,10 @@ class PassTracker:
         if scope.latest is not None and not scope.latest.active:
             scope.latest.recorded = scope.latest.closed = True
 
+    def step_on_own_data(self) -> None:
+        """A step begins on data that the runtime does not know, so what is saved next is not of the pass before it."""
+        self._scopes[-1].latest = None
+
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
         """Return the pass to which metrics saved now belong.
 

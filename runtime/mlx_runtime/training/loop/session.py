@@ -214,6 +214,7 @@ class Session:
             self._finish(None, finished=False)
         if self.progress.global_step:
             self.step_done(self.progress.global_step)
+        self.passes.step_on_own_data()
         self.progress.global_step += 1
         self._request_checkpoint()
         for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
@@ -433,7 +434,7 @@ class Session:
             return
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
-            self._end_epoch(epoch=epoch)
+            self._end_epoch(epoch=epoch if own else None)
             self._warn_of_untrained()
         self._store(epoch, finished=finished)
         if own:
