@@ -13,7 +13,8 @@ PAGE = Path(__file__).with_name("api.md")
 SECTIONS = {
     "Experiments": (
         *("mlx_runtime.BaseModule", "mlx_runtime.TrainConfig", "mlx_runtime.DUMMY_PARAMS"),
-        *("mlx_runtime.defer_loading", "mlx_runtime.prepare_model", "mlx_runtime.get_device", "mlx_runtime.set_seed"),
+        *("mlx_runtime.defer_loading", "mlx_runtime.prepare_model", "mlx_runtime.unwrap", "mlx_runtime.get_device"),
+        "mlx_runtime.set_seed",
     ),
     "Sections of `cfg`": (
         *("mlx_runtime.sections.CrossValidation", "mlx_runtime.sections.Debug", "mlx_runtime.sections.Elastic"),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps import kfold, open_sweep, sweep
     from mlx_runtime.config import DUMMY_PARAMS
     from mlx_runtime.config.constructors.declarations import defer_loading
-    from mlx_runtime.distributed import get_device, prepare_model
+    from mlx_runtime.distributed import get_device, prepare_model, unwrap
     from mlx_runtime.distributed.randomness import set_seed
     from mlx_runtime.errors import MlxError
     from mlx_runtime.exits import clean_exit
@@ -70,6 +70,7 @@ __all__ = [
     "save_checkpoint",
     "set_seed",
     "sweep",
+    "unwrap",
     "world_rank",
     "world_size",
 ]
@@ -105,6 +106,7 @@ _HOMES = {
     "save_checkpoint": "companions.notebook",
     "set_seed": "distributed.randomness",
     "sweep": "companions.sweeps",
+    "unwrap": "distributed",
     "world_rank": "companions.notebook",
     "world_size": "companions.notebook",
 }

@@ -106,6 +106,11 @@ def drop_unreduced_gradients(model: Any) -> None:
                         param._unsharded_param.grad = None
 
 
+def overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a scaler has skipped the step of an optimizer, because gradients were not finite."""
+    return any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+
+
 class ShardedGradScaler(torch.amp.GradScaler):
     """A gradient scaler for optimizers that may have both sharded and unsharded parameters.
 

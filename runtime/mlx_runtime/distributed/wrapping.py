@@ -48,7 +48,10 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
 
 
 def unwrap(model: Any) -> Any:
-    """Return a model without its DDP wrapper, which would add the prefix `module.` to the names in its state."""
+    """Return a model without the wrapper of DistributedDataParallel.
+
+    The wrapper adds the prefix `module.` to the names in its state, and has no methods of the model but `forward`.
+    """
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 

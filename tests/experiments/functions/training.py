@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,6 +100,26 @@ def accelerated(config):
 def tuned(config):
     for _ in range(config["num_epochs"]):
         report(output=config["input"])
+
+
+def of_torch_trainer(config):
+    """A function for `TorchTrainer` of Ray Train."""
+    import ray.train
+
+    context, checkpoint, first = ray.train.get_context(), ray.train.get_checkpoint(), 0
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            first = torch.load(Path(folder, "part", "state.pt"))["epoch"] + 1
+    for epoch in range(first, config["num_epochs"]):
+        with tempfile.TemporaryDirectory() as folder:
+            saved = None
+            if context.get_world_rank() == 0:
+                Path(folder, "part").mkdir()
+                Path(folder, "empty").touch()
+                torch.save({"epoch": epoch}, Path(folder, "part", "state.pt"))
+                saved = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({"loss": 1.0 / (1 + epoch)}, checkpoint=saved)
+    return first, context.get_world_size()
 
 
 def endless():

@@ -35,6 +35,7 @@ def test_a_scaler_unscales_the_gradients_of_an_optimizer_by_this_name() -> None:
     names = list(inspect.signature(torch.amp.GradScaler._unscale_grads_).parameters)
     assert names == ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
     assert "self._unscale_grads_(" in inspect.getsource(torch.amp.GradScaler.unscale_)
+    assert list(inspect.signature(torch.amp.GradScaler._found_inf_per_device).parameters) == ["self", "optimizer"]
     assert "optimizer.param_groups" in inspect.getsource(torch.amp.GradScaler._unscale_grads_)
 
 

@@ -20,11 +20,14 @@ from torch.utils.data import Dataset
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data import DatasetShard, DatasetShards, Loader, LoaderOptions
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.events import Notice
+from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sections import Elastic
+from mlx_runtime.training.loop import loop_errors
 from mlx_runtime.training.loop.assembly import matmul_precision
+from mlx_runtime.training.loop.examples import ExampleRecorder
 from mlx_runtime.training.loop.forward import in_half_precision
 from mlx_runtime.training.strategies.ddp import DDP
 
@@ -87,6 +90,7 @@ def begin(tmp_path: Path) -> Begin:
         module = BaseModule(cfg=TrainConfig(**settings), models=nets, optimizers=optimizers)
         session = attach(module, tmp_path, sink)
         for optimizer in vars(optimizers).values():
+            optimizer.register_step_pre_hook(lambda optimizer, *_: session.update_begins(optimizer))
             optimizer.register_step_pre_hook(lambda optimizer, *_: session.optimization.before_update(optimizer))
             optimizer.register_step_post_hook(lambda *_: session.update_finished())
         session.begin()
@@ -376,18 +380,20 @@ class TestPrecision:
     def test_gradients_that_are_not_finite_leave_a_step_out(self, begin: Begin) -> None:
         module = begin(precision="fp16", gradient_clip=1.0)
         before = copy.deepcopy(module.models.net)
-        assert step(module, {"x": torch.ones(2, 3)}, factor=float("inf"))
+        assert not step(module, {"x": torch.ones(2, 3)}, factor=float("inf"))  # so that schedules wait, too
+        assert module.global_step == 0
         assert same(module.models.net, before)
         assert session_of(module).optimization.state_dict()["scale"] == 2.0**15
         assert session_of(module).optimization.step_completed_update()
         assert not session_of(module).optimization.step_completed_update()
         assert step(module, {"x": torch.ones(2, 3)}, factor=1e-3)
+        assert module.global_step == 1
         assert not same(module.models.net, before)
 
     def test_the_scale_is_that_of_the_checkpoint(self, begin: Begin) -> None:
         saved, restored = (begin(precision="fp16") for _ in range(2))
         for _ in range(2):
-            assert step(saved, {"x": torch.ones(2, 3)}, factor=float("inf"))
+            assert not step(saved, {"x": torch.ones(2, 3)}, factor=float("inf"))
         state = session_of(saved).optimization.state_dict()
         assert state["scale"] == 2.0**14
         session_of(restored).optimization.load_state_dict(state)
@@ -409,7 +415,7 @@ def test_a_compiled_model_trains_to_the_same_weights(begin: Begin, backend: Any,
     assert same(compiled.models.net, plain.models.net, atol=1e-6)
 
 
-def test_models_share_gradients_when_told(tmp_path: Path) -> None:
+def test_models_in_the_wrapper_of_ddp(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         strategy, model = DDP(TrainConfig(), ALONE), DistributedDataParallel(nn.Linear(1, 1))
@@ -417,6 +423,14 @@ def test_models_share_gradients_when_told(tmp_path: Path) -> None:
         assert not model.require_backward_grad_sync
         strategy.sync_gradients([model], True)
         assert model.require_backward_grad_sync
+        experiment = SimpleNamespace(models=SimpleNamespace(net=DistributedDataParallel(Net())))
+        experiment.predict = lambda batch: {"y": experiment.models.net.layers(batch["x"])}
+        cure = r"\(mlx_runtime.unwrap\(model\).layers works; to train by layers, "
+        with pytest.raises(WorkerLoopError, match=cure), loop_errors(0, tmp_path):
+            experiment.predict({"x": torch.zeros(2, 3)})
+        recorder = ExampleRecorder(RunFolder(tmp_path))
+        recorder.on_batch_start(experiment, "train", {"x": torch.zeros(2, 3)})
+        assert recorder.problem(experiment, CPU) == ""  # predictors find the model itself
     finally:
         torch.distributed.destroy_process_group()
 

@@ -127,6 +127,19 @@ class TestRestart:
         (notice,) = [event for event in events if isinstance(event, Notice)]
         assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
 
+    def test_a_loop_that_ignores_where_it_was(self, tmp_path: Path) -> None:
+        class FromTheStart(Experiment):
+            def worker_loop(self, dataset_shards: DatasetShards, **options: Any) -> None:
+                self.cfg.start_epoch = 0
+                super().worker_loop(dataset_shards, **options)
+
+        run(Experiment(), tmp_path, epochs=2)
+        run(FromTheStart(), tmp_path, sink=(events := Events()), epochs=1)
+        (_, notice) = [event for event in events if isinstance(event, Notice)]
+        assert notice.text.startswith(
+            "the loop begins with epoch 0, not with cfg.start_epoch=2; epochs count from 0: for"
+        )
+
     def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:
         run(Experiment(), tmp_path)
         events = Events()

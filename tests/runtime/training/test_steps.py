@@ -19,7 +19,8 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
-from mlx_runtime.sections import Debug
+from mlx_runtime.runs import checkpoints
+from mlx_runtime.sections import Debug, Elastic
 from mlx_runtime.training.loop.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
@@ -206,12 +207,167 @@ class TestMaxSteps:
             (5, True),
         ]
 
-    def test_it_needs_loaders_that_can_end_the_loop(self, tmp_path: Path) -> None:
-        experiment = Experiment(max_steps=9)
-        attach(experiment, tmp_path)
-        experiment.save_metrics_and_losses(0, 0, stage="val")
-        with pytest.raises(MlxError, match=r"^cfg.max_steps needs a loader of self.generate_loaders; read one, or"):
-            experiment.save_metrics_and_losses(0, 0)
+
+class World:
+    """Data that a loop draws itself; its position is part of checkpoints."""
+
+    def __init__(self) -> None:
+        self.position = 0.0
+
+    def step(self) -> torch.Tensor:
+        self.position += 1
+        return torch.rand(4, 1) + self.position
+
+
+class Own(BaseModule):
+    """Epochs of two updates by two optimizers, without a dataset, and a schedule that the loop makes."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        nets = {name: nn.Linear(1, 1) for name in ("actor", "critic")}
+        optimizers = {name: torch.optim.Adam(net.parameters(), lr=0.01) for name, net in nets.items()}
+        super().__init__(
+            cfg=TrainConfig(**{"num_epochs": 4} | settings),
+            models=SimpleNamespace(**nets),
+            optimizers=SimpleNamespace(**optimizers),
+            metrics=SimpleNamespace(mean=MeanMetric()),
+            tools=SimpleNamespace(world=World()),
+        )
+        for item in optimizers.values():  # as a worker does for all of them
+            item.register_step_pre_hook(lambda item, *_: session_of(self).update_begins(item))
+            item.register_step_post_hook(lambda *_: session_of(self).update_finished())
+        self.answers: list[bool] = []
+
+    def worker_loop(self, dataset_shards: Any, *, metrics: bool = False, stop_at: int | None = None) -> None:
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers.actor, 0.9)
+        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+            self.reset_all_metrics_and_losses()
+            for batch_idx in range(2):
+                x = self.tools.world.step()
+                for name in ("actor", "critic"):
+                    self.backward(getattr(self.models, name)(x).square().mean(), optimizer=name)
+                    self.optimizer_step(name)
+                self.schedule.step()
+                self.answers.append(self.every(3))
+                self.metrics.mean.update(x)
+                if metrics:
+                    self.save_metrics(batch_idx, epoch)
+            if metrics:
+                group, watch = SimpleNamespace(val=Rows(4)), session_of(self).watch
+                with self.evaluation():
+                    for batch_idx, batch in enumerate(
+                        self.generate_loaders(DatasetShard("val", group, ALONE, follow=watch))
+                    ):
+                        self.metrics.mean.update(batch["x"])
+                        self.save_metrics(batch_idx, epoch)
+            self.log({"return": float(x.sum())})
+            if self.global_step == stop_at:
+                raise KeyboardInterrupt
+            self.save_checkpoint(epoch=epoch)
+
+
+def run_own(made: BaseModule, folder: Path, **loop: Any) -> tuple[str, Events]:
+    """Run a loop without loaders; return its final state, and events."""
+    sink = Events()
+    session = attach(made, folder, sink=sink)
+    session.begin()
+    with contextlib.suppress(LoopStopped, KeyboardInterrupt):
+        made.worker_loop(None, **loop)
+        session.end()
+    session.checkpoints.settle()
+    names = "models", "optimizers", "tools"
+    groups = [checkpoints.state_of(getattr(made, name))[0] for name in names if getattr(made, name) is not None]
+    own = getattr(made, "schedule", None) and made.schedule.state_dict()
+    return f"{groups} {own} {session.reporter.latest} {made.global_step} {torch.rand(1)}", sink
+
+
+class TestLoopsWithoutLoaders:
+    """The updates of a loop that reads no loader of the runtime are its steps."""
+
+    @pytest.mark.parametrize("metrics", [False, True])
+    def test_steps_and_epochs_are_counted(self, tmp_path: Path, metrics: bool) -> None:
+        made = Own(checkpoint_every_steps=3)
+        _, events = run_own(made, tmp_path, metrics=metrics)
+        assert [(item.epoch, item.epochs) for item in of_type(events, EpochEnded)] == [(epoch, 4) for epoch in range(4)]
+        saved = [(item.step, item.epoch, item.finished) for item in of_type(events, CheckpointSaved)]
+        assert saved == [(2, 0, True), (3, 1, False), (4, 1, True), (6, 2, True), (8, 3, True)]
+        assert made.answers == [False, False, True] * 2 + [False] * 2
+
+    @pytest.mark.parametrize("limit", [4, 5])
+    def test_it_ends_at_a_limit_and_resumes(self, tmp_path: Path, limit: int) -> None:
+        whole, _ = run_own(Own(), tmp_path / "whole")
+        made = Own(max_steps=limit)
+        _, events = run_own(made, tmp_path / "parts")
+        assert Notice(f"finished  step {limit} of cfg.max_steps={limit}") in events
+        last = of_type(events, CheckpointSaved)[-1]
+        ended = limit % 2 == 0
+        assert (made.global_step, last.step, last.epoch, last.finished) == (limit, limit, limit // 2 - ended, ended)
+        resumed = Own()
+        again, _ = run_own(resumed, tmp_path / "parts")
+        assert resumed.global_step == (8 if ended else 9)  # an interrupted epoch is repeated
+        assert (again == whole) == ended
+
+    @pytest.mark.parametrize("metrics", [False, True])
+    def test_what_the_loop_has_made_is_restored(self, tmp_path: Path, metrics: bool) -> None:
+        whole, _ = run_own(Own(), tmp_path / "whole", metrics=metrics)
+        run_own(Own(), tmp_path / "parts", stop_at=6, metrics=metrics)
+        again, events = run_own(Own(), tmp_path / "parts", metrics=metrics)
+        assert again == whole
+        assert not [item for item in of_type(events, Notice) if not item.text.startswith("restored")]
+
+    def test_without_updates_an_epoch_is_a_step(self, tmp_path: Path) -> None:
+        class Search(BaseModule):
+            def worker_loop(self, dataset_shards: Any) -> None:
+                for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+                    self.save_checkpoint(epoch=epoch, metrics={"best": -epoch})
+
+        _, events = run_own(made := Search(cfg=TrainConfig(num_epochs=9, max_steps=3)), tmp_path)
+        assert made.global_step == 3
+        assert [(item.epoch, item.values) for item in of_type(events, EpochEnded)] == [
+            (epoch, {"best": -epoch}) for epoch in range(3)
+        ]
+
+    @pytest.mark.parametrize("restores", [False, True])
+    def test_what_the_loop_has_made_and_saves_without_an_update(self, tmp_path: Path, restores: bool) -> None:
+        class Search(BaseModule):
+            def worker_loop(self, dataset_shards: Any) -> None:
+                self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+                if restores:
+                    self.restore_checkpoint()
+                for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+                    self.average.n_averaged += 1
+                    self.save_checkpoint(epoch=epoch)
+
+        run_own(Search(cfg=TrainConfig(num_epochs=2)), tmp_path)
+        made = Search(cfg=TrainConfig(num_epochs=3))
+        if not restores:
+            with pytest.raises(
+                MlxError, match=r"^self.average was not restored before .* self.restore_checkpoint\(\) "
+            ):
+                run_own(made, tmp_path)
+            return
+        run_own(made, tmp_path)
+        assert made.average.n_averaged == 3
+
+    def test_epochs_that_are_logged_without_checkpoints(self, tmp_path: Path) -> None:
+        class Silent(Own):
+            def worker_loop(self, dataset_shards: Any) -> None:
+                for epoch in range(1, 4):
+                    self.backward(self.models.actor(self.tools.world.step()).mean(), optimizer="actor")
+                    self.optimizer_step("actor")
+                    self.log({"return": 1.0}, epoch=epoch)
+
+        _, events = run_own(Silent(), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [1, 2, 3]
+        (notice,) = of_type(events, Notice)
+        assert notice.text.startswith("the loop begins with epoch 1, not with cfg.start_epoch=0; epochs count from 0: ")
+
+    def test_settings_that_need_a_loader(self, tmp_path: Path) -> None:
+        made = Own(debug=Debug(limit_batches=2), elastic=Elastic(keep_global_batch=True))
+        with pytest.raises(MlxError, match=r"^cfg.elastic.keep_global_batch needs the loaders of self.generate_load"):
+            run_own(made, tmp_path)
+        _, events = run_own(Own(debug=Debug(limit_batches=2)), tmp_path / "other")
+        assert [item.text[:37] for item in of_type(events, Notice)] == ["cfg.debug.limit_batches has no effect"]
 
 
 class TestEvery:

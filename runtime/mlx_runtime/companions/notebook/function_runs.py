@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,11 +44,17 @@ RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
 
 FORMER = {
     "checkpoint_strategy": "Use Trainer(keep_checkpoints=3, monitor='loss', mode='min')",
+    "datasets": "Write trainer.run(train_func, config, dataset={'train': rows})",
     "logdir": "Use storage_path= and name=; a run is in storage_path/name/run_001",
     "max_retries": "Use elastic=Elastic(max_failures=3), with Elastic of mlx_runtime.sections",
     "resources_per_worker": "Use cpus_per_worker= and gpus_per_worker=",
+    "resume_from_checkpoint": "Write trainer.run(train_func, config, checkpoint=path)",
+    "run_config": "Use name=, storage_path=, keep_checkpoints=, monitor= and elastic=Elastic(max_failures=3)",
+    "scaling_config": "Write Trainer(num_workers=2, use_gpu=True).run(train_func, config)",
+    "train_loop_config": "Write trainer.run(train_func, config)",
+    "train_loop_per_worker": "Write trainer.run(train_func, config)",
 }
-"""Arguments of Ray SGD's `Trainer` and its `run`, and their replacements."""
+"""Arguments of the trainers of Ray Train and Ray SGD, and their replacements."""
 
 
 class FunctionRun(RunIterator[Results]):
@@ -166,6 +172,8 @@ class Trainer:
         **settings: Any,
     ) -> None:
         show_own_frames()
+        if callable(num_workers):
+            raise UsageError(f"Trainer takes no function. {FORMER['scaling_config']}")
         backend_class(backend)
         if address is None:  # otherwise the cluster has the library
             require_library(backend)
@@ -235,6 +243,10 @@ class Trainer:
         if options.get("resume") is not None:
             raise UsageError("each fold is a run of its own; resume one by its name, without folds=: resume='run_001'")
         return [self.run(function, config, fold=(number, folds), **options) for number in range(folds)]
+
+    def fit(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise a UsageError that names `run`, for those who come from `TorchTrainer`."""
+        raise UsageError("a Trainer has no fit(); write trainer.run(train_func, config)")
 
     def run_iterator(
         self,

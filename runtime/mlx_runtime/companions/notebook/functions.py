@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from mlx_runtime import companions
 from mlx_runtime.companions.notebook import inputs, scripts
 from mlx_runtime.companions.notebook.arrays import as_tensors, checkpoint_values
 from mlx_runtime.companions.notebook.backends import with_backend
@@ -25,6 +27,7 @@ from mlx_runtime.data import DatasetShards
 from mlx_runtime.distributed import Topology, agree, current, device_here, prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
+from mlx_runtime.importing import after_import
 from mlx_runtime.storage import size_text
 from mlx_runtime.training import TrainConfig
 from mlx_runtime.training.loop import BaseModule, prepare_models
@@ -92,6 +95,9 @@ class FunctionExperiment(BaseModule):
     @with_backend
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
+        self._session.counts_updates = False  # each call of `report` is a step
+        if "ray" in companions.COMPANIONS:
+            after_import("ray.train", lambda: companions.part("ray.private").call_functions(sys.modules[__name__]))
         path = self.cfg.function
         function = scripts.load(path, self.cfg.source, self.cfg.variables)
         if self.cfg.checkpoint_file and self.saved.restored is None:
@@ -230,24 +236,25 @@ _calling = threading.Lock()
 """Held while workers synchronize, so that calls from other threads do not mix up their collectives."""
 
 
-def report(**metrics: float | torch.Tensor) -> None:
+def report(metrics: Mapping[str, float | torch.Tensor] | None = None, /, **values: float | torch.Tensor) -> None:
     """Report metrics from a training function, in any of its threads. Every worker must make the same calls.
 
     The metrics of rank 0 are recorded; `Trainer.run_iterator` and callbacks receive those of all workers. Each call
     counts as an epoch. If a stop was requested, the run stops here, or after the checkpoint of this epoch.
 
     Args:
-        metrics: numbers, or tensors of one element, like `loss=0.3`. `epoch` sets the number of the epoch; by default,
-            epochs are counted from 0.
+        metrics: numbers, or tensors of one element, by name, like `{"loss": 0.3}`. `epoch` sets the number of the
+            epoch; by default, epochs are counted from 0.
+        values: the same as keywords, like `loss=0.3`.
 
     Without a Trainer, this does nothing.
 
     Raises:
         MlxError: called with something that is not a number.
     """
-    values = {name: _number(name, value) for name, value in metrics.items()}
+    numbers = {name: _number(name, value) for name, value in {**(metrics or {}), **values}.items()}
     if (run := _run("report")) is not None:
-        run.report(values)
+        run.report(numbers)
 
 
 def save_checkpoint(**state: Any) -> None:

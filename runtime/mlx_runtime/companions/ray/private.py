@@ -69,6 +69,11 @@ def enter_ray_train(name: str, topology: "Topology | None", *, quiet: bool) -> N
         functions.quiet()
 
 
+def call_functions(functions: Any) -> None:
+    """Let `ray.train.report` and others call the functions of a training function with the same purpose."""
+    _train().WorkerFunctions.functions = functions
+
+
 def keep_sharded_models() -> None:
     """Make `ray.train.torch.prepare_model` return sharded models unchanged."""
     _train().keep_sharded_models()

@@ -3,12 +3,17 @@
 Imported only if user code has imported `ray.train`.
 """
 
+import atexit
 import functools
 import logging
 import os
 import pickle
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import ray.tune  # early, because Ray Train would import it within a loop, and that draws from `random`
 import torch.distributed
@@ -37,14 +42,51 @@ def quiet() -> None:
 
 
 class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
-    """Implementation of `ray.train.*` in the workers of all engines; collectives use the process group."""
+    """Implementation of `ray.train.*` in the workers of all engines; collectives use the process group.
+
+    `functions` has `report`, `save_checkpoint`, `load_checkpoint` and `get_dataset_shard` for a training function; None
+    in the loop of an experiment. The files of its checkpoints are saved as tensors of bytes.
+    """
+
+    functions: Any = None
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
+        if self.functions is not None:
+            self._report(metrics, checkpoint, validation=options.get("validation", False))
+            return
         if checkpoint is not None:
             engine = "engine ray" if ray.is_initialized() else "local engine"
             raise MlxError(f"the {engine} does not store checkpoints of ray.train.report; use self.save_checkpoint")
         self.barrier()  # as Ray's own `report` does
         self._last_metrics = metrics
+
+    def _report(self, metrics: dict[str, Any], checkpoint: Any, *, validation: Any) -> None:
+        rank = current("ray.train.report").rank
+        if validation or (checkpoint is not None and rank != 0):
+            what = "validation=" if validation else f"a checkpoint on rank {rank}; only rank 0 may save one"
+            raise MlxError(f"ray.train.report does not take {what}")
+        self.functions.report(metrics)
+        if self.broadcast_from_rank_zero(checkpoint is not None):
+            self.functions.save_checkpoint(files={} if checkpoint is None else _files(checkpoint))
+
+    def get_checkpoint(self) -> Any:
+        saved = None if self.functions is None else self.functions.load_checkpoint()
+        if saved is None or "files" not in saved:
+            return None
+        root = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+        for name, content in saved["files"].items():
+            path = (root / name).resolve()
+            if not path.is_relative_to(root.resolve()):
+                raise MlxError(f"the checkpoint has a file outside of its folder, {name!r}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content.numpy().tofile(path)
+        return ray.train.Checkpoint.from_directory(str(root))
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        if self.functions is None:
+            return super().get_dataset_shard(dataset_info)
+        return self.functions.get_dataset_shard(dataset_info.dataset_name)
 
     def barrier(self) -> None:
         if torch.distributed.is_initialized():
@@ -53,6 +95,13 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
     def broadcast_from_rank_zero(self, data: Any) -> Any:
         # Data of any type is safe, because the workers have proved that they belong to the run.
         return pickle.loads(broadcast(pickle.dumps(data)))
+
+
+def _files(checkpoint: Any) -> dict[str, Any]:
+    """Return the content of the files of a checkpoint, by their paths in its folder."""
+    with checkpoint.as_directory() as folder:
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): np.fromfile(path, np.uint8) for path in paths}
 
 
 def enter(name: str, topology: Topology | None) -> None:

@@ -196,19 +196,22 @@ class Checkpointer:
             self._reporter.events.notice(f"already at epoch {epochs}; raise cfg.num_epochs to train further")
         return int(state["epoch"])
 
-    def resume(self, loader: str) -> None:
+    def resume(self, loader: str | None) -> None:
         """Restore objects that `worker_loop` created or changed before its first pass, as if it had not been
         interrupted.
 
         It may have created a scheduler, drawn random numbers, and reset the metrics. The reset is right before a whole
         pass, and is undone before the rest of an interrupted one. An evaluation before the interrupted pass restores
-        nothing. `loader` is the name of the loader whose pass begins.
+        nothing. `loader` is the name of the loader whose pass begins; None for the first update of a loop that reads
+        none, which begins an interrupted epoch again, and may have drawn random numbers since the restore.
         """
         if self._unfinished is None:
             return
         state, names_before, regrouped = self._unfinished
-        if not (state["finished"] or state["loaders"].get(loader, {}).get("steps")):
+        begun = {name for name, position in state["loaders"].items() if position.get("steps")}
+        if not (state["finished"] or loader in begun or (loader is None and not begun)):
             return
+        within = loader is not None and not state["finished"]
         self._unfinished = None
         added = {name: set(self._context.groups.members(name)) - names_before[name] for name in MADE_BY_LOOP}
         wanted: dict[str, Collection[str] | None] = {**added}
@@ -223,12 +226,26 @@ class Checkpointer:
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
                 self._reporter.events.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
-        self._load_rank(prepared, metrics=not state["finished"])
+        if loader is not None:
+            self._load_rank(prepared, metrics=within)
         new = added["own"] | {f"tools.{item}" for item in added["tools"]}
-        self._load_per_worker(prepared, new if state["finished"] else self._context.groups.members("per_worker"))
-        if not state["finished"]:
+        self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
+        if within:
             self._reporter.states |= state["numbers"]["states"]
-        self._context.progress.interrupted = not state["finished"]
+        self._context.progress.interrupted = within
+
+    def check_resumed(self) -> None:
+        """Raise an MlxError if objects that the loop has made are not restored, because nothing has called `resume`."""
+        if self._unfinished is None:
+            return
+        for group in MADE_BY_LOOP:
+            made = set(self._context.groups.members(group)) - self._unfinished.names[group]
+            for name in sorted(made & set(self._unfinished.state[group])):
+                title = f"{group}.{name}".replace("own.", "self.")
+                raise MlxError(
+                    f"{title} was not restored before the loop saved it; call self.restore_checkpoint() "
+                    "after the loop has made it"
+                )
 
     def _regrouped_by_loop(self, state: State) -> set[str]:
         """Return the optimizers that had other parameter groups at save time, without those of sharded models."""

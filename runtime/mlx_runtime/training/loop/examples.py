@@ -9,6 +9,7 @@ from torch import nn
 
 from mlx_runtime import companions
 from mlx_runtime.data import Batch, move_tensors
+from mlx_runtime.distributed import unwrap
 from mlx_runtime.errors import USER_ERRORS
 from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import members
@@ -45,9 +46,8 @@ class ExampleRecorder:
 
     def problem(self, experiment: Any, device: torch.device) -> str:
         """Return a warning if `predict` fails on the examples. Called by one worker, at the end of a run."""
-        for module in members(experiment.models, nn.Module).values():
-            module.eval()
-            module.broadcast_buffers = False  # DDP would wait for the other workers
+        for name, module in members(experiment.models, nn.Module).items():
+            setattr(experiment.models, name, unwrap(module).eval())  # as a predictor finds it
         with torch.no_grad(), contextlib.suppress(*USER_ERRORS):
             for found in self._stages.values():
                 experiment.predict(move_tensors(found["rows"], lambda item: item.to(device)))

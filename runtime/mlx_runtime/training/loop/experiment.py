@@ -176,7 +176,8 @@ class BaseModule:
             name: name of the optimizer in `Optimizers`; may be left out if there is only one.
 
         Returns:
-            True at the last step of an update, on every worker. Step schedulers only then.
+            True if the optimizer has stepped, at the last step of an update; the same on every worker. Step schedulers
+                only then.
 
         Raises:
             MlxError: there is no such optimizer, or the loop has not called `backward`.
@@ -246,7 +247,7 @@ class BaseModule:
             for part, mode in modes.items():
                 part.training = mode
 
-    def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+    def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
         """Record your own numbers. Only the values of rank 0 are used; workers are not synchronized.
 
         The last value of each number appears in the line of the epoch and in the table at the end; `cfg.monitor` may
@@ -254,8 +255,10 @@ class BaseModule:
 
         Args:
             values: numbers, or tensors of one element, by name, like `{"gan/penalty": 0.3}`.
+            epoch: epoch, as counted by the loop; None for the current one, which begins with a pass over a loader, or
+                after a checkpoint. If it is given, every worker must call this.
         """
-        self._session.log(values)
+        self._session.log(values, epoch)
 
     @property
     def tensorboard(self) -> Any:
@@ -295,7 +298,8 @@ class BaseModule:
         """Restore the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
 
         The runtime calls this before `worker_loop` begins. Objects that `worker_loop` creates, like a scheduler, are
-        restored when the first pass begins. Every worker must call this.
+        restored when the first pass begins; in a loop without a loader, at the first update, or when the loop calls
+        this. Every worker must call this.
 
         Returns:
             The epoch of the checkpoint, or None if there is nothing to restore.

@@ -113,10 +113,11 @@ class Optimization:
 
     def _begin_backward(self) -> None:
         optimizers = self._context.groups.optimizers
-        if not self.knows_steps and self._context.cfg.accumulate_grad_batches > 1:
+        setting = self._accumulates()
+        if not self.knows_steps and setting:
             raise MlxError(
-                "cfg.accumulate_grad_batches needs the loaders of self.generate_loaders, which know the last step of a "
-                "pass; read one of them, or set it to 1"
+                f"cfg.{setting} needs the loaders of self.generate_loaders, which know the last step of a pass; read "
+                "one of them, or leave it out"
             )
         self._managed = True
         if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
@@ -172,7 +173,7 @@ class Optimization:
             loss.calls, loss.counted = 0, None
 
     def step(self, name: str | None = None) -> bool:
-        """Clip the gradients of an optimizer, step and zero them, if the update is complete. Return True if it is."""
+        """Clip an optimizer's gradients, step and zero them, if the update is complete. Return True if it stepped."""
         title, optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
@@ -198,8 +199,12 @@ class Optimization:
             self._stepping = False
         self._scale_is_due = self._scaler.is_enabled()
         optimizer.zero_grad()
-        self.after_update()  # the scaler skips a step whose gradients are not finite
-        return True
+        self.after_update()  # also if the scaler has skipped the step
+        if not self._scale_is_due:
+            return True
+        from mlx_runtime.distributed.torch_private import overflowed  # here, because only fp16 needs it
+
+        return not overflowed(self._scaler, optimizer)
 
     def _optimizer(self, name: str | None, call: str = "") -> tuple[str, Optimizer]:
         """Return the name of an optimizer, and the optimizer; None means the only one."""
@@ -283,10 +288,15 @@ class Optimization:
         """Note an update."""
         self._updated = True
 
-    def _check_plain_step(self) -> None:
+    def _accumulates(self) -> str:
+        """Return the setting by which an update may have several steps, or an empty text."""
         cfg = self._context.cfg
-        setting = "accumulate_grad_batches" if cfg.accumulate_grad_batches > 1 else "elastic.keep_global_batch"
-        if not self._managed and (cfg.accumulate_grad_batches > 1 or cfg.elastic.keep_global_batch):
+        keeps = "elastic.keep_global_batch" if cfg.elastic.keep_global_batch else ""
+        return "accumulate_grad_batches" if cfg.accumulate_grad_batches > 1 else keeps
+
+    def _check_plain_step(self) -> None:
+        cfg, setting = self._context.cfg, self._accumulates()
+        if not self._managed and setting:
             raise MlxError(
                 f"cfg.{setting} needs self.backward(loss) and self.optimizer_step(); call these instead of "
                 "loss.backward() and optimizer.step()"

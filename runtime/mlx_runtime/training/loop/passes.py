@@ -83,11 +83,10 @@ class PassTracker:
         """The innermost training pass with batches left, to be resumed from a checkpoint saved now."""
         return next((item for item in reversed(self._stacked) if item.training and not item.finished), None)
 
-    @property
-    def in_training_step(self) -> bool:
-        """True within a training step, but not within an evaluation in that step."""
+    def in_training_step(self, *, otherwise: bool) -> bool:
+        """Return True within a training step, but not within an evaluation in it; `otherwise` is for no known pass."""
         item = self.leading or self._scopes[-1].unknown
-        return item is not None and item.training
+        return otherwise if item is None else item.training
 
     @property
     def around(self) -> Pass | None:
@@ -211,6 +210,10 @@ class PassTracker:
             item.closed = True
         if scope.latest is not None and not scope.latest.active:
             scope.latest.recorded = scope.latest.closed = True
+
+    def step_on_own_data(self) -> None:
+        """A step begins on data that the runtime does not know, so what is saved next is not of the pass before it."""
+        self._scopes[-1].latest = None
 
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
         """Return the pass to which metrics saved now belong.

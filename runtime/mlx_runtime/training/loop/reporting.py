@@ -181,11 +181,12 @@ class Reporter:
         if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
-    def end_epoch(self, draw: Callable[[], Any], values: Mapping[str, float]) -> None:
+    def end_epoch(self, draw: Callable[[], Any], values: Mapping[str, float], epoch: int | None = None) -> None:
         """Report the numbers recorded since the end of the last epoch, if any, with the figure that `draw` may return.
 
-        `values` are numbers that user code logs for the whole epoch.
+        `values` are numbers that user code logs for the whole epoch, and `epoch` is its number, if user code gives it.
         """
+        self._epoch = self._epoch if epoch is None else epoch
         if self._context.topology.writes:
             self.logged |= set(values)
             self.collect(values)

@@ -71,6 +71,10 @@ class Session:
         self._trained = False  # there was a sign of training
         self._calls_every = False  # user code has called `self.every`
         self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
+        self.counts_updates = not context.evaluates  # in a loop that reads no loaders
+        self._stepped: set[int] = set()  # ids of the optimizers in the current step of such a loop
+        self._epoch_ended_at = 0  # global step
+        self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
 
@@ -92,6 +96,7 @@ class Session:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:
             self.reporter.begin()
+        self._begins_at, self._epoch_ended_at = (cfg.start_epoch, self.progress.global_step), self.progress.global_step
 
     def end(self) -> dict[str, float]:
         """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
@@ -116,13 +121,13 @@ class Session:
                 "tools.early_stopping.patience=20"
             )
 
-    def _end_epoch(self, values: Mapping[str, float] | None = None) -> None:
+    def _end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
         cfg = self.context.cfg
-        trains = self.optimization.knows_steps and not self.context.evaluates
+        trains = (self.optimization.knows_steps or self._stepped) and not self.context.evaluates
         if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
             self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
         self.metrics.receive()
-        self.reporter.end_epoch(self.optimization.picture, values or {})
+        self.reporter.end_epoch(self.optimization.picture, values or {}, epoch)
 
     # -- a pass and its steps: called by loaders
 
@@ -205,9 +210,40 @@ class Session:
             self.begin_epoch(item.loader.epoch - 1)
         self.optimization.begin_step(part, item.accumulate)
         self.progress.global_step += self.optimization.accumulation.first
+        self._request_checkpoint()
+
+    def _request_checkpoint(self) -> None:
         every = self.context.cfg.checkpoint_every_steps
         if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
             self.checkpoints.requested = True
+
+    @property
+    def reads_no_loader(self) -> bool:
+        """True if the loop trains on its own data, or on none, so that its updates are its steps."""
+        outside = self.passes.leading is None and self.passes.stage is None
+        return self.counts_updates and outside and not self.optimization.knows_steps
+
+    def _begin_own_step(self) -> None:
+        """Count a step of a loop that reads no loader, after saving or stopping at the end of the previous one."""
+        if self.checkpoints.requested:
+            self._store(self.progress.epoch, finished=False)
+        if self.context.steps_left == 0:
+            self._finish(None, finished=False)
+        if self.progress.global_step:
+            self.step_done(self.progress.global_step)
+        self.passes.step_on_own_data()
+        self.progress.global_step += 1
+        self._request_checkpoint()
+        for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
+            if getattr(self.context.cfg.debug, name) is not None:
+                text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
+                self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
+
+    def _end_own_epoch(self) -> None:
+        """Count an epoch as a step in a loop that reads no loader, if it has no other steps."""
+        if self.progress.global_step == self._epoch_ended_at and not self.optimization.expected:
+            self._begin_own_step()
+        self._epoch_ended_at = self.progress.global_step
 
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
         """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
@@ -218,6 +254,13 @@ class Session:
 
                 for text in unsharded_data():
                     self.reporter.events.send_once(WarningNotice(text))
+        if self.reads_no_loader and self._updates_models(optimizer):
+            self.checkpoints.resume(None)
+            if optimizer is not None and self._stepped and id(optimizer) not in self._stepped:
+                self._stepped.add(id(optimizer))  # several optimizers, one after another, take one step
+            elif optimizer is not None:
+                self._begin_own_step()
+                self._stepped = {id(optimizer)}
         if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
             return
         self._without_update = None
@@ -317,16 +360,32 @@ class Session:
         self.beat()
         item = self.passes.to_record(name, evaluation=name is not None and not trains(name))
         self.metrics.turn_to(item)
+        if item.training:
+            self._turn_to(epoch)
         self.progress.epoch = epoch
         if item.loader is None:  # the loop counts from 0, even after a restart
-            if item.training and self.context.steps_left is not None:
-                raise MlxError("cfg.max_steps needs a loader of self.generate_loaders; read one, or set it to null")
-            self.progress.global_step += item.training and batch_idx + 1 != item.step
+            if item.training and not self._stepped and batch_idx + 1 != item.step:
+                self._begin_own_step()
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
 
+    def _turn_to(self, epoch: int) -> None:
+        """Note the epoch of the loop, and in a loop that reads no loader, end the previous one."""
+        if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
+            (expected, _), self._begins_at = self._begins_at, None
+            if epoch != expected and self.counts_updates:
+                self.reporter.events.notice(
+                    f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
+                    "for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs)"
+                )
+        if self.reads_no_loader and epoch != self.progress.epoch:
+            self._end_own_epoch()
+            self.begin_epoch(epoch)
+
     def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
         """Record numbers that user code logged, with the values of rank 0."""
+        if epoch is not None:
+            self._turn_to(epoch)
         values = {name: whole(item) for name, item in values.items()}
         if values and self.context.topology.writes:
             plain = {name: item.detach() if isinstance(item, torch.Tensor) else item for name, item in values.items()}
@@ -363,8 +422,8 @@ class Session:
             return False
         if steps < 1:
             raise MlxError(f"self.every({steps}) needs a number of steps, 1 or more, or None for never")
-        complete = self.passes.in_training_step and self.optimization.accumulation.last
-        return complete and self.progress.global_step % steps == 0
+        trains = self.passes.in_training_step(otherwise=self.reads_no_loader and bool(self._stepped))
+        return trains and self.optimization.accumulation.last and self.progress.global_step % steps == 0
 
     def before_reset(self) -> None:
         """Record metrics that are about to be reset."""
@@ -388,6 +447,11 @@ class Session:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
         self.beat()
         epoch = int(epoch)  # it may be a NumPy number
+        own = self.reads_no_loader
+        if own:
+            self.checkpoints.check_resumed()
+            self._end_own_epoch()
+            self.progress.epoch = epoch
         self.metrics.flush()
         self.passes.close()
         self.log(metrics, epoch)
@@ -400,9 +464,13 @@ class Session:
             return
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
-            self._end_epoch()
+            self._end_epoch(epoch=epoch if own else None)
             self._warn_of_untrained()
         self._store(epoch, finished=finished)
+        if own:
+            self.progress.epoch = epoch + 1
+        if own and self.context.steps_left == 0:
+            self._finish(None, finished=True)
         if not in_last_step and self.stopping.vote():
             self._stop()
 
@@ -425,13 +493,14 @@ class Session:
         self.sync_buffers()
         self.checkpoints.save(epoch, finished=finished)
 
-    def _finish(self, item: Pass, *, finished: bool) -> NoReturn:
+    def _finish(self, item: Pass | None, *, finished: bool) -> NoReturn:
         """Leave the loop at `cfg.max_steps`, at a point from which a run with a higher limit can continue."""
         step = self.progress.global_step
         self.reporter.events.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
         if self.checkpoints.step != step:
             self._store(self.progress.epoch, finished=finished)
-        self._end_pass(item)
+        if item is not None:
+            self._end_pass(item)
         raise LoopStopped
 
     def _stop(self) -> NoReturn:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mlx_runtime import companions
@@ -141,6 +142,9 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
         hint = " (return instead of exiting)" if isinstance(error, SystemExit) else ""
+        if isinstance(error, AttributeError) and isinstance(error.obj, DistributedDataParallel):
+            name = error.name
+            hint = f" (mlx_runtime.unwrap(model).{name} works; to train by {name}, call it in the model's forward)"
         if raised_by_sharded_tensors(error) and not out_of_memory(error):
             hint = f" ({_NOT_MIXED})"
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())

@@ -118,6 +118,14 @@ def folds():
     return [own(results)[0] for results in running], running.get_returns()
 
 
+def torch_trainer():
+    returned = trainer.run(training.of_torch_trainer, {"num_epochs": 2})
+    path = trainer.latest_checkpoint_path
+    returned += trainer.run(training.of_torch_trainer, {"num_epochs": 3}, checkpoint=path)
+    losses = trainer.latest_run.metrics()["loss"].dropna().tolist()
+    return returned, losses, sorted(trainer.latest_checkpoint["files"])
+
+
 def precision():
     return trainer.run(training.accelerated)
 
@@ -209,7 +217,7 @@ if __name__ == "__main__":
     print(json.dumps({name: globals()[name]() for name in names}))
 """
 
-IN_MAKE_TEST = ("configurations", "iterator", "loading", "threads")
+IN_MAKE_TEST = ("configurations", "iterator", "loading", "threads", "torch_trainer")
 
 OTHERS = (
     *("quick_start", "ddp", "callbacks", "saving", "dataset", "folds", "precision", "tuning"),
@@ -299,6 +307,12 @@ class TestRuns:
         assert checkpoint == {"epoch": 4, "model": 10}
         assert path == str(local["folder"] / "runs" / "resumable" / "run_001" / "checkpoints" / "epoch_0002")
         assert (cfg["function"], cfg["config"]) == ("src.training.resumable", {"num_epochs": 5})
+
+    @pytest.mark.local
+    def test_functions_of_ray_train_report_and_save(self, local: Found) -> None:
+        returned, losses, files = local["torch_trainer"]
+        assert returned == [[0, 2]] * 2 + [[2, 2]] * 2
+        assert (losses, files) == ([1 / 3], ["empty", "part/state.pt"])
 
     @pytest.mark.local
     def test_threads_may_report_at_the_same_time(self, local: Found) -> None:
@@ -469,6 +483,8 @@ class TestBeforeARun:
             ),
             ({"num_workers": 4, "elastic": Elastic(max_workers=2)}, ConfigError, "^num_workers is 4, not between"),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
+            ({"scaling_config": 2}, UsageError, r"Write Trainer\(num_workers=2, use_gpu=True\).run\(train_func, conf"),
+            ({"num_workers": print}, UsageError, r"^Trainer takes no function. Write Trainer\(num_workers=2, use_gpu"),
             ({"logdir": "x"}, UsageError, "'logdir' is not a setting of Trainer. Use storage_path= and name="),
             ({"gpus_per_worker": 0}, ConfigError, "^gpus_per_worker is 0; the minimum is 1"),
             ({"gpus_per_worker": 2, "backend": "jax"}, UsageError, "a worker of the backend jax has one GPU; use more"),
@@ -496,6 +512,8 @@ class TestBeforeARun:
         from src import training
 
         trainer = Trainer(num_workers=2)
+        with pytest.raises(UsageError, match=r"^a Trainer has no fit\(\); write trainer.run\(train_func, config\)"):
+            trainer.fit()
         with pytest.raises(UsageError, match=r"config is \[1\]; it takes a dict"):
             trainer.run(training.counting, [1])  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"^config.model is a Net; conf.yaml holds numbers, text"):
