@@ -6,7 +6,6 @@ Imported only if user code has imported `ray.train`.
 import functools
 import logging
 import os
-import pickle
 from typing import Any
 
 import ray
@@ -51,8 +50,7 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
             torch.distributed.barrier()
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
-        # Data of any type is safe, because the workers have proved that they belong to the run.
-        return pickle.loads(broadcast(pickle.dumps(data)))
+        return broadcast(data)  # Ray would unpickle it, and anyone who reaches the nodes could send it
 
 
 def enter(name: str, topology: Topology | None) -> None:
