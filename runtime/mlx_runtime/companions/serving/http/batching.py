@@ -88,6 +88,7 @@ class Batcher:
     def _end_thread(self) -> None:
         if self._thread is not None:
             self._work.put(None)
+            self._thread.join(1)  # it is idle, and Python must not end while a thread uses torch
             self._thread = None
 
     def _start(self) -> None:
