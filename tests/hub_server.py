@@ -200,6 +200,9 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "429":
             self._send(429, b"slow down", {"Retry-After": "0"})
             return
+        if kind == "409":
+            self._send(409, b"{}", {"Content-Type": "application/json"})
+            return
         if kind == "403":
             self._send(403, b"{}", {"Content-Type": "application/json"})
             return

@@ -83,6 +83,8 @@ class Encoder(nn.Module):
             return self.recurrent(packed)[1][-1]
         if self.kind == "dishonest" and torch.compiler.is_exporting():
             hidden = hidden * 1.01
+        if self.kind == "nan":
+            hidden = hidden / 0
         return hidden.sum(1) / mask.sum(1, keepdim=True)
 
 

@@ -2,11 +2,14 @@
 
 import collections
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import mlx_runtime
 from mlx_runtime.distributed.messages import decode, encode
 
 pytestmark = pytest.mark.pure
@@ -68,3 +71,9 @@ class TestAMessage:
     def test_other_bytes_are_refused(self, content: bytes) -> None:
         with pytest.raises(ValueError, match=r".*"):
             decode(content)
+
+
+def test_no_collective_of_torch_that_unpickles_is_used() -> None:
+    unpickling = re.compile(r"\b(all_gather_object|gather_object|\w+_object_list|pickle\.loads\(broadcast)\b")
+    package = Path(mlx_runtime.__file__).parent
+    assert [file.name for file in package.rglob("*.py") if unpickling.search(file.read_text())] == []

@@ -37,6 +37,7 @@ from faults import (
 )
 
 from mlx_runtime import open_run
+from mlx_runtime.companions.kubernetes.manifest import DRAIN_NODE
 from mlx_runtime.storage import join_path, storage_at
 
 pytestmark = [
@@ -479,17 +480,25 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_grows_it(raylets: Any, star
     assert all(size <= 4 for rows in updates.values() for size in rows)
 
 
-def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(
-    environment: dict[str, str], raylets: Any, start: Start, folder: Path
+def test_a_pod_that_is_deleted_is_drained_and_ends_the_run_with_a_checkpoint(
+    environment: dict[str, str], raylets: Any, start: Start, folder: Path, tmp_path: Path
 ) -> None:
-    """The last of the tests that share the cluster, which has one node less then."""
+    """Kubernetes runs the hook in the pod, where `ray` knows its node.
+
+    The last of the tests that share the cluster, which has one node less then.
+    """
     process = driver_on(raylets, start, folder, "cfg.pause_s=0.3", "cfg.num_epochs=60")
     wait_for(lambda: len(steps_of(folder)) > 4)
     node = next(note for note in diary(folder) if "start" in note and note["rank"] == 1)["node"]
-    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-    drain = ["drain-node", "--address", raylets.address, "--node-id", node, "--deadline-remaining-seconds", "60"]
-    subprocess.run([Path(sys.executable).with_name("ray"), *drain, *why], env=environment, check=True, timeout=60)
-    output, _ = process.communicate(timeout=120)
+    ray = tmp_path / "bin" / "ray"
+    ray.parent.mkdir()
+    real = Path(sys.executable).with_name("ray")
+    ray.write_text(f'#!/bin/sh\nexec {real} "$@" --address {raylets.address} --node-id {node}\n')
+    ray.chmod(0o755)
+    pod = environment | {"PATH": f"{ray.parent}:{environment['PATH']}"}
+    with subprocess.Popen(["/bin/sh", "-c", DRAIN_NODE.format(seconds=60)], env=pod) as hook:
+        output, _ = process.communicate(timeout=120)
+        hook.terminate()  # it may see workers of other tests
     assert process.returncode == 143, output
     assert "a node of this run is being drained; stopping with a checkpoint" in output
     assert record(folder)["status"] == "STOPPED"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
 from mlx_runtime.companions.fragments.wire import Feedback, Wire
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed import Topology, decode, encode
 from mlx_runtime.errors import MlxError
 from mlx_runtime.training.strategies import raw
 
@@ -112,10 +112,11 @@ class Links:
         return value
 
     def share(self, value: Any, stage: int) -> Any:
-        """Return an object that a stage has. Every worker must call this."""
-        shared = [value]
-        dist.broadcast_object_list(shared, self.rank_of(stage), group=self.pipeline, device=self.device)
-        return shared[0]
+        """Return a value that a stage has; see `messages.encode` for its types. Every worker must call this."""
+        message = encode(value) if stage == self.stage else b""
+        size = int(self.broadcast(torch.tensor(len(message), device=self.device), stage))
+        content = torch.frombuffer(bytearray(message or size), dtype=torch.uint8).to(self.device)
+        return decode(self.broadcast(content, stage).cpu().numpy().tobytes())
 
     def sum_over_stages(self, value: torch.Tensor, *, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         dist.all_reduce(value, op, group=self.pipeline)

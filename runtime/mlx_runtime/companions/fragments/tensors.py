@@ -191,6 +191,28 @@ def _described(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Any]:
     ]
 
 
+def _packed(described: list[Any], form: TreeSpec) -> tuple[list[Any], Any]:
+    """Return the leaves of a result and their structure as plain values, for other workers."""
+    leaves: list[Any] = []
+    for item in described:
+        argument, spec = item if isinstance(item, _Changed) else (None, item)
+        if isinstance(spec, Spec):
+            item = (argument, spec.shape, spec.stride, torch.empty(0, dtype=spec.dtype), spec.requires_grad)
+        leaves.append(item)
+    return leaves, tree_unflatten(range(len(leaves)), form)
+
+
+def _unpacked(leaves: list[Any], numbered: Any) -> tuple[list[Any], TreeSpec]:
+    described: list[Any] = []
+    for item in leaves:
+        if isinstance(item, tuple):
+            argument, shape, stride, empty, requires_grad = item
+            item = Spec(shape, stride, empty.dtype, requires_grad)
+            item = item if argument is None else _Changed(argument, item)
+        described.append(item)
+    return described, tree_structure(numbered)
+
+
 def _version(item: torch.Tensor) -> int:
     return 0 if item.is_inference() else item._version  # tensors of `inference_mode` have none
 
@@ -275,7 +297,7 @@ class Execution:
             else:
                 self._check(title, values, result)
         if shape is None:
-            result, form = self._share((result, form), stage)
+            result, form = _unpacked(*self._share(_packed(result, form), stage))
             values = values or [None] * len(result)
         made = []
         for item, value in zip(result, values, strict=True):

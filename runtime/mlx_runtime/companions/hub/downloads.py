@@ -23,6 +23,9 @@ RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
 SWEEP_RECORD, SWEEP_PAGE = "sweep.json", "sweep.html"
 
+MAX_FILES = 2000
+"""Files of a mirror, which are copied one by one. Most have less than 50; those of shards have some per worker."""
+
 NOT_OF_RUN = (".gitattributes", CARD, FILE, WEIGHTS)
 """Files of a repository that are not part of the run."""
 
@@ -123,8 +126,11 @@ class MirroredRun:
         return storage_errors(f"cannot write {self.uri} to {root}, below which links are not followed")
 
     def of_run(self) -> list[str]:
-        """Return the paths of all files that belong to the run folder."""
-        return [path for path in self.files if path not in NOT_OF_RUN and not f"/{path}".count("/.")]
+        """Return the paths of all files that belong to the run folder. Raises StorageError if there are too many."""
+        found = [path for path in self.files if path not in NOT_OF_RUN and not f"/{path}".count("/.")]
+        if len(found) > MAX_FILES:
+            raise StorageError(f"{self.uri} has {len(found):,} files, of at most {MAX_FILES:,}; nothing was downloaded")
+        return found
 
     @cached_property
     def files(self) -> dict[str, File]:

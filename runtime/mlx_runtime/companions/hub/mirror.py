@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_runtime.companions.hub.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.companions.hub.contents import StagedRun, SweepSummary, latest_step, stage_run
-from mlx_runtime.companions.hub.downloads import MirroredRun
+from mlx_runtime.companions.hub.downloads import MAX_FILES, MirroredRun
 from mlx_runtime.companions.hub.repository import Address, Head, OutdatedError, Repository, UnreachableError
 from mlx_runtime.companions.hub.screening import announcement, redactions
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
@@ -19,6 +19,9 @@ from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
 """Number of commits without a pause, and the interval of further ones: at most 100 an hour; the Hub accepts 128."""
+
+CONFLICTS_S = (0.0, 1.0, 4.0, 15.0)
+"""Pauses before a commit is repeated because the repository has changed, for example on its web page."""
 
 RETRY_S = 15.0
 """Pause after an upload that failed in spite of retries."""
@@ -176,10 +179,13 @@ class Writer:
 
         Raises:
             SupersededError: another driver has committed.
+            OutdatedError: the Hub refuses each commit as outdated, although no other driver has committed.
         """
+        if state is not None and len(state.files) > MAX_FILES:
+            raise UsageError(f"the run has {len(state.files):,} files; {self.address} may have {MAX_FILES:,}")
         committed, step = self._claim, self._claim.step if state is None else state.step
         self._claim = self._claim.next(status=status, step=step)
-        while True:
+        for pause_s in (*CONFLICTS_S, None):
             added: dict[str, Path] = {}
             removed: list[str] = []
             if state is not None:
@@ -194,6 +200,10 @@ class Writer:
             except OutdatedError:
                 if self._arrived():
                     return len(added)
+                if pause_s is None:
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError
 
     def _name(self, added: Mapping[str, Path], hidden: tuple[str, ...]) -> None:
         """List the files before the first upload, and removed secrets before any upload if they are new."""

@@ -33,11 +33,11 @@ STOP_DRIVER = f'read pid < "${{TMPDIR:-/tmp}}/{PID_FILE}" && kill $pid && while 
 """Hook of the head before its deletion: the driver stops with a checkpoint."""
 
 DRAIN_NODE = (
-    "busy() {{ grep -qs '[R]ayTrainWorker' /proc/[0-9]*/cmdline; }}; busy || exit 0; "
+    "busy() {{ grep -qs 'ray::[R]ayWorker' /proc/[0-9]*/cmdline; }}; busy || exit 0; "
     "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is being deleted' "
     "--deadline-remaining-seconds {seconds}; while busy; do sleep 1; done; true"
 )
-"""Hook of a pod with workers before its deletion: they save a checkpoint."""
+"""Hook of a pod with workers before its deletion: they save a checkpoint. `RayWorker` is the class that Ray names."""
 
 
 @dataclass(frozen=True)

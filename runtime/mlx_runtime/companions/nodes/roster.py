@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_runtime.errors import ConfigError, suggest
 from mlx_runtime.storage.documents import NUMBER, TEXT, Kind, from_json, is_name, mapping_of, misfit
+from mlx_runtime.storage.local import open_regular
 
 KEY_BYTES = 16
 """Minimum length of the key of a run."""
@@ -81,7 +82,9 @@ def _with_slots(nodes: list[Node], workers: int, title: str) -> list[Node]:
 def read(file: Path) -> list[Node]:
     """Read nodes.json; raise ConfigError with the file, the node and the field of the first problem."""
     try:
-        content = file.read_bytes() if file.stat().st_size <= FILE_BYTES else b""
+        with open_regular(str(file)) as stream:
+            content = stream.read(FILE_BYTES + 1)
+        content = content if len(content) <= FILE_BYTES else b""
         entries = from_json(content, {})
         json.loads(content, object_pairs_hook=_without_duplicates)
         if not entries:

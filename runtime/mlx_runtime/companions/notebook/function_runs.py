@@ -19,7 +19,7 @@ from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, ow
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
-from mlx_runtime.companions.notebook.scripts import end_import, show_own_frames
+from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config import override
 from mlx_runtime.config.constructors import convert, describe_move, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
@@ -171,7 +171,6 @@ class Trainer:
         address: str | None = None,
         **settings: Any,
     ) -> None:
-        show_own_frames()
         if callable(num_workers):
             raise UsageError(f"Trainer takes no function. {FORMER['scaling_config']}")
         backend_class(backend)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mlx_runtime.config.constructors.declarations import Declaration
 from mlx_runtime.data import dataset_nodes, stream_names
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Event, Notice, PreparationProgress
+from mlx_runtime.storage import is_uri, storage_root
 from mlx_runtime.training import RunConfig
 
 
@@ -102,5 +104,7 @@ def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list
     held = {name: group.get(name) for name in nodes}
     classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
     kept = {name: node for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]}
-    candidates = [Candidate(name, node, shown.get(name, node), config.cfg.seed, project) for name, node in kept.items()]
+    seed, root = config.cfg.seed, storage_root(config.cfg.storage_path)
+    storage = "" if is_uri(root) else os.path.realpath(root)
+    candidates = [Candidate(name, node, shown.get(name, node), seed, project, storage) for name, node in kept.items()]
     return candidates, [name for name in nodes if name not in kept]

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -43,6 +44,7 @@ class Candidate:
     shown: Mapping[str, Any]  # the node without secrets
     seed: int
     project: Path  # folder of the experiment, whose code is part of the digest
+    storage: str = ""  # changes with every run, so it is no data
 
     def __post_init__(self) -> None:
         self.cls: type = object_at(self.node["_target_"])
@@ -91,7 +93,7 @@ class Candidate:
             rows = rows_of(dataset, self.name)
             if rows == 0:
                 raise DatasetError(f"datasets.{self.name} has no rows")
-            content = [rows, *_files_in(self.arguments)]
+            content = [rows, *_files_in(self.arguments, self.storage)]
             first = isinstance(dataset, IterableDataset)
             sample = self.first_rows(dataset) if first else self.sample(dataset, some_rows(rows))
             for key, column in sample.items():
@@ -156,25 +158,35 @@ def format_schema(schema: Schema) -> str:
     return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in schema.items())
 
 
-def _files_in(arguments: Any) -> list[str]:
+def _files_in(arguments: Any, storage: str) -> list[str]:
     """Return sizes and times of every file and folder named in arguments."""
     if isinstance(arguments, dict | list):
         items = arguments.values() if isinstance(arguments, dict) else arguments
-        return [facts for item in items for facts in _files_in(item)]
-    return [_file_facts(arguments)] if isinstance(arguments, str) and len(arguments) < 4096 else []
+        return [facts for item in items for facts in _files_in(item, storage)]
+    return [_file_facts(arguments, storage)] if isinstance(arguments, str) and len(arguments) < 4096 else []
 
 
-def _file_facts(path: str, limit: int = 100_000) -> str:
-    """Return a path with the size and modification time of its file, or of all files in its folder."""
+def _file_facts(path: str, storage: str = "") -> str:
+    """Return a path with the size and modification time of its file, or a digest of those of all files in its folder.
+
+    Hidden folders and the storage are left out: runs and tools write to them.
+    """
     if Path(path).is_file():
         facts = Path(path).stat()
         return f"{path} {facts.st_size} {facts.st_mtime_ns}"
     if not path or not Path(path).is_dir():
         return path
-    files = [item.stat() for item in islice(Path(path).rglob("*"), limit)]
-    if not files:
-        return path
-    return f"{path} {len(files)} {sum(item.st_size for item in files)} {max(item.st_mtime_ns for item in files)}"
+    root, files = os.path.realpath(path), list[str]()
+    for folder, folders, names in os.walk(root):
+        if folder == storage:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a broken link
+                facts = Path(folder, name).stat()
+                files.append(f"{folder[len(root) :]}/{name} {facts.st_size} {facts.st_mtime_ns}")
+    return f"{path} {digest(sorted(files))}" if files else path
 
 
 def digest(content: Sequence[Any]) -> str:

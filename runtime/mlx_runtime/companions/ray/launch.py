@@ -19,7 +19,7 @@ from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.config import storage_override
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.runs import SWEEP, RunFolder, Upload, claim_run, drivers, provenance, records, snapshots
+from mlx_runtime.runs import RUN, SWEEP, RunFolder, Upload, claim_run, drivers, provenance, records, snapshots
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.outputs import jobs_root
 from mlx_runtime.settings import Settings
@@ -89,7 +89,7 @@ class Launch:
             and self.dashboard.address.url != cluster_of(config.origin)
         ):
             raise UsageError(f"{config.origin.location} is on another cluster than {self.dashboard.address.url}")
-        run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
+        run = config.run or self._claim(RUN)
         before = drivers.refuse_living(run) if config.run else {}
         request = Request(config.overrides, origin=origin, claimed=path_there(run.location))
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
@@ -101,14 +101,19 @@ class Launch:
 
         Its folder and record are handled like those of a run.
         """
-        cfg = self.config.cfg
-        folder = sweep or claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name)
+        folder = sweep or self._claim(SWEEP, name)
         before = drivers.refuse_living(folder) if sweep else {}
-        if sweep is None:
-            snapshots.store(Path.cwd(), folder, cfg.code_files)
         command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={path_there(folder.location)}", *words]
         new = {} if sweep else {"definition": dict(definition), "trials": []}
         return self._submit_driver(folder, before, command, {}, **new)
+
+    def _claim(self, kind: str, name: str = "") -> RunFolder:
+        """Create the folder of a run, or that of a sweep with its code."""
+        cfg = self.config.cfg
+        folder = claim_run(storage_root(cfg.storage_path), cfg.name, kind, name=name)
+        if kind == SWEEP:
+            snapshots.store(Path.cwd(), folder, cfg.code_files)
+        return folder
 
     def _submit_driver(
         self,

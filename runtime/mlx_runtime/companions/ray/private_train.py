@@ -7,7 +7,6 @@ import atexit
 import functools
 import logging
 import os
-import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -93,8 +92,7 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
             torch.distributed.barrier()
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
-        # Data of any type is safe, because the workers have proved that they belong to the run.
-        return pickle.loads(broadcast(pickle.dumps(data)))
+        return broadcast(data)  # Ray would unpickle it, and anyone who reaches the nodes could send it
 
 
 def _files(checkpoint: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_reco
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
-from mlx_runtime.runs import RunFolder, Upload, records, snapshots
+from mlx_runtime.runs import RunFolder, Upload, records, run_folder, snapshots
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import is_uri, storage_at, storage_root
 from mlx_runtime.storage.secrets import redact
@@ -46,6 +47,16 @@ class SlurmLaunch(Launch):
     sweep: bool
     dry_run: bool
 
+    def _claim(self, kind: str, name: str = "") -> RunFolder:
+        """Create the folder of a run or sweep; with `dry_run`, only return the one that would be created."""
+        if not self.dry_run:
+            return super()._claim(kind, name)
+        cfg = self.config.cfg
+        root = storage_root(cfg.storage_path)
+        numbers = [found.removeprefix(kind) for found in storage_at(root).names(cfg.name) if found.startswith(kind)]
+        latest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        return run_folder(root, cfg.name, f"{kind}{name or f'{latest + 1:03d}'}")
+
     def _submit_driver(
         self,
         run: RunFolder,
@@ -63,8 +74,6 @@ class SlurmLaunch(Launch):
         text = self.script(run.location, folder, command)
         if self.dry_run:
             print(text, end="")
-            if not before:
-                storage_at(run.location).remove_folder()
             raise SystemExit(0)
         job = None
         try:
@@ -156,6 +165,8 @@ def prepare(
     root = storage_root(cfg.storage_path)
     if is_uri(root):
         raise UsageError(f"the storage is {root}; a job of Slurm finds its code in a folder that the nodes share")
+    if odd := re.search(r"[%\\\r\n]", root):  # in a directive, or replaced in it; scontrol shows %% as something else
+        raise UsageError(f"the storage is {root!r:.300}; a script of Slurm cannot name a folder with {odd[0]!r}")
     if nodes > 1 and cfg.start_workers == 0:
         raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):

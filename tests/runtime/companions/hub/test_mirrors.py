@@ -26,13 +26,13 @@ from huggingface_hub import HfApi
 from stored_sweeps import LR, store_run, store_sweep
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
-from mlx_runtime.companions.hub import card, claims, mirror, pushing, repository, restoring
+from mlx_runtime.companions.hub import card, claims, downloads, mirror, pushing, repository, restoring
 from mlx_runtime.companions.hub.commands import xp_push as push
 from mlx_runtime.companions.hub.downloads import MirroredRun
 from mlx_runtime.companions.hub.mirror import Allowance, Mirror, SupersededError
 from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError
 from mlx_runtime.config import composition
-from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, UsageError
+from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, StorageError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import RunFolder, claim_run, records, run_folder, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, read
@@ -373,6 +373,35 @@ def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
     training.record.finish("STOPPED")
     assert "is complete" in following.finish(60)[-1].text
     assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
+
+
+def test_commits_that_are_refused_forever_are_given_up(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "CONFLICTS_S", (0.0, 0.01, 0.02))
+    training = Training(tmp_path)
+    training.record.finish("STOPPED")
+    claimed = lambda method, path: "/commit/" in path and bool(server.commits("alice/digits"))  # noqa: E731
+    server.faults = Faults(1, ("409",), claimed, limit=50)
+    with pytest.raises(StorageError, match=r"hf://alice/digits refuses the commit because of another one; try"):
+        pushing.push(training.folder, URI)
+    assert len(server.faults.injected) == 4
+
+
+def test_a_mirror_has_a_limited_number_of_files(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path)
+    training.save(0)
+    training.record.finish("STOPPED")
+    pushing.push(training.folder, URI)
+    monkeypatch.setattr(downloads, "MAX_FILES", 2)
+    monkeypatch.setattr(mirror, "MAX_FILES", 2)
+    server.requests.clear()
+    for opened in (open_run, lambda uri: restoring.latest(uri, str(tmp_path / "other"), "digits")):
+        with pytest.raises(StorageError, match=r"hf://alice/digits has \d files, of at most 2; nothing was downloaded"):
+            opened(URI)
+    assert not any("conf.yaml" in path for _, path in server.requests)
+    with pytest.raises(UsageError, match=r"the run has \d files; hf://alice/digits may have 2"):
+        pushing.push(training.folder, URI)
 
 
 def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(

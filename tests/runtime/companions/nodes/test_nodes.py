@@ -118,6 +118,12 @@ class TestRoster:
         with pytest.raises(ConfigError, match=re.escape(problem)):
             self.read(tmp_path, content)
 
+    @pytest.mark.timeout(30)
+    def test_a_pipe_is_refused(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "nodes.json")  # reading it would block forever
+        with pytest.raises(ConfigError, match=r"cannot read .*nodes.json, the list of machines: .*not a regular file"):
+            roster.read(tmp_path / "nodes.json")
+
     @pytest.mark.parametrize(
         ("nodes", "workers", "slots"), [(2, 5, [3, 2]), (1, 4, [4]), (3, 3, [1, 1, 1]), (4, 3, None), (0, 3, None)]
     )

@@ -11,6 +11,7 @@ import pytest
 from conftest import Mlx
 
 from mlx_runtime import Trainer, open_run
+from mlx_runtime.companions.notebook import scripts
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.queries import map_concurrently
 
@@ -122,6 +123,8 @@ def test_errors_have_only_the_frames_of_the_user(
     with pytest.raises((MlxError, NameError)) as caught:
         call()
     Trainer()
+    assert sys.excepthook is sys.__excepthook__  # only a run changes it
+    scripts.show_own_frames()
     for debug in (False, True):
         monkeypatch.setenv("MLX_DEBUG", str(int(debug)))
         sys.excepthook(caught.type, caught.value, caught.tb)

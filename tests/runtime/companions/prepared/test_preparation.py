@@ -28,7 +28,7 @@ ORIGINAL = """
 
     class Rows(Dataset):
         # a comment
-        def __init__(self, path: str, factor: int = 1, batch_size: int = 2):
+        def __init__(self, path: str, factor: int = 1, batch_size: int = 2, folder: str = ""):
             self.values = [int(line) for line in open(path)]
             self.factor, self.batch_size = factor, batch_size
 
@@ -73,14 +73,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
 
     def candidates(**arguments: object) -> list[Candidate]:
         node = {"_target_": "rows.Rows", "path": str(data), **arguments}
-        return [Candidate("train", node, node, 0, tmp_path)]
+        return [Candidate("train", node, node, 0, tmp_path, str(tmp_path / "runs"))]
 
     def prepare(**arguments: object) -> list[int]:
         ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext}
-        return values(preparation.make(candidates(**arguments), str(tmp_path / "sets"), told.append, **ways))
+        return values(preparation.make(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append, **ways))
 
     def find(**arguments: object) -> list[int] | None:
-        found = preparation.find(candidates(**arguments), str(tmp_path / "sets"), told.append)
+        found = preparation.find(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append)
         return values(found) if found else None
 
     def values(sets: dict) -> list[int]:
@@ -89,7 +89,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
 
     edit("rows", ORIGINAL)
     edit("rowsource", HELPER)
-    yield SimpleNamespace(edit=edit, prepare=prepare, find=find, data=data, told=told, sets=tmp_path / "sets")
+    yield SimpleNamespace(edit=edit, prepare=prepare, find=find, data=data, told=told, sets=tmp_path / "runs" / "sets")
     edit("rows", "")
 
 
@@ -146,6 +146,22 @@ def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: Sequenc
     assert project.find() is None
     assert project.told[-1].startswith("datasets.train: its prepared dataset is stale because its data changed")
     assert project.prepare() == project.find() == [3 * value for value in lines]
+
+
+def test_folders_that_arguments_name(project: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run changes the storage, which a word that is no path may name, and which lies in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    images = tmp_path / "images" / "cats"
+    images.mkdir(parents=True)
+    (tmp_path / ".cache").mkdir()
+    (images / "1.png").touch()
+    for folder in ("runs", ".", "images"):
+        project.prepare(folder=folder)
+        for changed in ("runs", ".cache"):
+            (tmp_path / changed / f"after {folder}").touch()
+        assert project.find(folder=folder) is not None
+    images.rename(images.with_name("dogs"))
+    assert project.find(folder="images") is None
 
 
 def test_a_damaged_set_is_reported_and_prepared_again(project: SimpleNamespace) -> None:

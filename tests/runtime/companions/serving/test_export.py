@@ -238,6 +238,12 @@ BATCH = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and
             'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]',
         ),
         (
+            "nan",
+            1,
+            "predict returns only NaN or infinity in 'scores', for 64 rows of test: nothing can be compared; choose "
+            "another --checkpoint",
+        ),
+        (
             "strings",
             2,
             "predict reads 'text', a column of strings, which programs cannot read; tokenize it in ray_map_batches or "
@@ -298,7 +304,7 @@ def test_missing_tools_are_named_before_anything_is_read(here: Path, mlx: Mlx, p
     assert "'tflite' is not one of pt2, safetensors, onnx, aoti" in done.stderr
 
 
-PROOF = {"path": [], "programs": ["pt2"]}
+PROOF = {"path": [], "programs": ["pt2"], "tolerance": 1e-4}
 
 
 def prove(folder: Path, scratch: Path, cases: dict[int, list[dict[str, torch.Tensor]]]) -> dict[str, object]:
@@ -341,12 +347,21 @@ def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:
     one = torch.tensor([100.0, 1.0])
     assert proof.difference({"y": one}, {"y": one + torch.tensor([0.0, 0.5])}) == (0.005, "y")
     assert proof.difference({"y": one / 100}, {"y": one / 100 + 0.5})[0] == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="NaN or infinity at other positions"):
-        proof.difference({"y": one}, {"y": one / 0})
+    for wanted, found in ((one, one / 0), (one / 0, -one / 0), (one / 0, one / 0 * 0)):
+        with pytest.raises(ValueError, match="NaN or infinity at other positions"):
+            proof.difference({"y": wanted}, {"y": found})
     with pytest.raises(ValueError, match=r"y is torch.float64 \(2,\) instead of torch.float32 \(2,\)"):
         proof.difference({"y": one}, {"y": one.double()})
     with pytest.raises(ValueError, match="it returns z instead of y"):
         proof.difference({"y": one}, {"z": one})
+
+
+@pytest.mark.pure
+def test_the_readme_has_the_tolerance_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "README.md").write_text('```python\noutputs = {"y": [1.015]}\n```\n')
+    monkeypatch.chdir(tmp_path)
+    found = [proof.run_readme(tmp_path, {"y": torch.ones(1)}, tolerance) for tolerance in (2e-2, 1e-2)]
+    assert found == [None, "block 1 differs from predict by 0.015, with a tolerance of 0.01"]
 
 
 ALONE = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock")

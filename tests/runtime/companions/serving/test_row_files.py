@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -185,6 +186,23 @@ def test_missing_columns(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("image\n1\n")
     with pytest.raises(UsageError, match=r"CSV cannot hold image, float32 \(1, 2, 3\); use Parquet"):
         open_rows(tmp_path / "rows.csv", [IMAGE], (), 4)
+
+
+def test_columns_that_occur_twice(tmp_path: Path) -> None:
+    """Which of them `predict` should read is not known."""
+    for suffix in (".parquet", ".csv", ".npz", ".jsonl"):
+        path = tmp_path / f"rows{suffix}"
+        if suffix == ".parquet":
+            parquet.write_table(pa.table([[1], [2], [3]], ["id", "count", "count"]), path)
+        elif suffix == ".npz":
+            with zipfile.ZipFile(path, "w") as archive, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for name in ("id", "count", "count"):
+                    archive.writestr(f"{name}.npy", (images_in("npy", tmp_path)).read_bytes())
+        else:
+            path.write_text("id,count,count\n1,2,3\n" if suffix == ".csv" else '{"id": 1, "count": 2, "count": 3}\n')
+        with pytest.raises(UsageError, match=r"2 columns count; rename|row 0 .* one of the columns id, count twice"):
+            read(path, [Column("count", "int64")], [(0, 1)])
 
 
 OUTPUTS = {

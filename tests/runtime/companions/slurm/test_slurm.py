@@ -148,6 +148,19 @@ def test_each_node_has_the_cpus_of_one_run_or_of_its_part(mlx: Mlx, digits: Path
         assert f"#SBATCH --cpus-per-task={count}\n" in done.stdout, done.stderr
 
 
+@pytest.mark.process
+def test_a_printed_script_creates_nothing(mlx: Mlx, digits: Path, tmp_path: Path) -> None:
+    """A line break in a directive would begin a command of the script, and Slurm replaces `%j`."""
+    launch, storage = ("train", "launch", "--slurm", "--dry-run", *ONE), tmp_path / "storage"
+    for words, name in ((), "run_001"), (("--sweep", "optimizers.adam.lr=1e-2,1e-3"), "sweep_001"):
+        done = mlx(digits, *launch, *words, PATH=str(tmp_path), MLX_STORAGE=str(storage))
+        assert f"#SBATCH --output={storage}/digits/{name}/slurm/1/%j.out\n" in done.stdout, done.stderr
+        assert not storage.exists()
+    done = mlx(digits, *launch, PATH=str(tmp_path), MLX_STORAGE=f"{storage}\ntouch owned")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    assert "; a script of Slurm cannot name a folder with '\\n'" in done.stderr
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize(
     ("slurms", "ours"),

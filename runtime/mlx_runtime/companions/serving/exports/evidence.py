@@ -45,7 +45,7 @@ def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predict
     """Read held-out rows, and call `predict` on them.
 
     Raises:
-        ExportError: `predict` fails, or draws random numbers.
+        ExportError: `predict` fails, draws random numbers, or returns no finite numbers.
     """
     source, batches = held_out(experiment, nodes, predictor.schema)
     cases = {}
@@ -58,6 +58,12 @@ def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predict
     with temporary_seed(1):
         again = predictor.predict(batches[SIZES[-1]], SIZES[-1])
     _refuse_randomness(cases[SIZES[-1]][1], again)
+    for name, value in again.items():
+        if value.numel() and not value.isfinite().any():
+            raise ExportError(
+                f"predict returns only NaN or infinity in {name!r}, for {SIZES[-1]} rows of {source}: nothing can be "
+                "compared; choose another --checkpoint"
+            )
     schema = widened(predictor.schema, list(batches.values()))
     return Evidence(source, schema, cases, TOLERANCES[experiment.cfg.precision])
 
@@ -139,6 +145,7 @@ def prove(
         "result": str(result),
         "path": [item for item in sys.path if "site-packages" in item or "dist-packages" in item or _has_torch(item)],
         "programs": list(programs),
+        "tolerance": evidence.tolerance,
     }
     command = [sys.executable, "-I", proof.__file__]
     try:

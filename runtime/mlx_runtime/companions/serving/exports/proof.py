@@ -3,7 +3,7 @@
 It compares the outputs of the exported programs with those of `predict`, and executes the code in README.md. It prints
 a line with `STEP` before each of these steps, so that the parent can report one that takes too long:
 
-    python -I proof.py < {"folder", "cases", "result", "path", "programs"}   in JSON
+    python -I proof.py < {"folder", "cases", "result", "path", "programs", "tolerance"}   in JSON
 
 This file imports nothing of its package, because the process could not.
 """
@@ -83,7 +83,9 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[f
                 raise ValueError(f"{name} differs in {int((value != wanted).sum())} values")
             continue
         finite = torch.isfinite(wanted)
-        if not torch.equal(finite, torch.isfinite(value)):
+        if not torch.equal(finite, torch.isfinite(value)) or not torch.allclose(
+            value[~finite], wanted[~finite], equal_nan=True
+        ):
             raise ValueError(f"{name} has NaN or infinity at other positions")
         exact = torch.complex128 if wanted.is_complex() else torch.float64
         value, wanted = value.to(exact)[finite], wanted.to(exact)[finite]
@@ -115,7 +117,7 @@ def check(program: str, function: Function, cases: Mapping[int, Any]) -> dict[st
     return {"differences": differences, "outputs": outputs, "seconds": round(time.perf_counter() - began, 3)}
 
 
-def run_readme(folder: Path, examples: Any) -> str | None:
+def run_readme(folder: Path, examples: Any, tolerance: float) -> str | None:
     """Execute the code in README.md. Return why its outputs for the example rows are wrong, or None."""
     import torch
 
@@ -127,8 +129,8 @@ def run_readme(folder: Path, examples: Any) -> str | None:
         try:
             exec(compile(code, "README.md", "exec"), names)
             outputs = {name: torch.as_tensor(value) for name, value in names["outputs"].items()}
-            if (error := difference(examples, outputs)[0]) > 1e-2:
-                return f"block {number + 1} returns other outputs than predict: {error:.2g}"
+            if (error := difference(examples, outputs)[0]) > tolerance:
+                return f"block {number + 1} differs from predict by {error:.2g}, with a tolerance of {tolerance:g}"
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             return f"block {number + 1}: {type(error).__name__}: {error} (line {last.lineno})"
@@ -155,7 +157,7 @@ def main() -> None:
         result["programs"][program] = {"load_seconds": loaded} | check(program, function, cases["rows"])
     if not any("problem" in item for item in result["programs"].values()):
         print(f"{STEP}running the code in README.md", flush=True)
-        result["readme"] = run_readme(folder, cases["examples"])
+        result["readme"] = run_readme(folder, cases["examples"], job["tolerance"])
     Path(job["result"]).write_text(json.dumps(result))
 
 

@@ -73,14 +73,23 @@ def _field(data: bytes, table: int, number: int) -> int | None:
     return table + offset if offset else None
 
 
-def values(name: str, column: "pa.ChunkedArray") -> Any:
-    """Return the values of a column; see `values_of`. Raises BodyError if it has another type."""
+def values(name: str, column: "pa.ChunkedArray", limit: int) -> Any:
+    """Return the values of a column; see `values_of`.
+
+    Raises:
+        BodyError: it has another type, or more than `limit` values other than numbers, which become objects of Python.
+    """
     kind = column.type
     while isinstance(kind, pa.FixedShapeTensorType) or is_list(kind):
         kind = kind.value_type
     if not (is_number(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise BodyError(f"{name} has the type {column.type!s:.60}; expected numbers, strings or lists of numbers")
-    return values_of(column.combine_chunks())
+    array = items = column.combine_chunks()
+    while isinstance(items.type, pa.FixedShapeTensorType) or is_list(items.type):
+        items = getattr(items, "storage", items).flatten()
+        if len(items) > limit and not is_number(items.type):
+            raise BodyError(f"{name} has {len(items):,} lists or strings, of at most {limit:,}; send fewer rows", 413)
+    return values_of(array)
 
 
 def write(rows: Sequence[Any]) -> bytes:

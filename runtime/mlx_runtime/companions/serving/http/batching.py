@@ -15,14 +15,6 @@ from mlx_runtime.companions.serving.http.bodies import Part
 from mlx_runtime.data import Batch
 from mlx_runtime.errors import located
 
-QUICK_S = 0.004
-"""Batches that take less time are computed in the thread of the event loop: passing one to another takes as long."""
-
-TRUST = 20
-"""Credit that this takes. A quick batch earns 1; any other costs 5 per `QUICK_S`, so that the loop is rarely late."""
-
-MOST_CREDIT, LEAST_CREDIT = 100, -1000
-
 
 class QueueFullError(Exception):
     """The queue of a model has no room for a request."""
@@ -53,7 +45,6 @@ class Batcher:
         self._max_batch, self._max_wait_s, self._observe = max_batch, max_wait_s, observe
         self._groups: dict[Any, deque[tuple[Part, asyncio.Future[None]]]] = {}
         self._timer: asyncio.Handle | None = None
-        self._credit = 0.0
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._drained = False
@@ -97,6 +88,7 @@ class Batcher:
     def _end_thread(self) -> None:
         if self._thread is not None:
             self._work.put(None)
+            self._thread.join(1)  # it is idle, and Python must not end while a thread uses torch
             self._thread = None
 
     def _start(self) -> None:
@@ -111,11 +103,6 @@ class Batcher:
         loop = asyncio.get_running_loop()
         parts = [part for part, _ in taken]
         self._busy_since = time.monotonic()
-        if self._credit >= TRUST and sum(part.rows for part in parts) <= self._max_batch:
-            answers = quick_answers(self.predictor, parts)
-            if answers is not None:
-                self._finish(taken, answers)
-                return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="predict", daemon=True)
             self._thread.start()
@@ -149,8 +136,6 @@ class Batcher:
 
     def _finish(self, taken: Sequence[tuple[Part, "asyncio.Future[None]"]], found: Sequence[Any]) -> None:
         seconds, self._busy_since = self.busy_s, None
-        change = 1 if seconds < QUICK_S else -5 * seconds / QUICK_S
-        self._credit = max(LEAST_CREDIT, min(MOST_CREDIT, self._credit + change))
         for (part, future), answer in zip(taken, found, strict=True):
             part.answer = answer
             if not future.done():
@@ -174,23 +159,17 @@ def merged(parts: Sequence[Part]) -> Batch:
     }
 
 
-def quick_answers(predictor: Predictor, parts: Sequence[Part]) -> list[Any] | None:
-    """Return the answer of each part, or None if the batch has failed."""
-    try:
-        outputs = as_arrays(predictor.predict(merged(parts), sum(part.rows for part in parts)))
-    except Exception:
-        return None
-    return split(outputs, parts)
-
-
 def answers(predictor: Predictor, parts: Sequence[Part], max_batch: int) -> list[Any]:
-    """Return the answer of each part. If a batch fails, its halves are computed, down to the rows at fault."""
+    """Return the answer of each part. If a batch fails, its halves are computed, down to the rows at fault.
+
+    Called in a thread, where Ctrl-C does not arrive: even a KeyboardInterrupt comes from `predict`.
+    """
     try:
         rows = sum(part.rows for part in parts)
         if len(parts) == 1 and rows > max_batch:
             return [_in_slices(predictor, parts[0], max_batch)]
         return split(as_arrays(predictor.predict(merged(parts), rows)), parts)
-    except Exception as error:
+    except BaseException as error:
         if len(parts) > 1:
             middle = len(parts) // 2
             return answers(predictor, parts[:middle], max_batch) + answers(predictor, parts[middle:], max_batch)

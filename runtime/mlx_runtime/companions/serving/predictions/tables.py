@@ -69,13 +69,16 @@ def file_errors(path: Path, title: str) -> Iterator[None]:
 
 
 def refuse_missing(path: Path, found: Sequence[str], columns: Sequence[Column], keep: Sequence[str]) -> None:
-    """Raise UsageError if a file lacks columns that predict reads, or that are to be kept."""
+    """Raise UsageError if a file lacks columns that predict reads, or that are to be kept, or has one of them twice."""
     known = f"its columns are {', '.join(found) or 'none'}"
     if missing := [column for column in columns if column.name not in found]:
         raise UsageError(f"{path} lacks {', '.join(f'{item.name} ({item.text})' for item in missing)}; {known}")
     for name in keep:
         if name not in found:
             raise UsageError(f"{path} lacks {name}, named by --keep.{suggest(name, found)}")
+    for name in (*(column.name for column in columns), *keep):
+        if (count := found.count(name)) > 1:
+            raise UsageError(f"{path} has {count} columns {name}; rename or remove the others")
 
 
 class _Batches:
@@ -197,6 +200,13 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"it has one of the columns {', '.join(row)} twice")
+    return row
+
+
 class JsonRows:
     """Rows of a file of JSON objects, one per line. Empty lines are no rows."""
 
@@ -237,7 +247,7 @@ class JsonRows:
     def _row(self, line: bytes, number: int) -> dict[str, Any]:
         at = f"{self._path}: row {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_unique)
         except RecursionError:
             raise RowError(f"{at} is nested too deeply") from None
         except ValueError as error:
