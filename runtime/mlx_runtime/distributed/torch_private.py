@@ -1,4 +1,4 @@
-"""All uses of the private API of torch 2.13. `test_torch_private.py` fails when torch changes it."""
+"""All uses of the private API of torch 2.13 and 2.14. `test_torch_private.py` fails when torch changes it."""
 
 import datetime
 import os
@@ -138,7 +138,10 @@ class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
 
     host: str | None = None  # address to listen on; None for the loopback interface
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: datetime.timedelta, enable_reconfigure: bool = False
+    ) -> None:
+        assert not enable_reconfigure  # of torch 2.14; `init_process_group` has it, `new_group` does not
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         before = listening_sockets()
         options._devices = [

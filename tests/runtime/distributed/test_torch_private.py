@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -49,9 +50,12 @@ def test_a_process_reports_that_forks_of_it_cannot_use_cuda(monkeypatch: pytest.
 
 def test_every_group_is_created_by_this_name() -> None:
     """`keep_groups_private` replaces it; the rank and the size are those within the group."""
-    created = "".join(re.sub("#.*", "", inspect.getsource(distributed_c10d._new_process_group_helper)).split())
-    assert "backend_class=ProcessGroupGloo(backend_prefix_store,group_rank,group_size,timeout=timeout,)" in created
-    assert "isinstance(backend_class,ProcessGroupGloo)" in created
+    creator: Any = getattr(distributed_c10d, "_create_gloo_process_group", None)  # since torch 2.14
+    created = inspect.getsource(creator or distributed_c10d._new_process_group_helper)
+    created = "".join(re.sub("#.*|opts\\.|backend_prefix_(?=store)", "", created).split())
+    reconfigure = "enable_reconfigure=enable_reconfigure," if creator else ""
+    assert f"backend_class=ProcessGroupGloo(store,group_rank,group_size,timeout=timeout,{reconfigure})" in created
+    assert "enable_reconfigure" not in inspect.signature(distributed_c10d.new_group).parameters
     for name in ("init_process_group", "_new_group_with_tag"):
         assert "_new_process_group_helper(" in inspect.getsource(getattr(distributed_c10d, name))
 
