@@ -25,12 +25,12 @@ SECTIONS = {
         *("mlx_runtime.datasets.Batched", "mlx_runtime.losses.Mean"),
     ),
     "Runs from Python": (
-        *("mlx_runtime.run", "mlx_runtime.open_run", "mlx_runtime.runs.queries.Run", "mlx_runtime.load_export"),
+        *("mlx_runtime.run", "mlx_runtime.open_run", "mlx_runtime.runs.queries.reader.Run", "mlx_runtime.load_export"),
         *(
             "mlx_runtime.sweep",
             "mlx_runtime.kfold",
             "mlx_runtime.open_sweep",
-            "mlx_runtime.companions.sweeps.SweepResult",
+            "mlx_runtime.companions.sweeps.results.SweepResult",
         ),
         *("mlx_runtime.load_config", "mlx_runtime.connect", "mlx_runtime.fit", "mlx_runtime.clean_exit"),
         *("mlx_runtime.clusterize", "mlx_runtime.companions.fragments.planning.Plan"),

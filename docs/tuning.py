@@ -7,8 +7,9 @@ from pathlib import Path
 import readme
 from screenshot import MLX, ROOT, Browser
 
-from mlx_runtime.companions.sweeps import SweepResult, render_sweep
-from mlx_runtime.runs import run_folder
+from mlx_runtime.companions.sweeps.report import render_sweep
+from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.runs.folder import run_folder
 
 SHORT = ("cfg.start_workers=0", "cfg.num_epochs=5")
 SPACE = (

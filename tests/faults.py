@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from clusters import IDLE, START_S
 
-from mlx_runtime.runs.checkpoints import read
+from mlx_runtime.runs.checkpoints.store import read
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"

@@ -6,7 +6,7 @@
 
 from pathlib import Path
 
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.files import storage_at
 
 SIZES = {"data/digits/a.bin": 3000, "data/digits/b.bin": 1000, "data/digits/deep/er/c.bin": 500}
 SIZES |= {"data/digits/deep/er/d.bin": 500}

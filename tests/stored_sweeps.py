@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.runs import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.records import Record
 
 Curves = Mapping[str, Sequence[float | None]]

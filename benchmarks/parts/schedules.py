@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed import pipelining
 
 import mlx_runtime
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.sections import Fragments
-from mlx_runtime.training.strategies import strategy_of
+from mlx_runtime.training.strategies.selection import strategy_of
 
 TITLE = "Schedules of pipelines"
 

@@ -10,32 +10,37 @@ from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.fragments import clusterize
-    from mlx_runtime.companions.notebook import (
-        Trainer,
+    from mlx_runtime.companions.fragments.clusterizing import clusterize
+    from mlx_runtime.companions.notebook.function_runs import Trainer, reattach
+    from mlx_runtime.companions.notebook.functions import (
         accelerate,
         get_dataset_shard,
         load_checkpoint,
         local_rank,
-        reattach,
         report,
-        run,
         save_checkpoint,
         world_rank,
         world_size,
     )
-    from mlx_runtime.companions.ray import DataJob, run_job
-    from mlx_runtime.companions.serving import load_export
-    from mlx_runtime.companions.sweeps import kfold, open_sweep, sweep
-    from mlx_runtime.config import DUMMY_PARAMS
+    from mlx_runtime.companions.notebook.runs import run
+    from mlx_runtime.companions.ray.datajob import DataJob, run_job
+    from mlx_runtime.companions.serving.exports.exported import load_export
+    from mlx_runtime.companions.sweeps.api import kfold, sweep
+    from mlx_runtime.companions.sweeps.results import open_sweep
+    from mlx_runtime.config.building import DUMMY_PARAMS
     from mlx_runtime.config.constructors.declarations import defer_loading
-    from mlx_runtime.distributed import get_device, prepare_model, unwrap
     from mlx_runtime.distributed.randomness import set_seed
+    from mlx_runtime.distributed.topology import get_device
+    from mlx_runtime.distributed.wrapping import prepare_model, unwrap
     from mlx_runtime.errors import MlxError
     from mlx_runtime.exits import clean_exit
-    from mlx_runtime.runs.queries import open_run
-    from mlx_runtime.training import DataConfig, TrainConfig, connect, fit, load_config
-    from mlx_runtime.training.loop import BaseModule
+    from mlx_runtime.runs.queries.reader import open_run
+    from mlx_runtime.training.job_options import DataConfig
+    from mlx_runtime.training.loop.experiment import BaseModule
+    from mlx_runtime.training.options import TrainConfig
+    from mlx_runtime.training.planning import connect
+    from mlx_runtime.training.request import load_config
+    from mlx_runtime.training.terminal import fit
 
 __version__ = "0.1.0"
 
@@ -76,45 +81,45 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BaseModule": "training.loop",
-    "DUMMY_PARAMS": "config",
-    "DataConfig": "training",
-    "DataJob": "companions.ray",
+    "BaseModule": "training.loop.experiment",
+    "DUMMY_PARAMS": "config.building",
+    "DataConfig": "training.job_options",
+    "DataJob": "companions.ray.datajob",
     "MlxError": "errors",
-    "TrainConfig": "training",
-    "Trainer": "companions.notebook",
-    "accelerate": "companions.notebook",
+    "TrainConfig": "training.options",
+    "Trainer": "companions.notebook.function_runs",
+    "accelerate": "companions.notebook.functions",
     "clean_exit": "exits",
-    "clusterize": "companions.fragments",
-    "connect": "training",
+    "clusterize": "companions.fragments.clusterizing",
+    "connect": "training.planning",
     "defer_loading": "config.constructors.declarations",
-    "fit": "training",
-    "get_dataset_shard": "companions.notebook",
-    "get_device": "distributed",
-    "kfold": "companions.sweeps",
-    "load_checkpoint": "companions.notebook",
-    "load_config": "training",
-    "load_export": "companions.serving",
-    "local_rank": "companions.notebook",
-    "open_run": "runs.queries",
-    "open_sweep": "companions.sweeps",
-    "prepare_model": "distributed",
-    "reattach": "companions.notebook",
-    "report": "companions.notebook",
-    "run": "companions.notebook",
-    "run_job": "companions.ray",
-    "save_checkpoint": "companions.notebook",
+    "fit": "training.terminal",
+    "get_dataset_shard": "companions.notebook.functions",
+    "get_device": "distributed.topology",
+    "kfold": "companions.sweeps.api",
+    "load_checkpoint": "companions.notebook.functions",
+    "load_config": "training.request",
+    "load_export": "companions.serving.exports.exported",
+    "local_rank": "companions.notebook.functions",
+    "open_run": "runs.queries.reader",
+    "open_sweep": "companions.sweeps.results",
+    "prepare_model": "distributed.wrapping",
+    "reattach": "companions.notebook.function_runs",
+    "report": "companions.notebook.functions",
+    "run": "companions.notebook.runs",
+    "run_job": "companions.ray.datajob",
+    "save_checkpoint": "companions.notebook.functions",
     "set_seed": "distributed.randomness",
-    "sweep": "companions.sweeps",
-    "unwrap": "distributed",
-    "world_rank": "companions.notebook",
-    "world_size": "companions.notebook",
+    "sweep": "companions.sweeps.api",
+    "unwrap": "distributed.wrapping",
+    "world_rank": "companions.notebook.functions",
+    "world_size": "companions.notebook.functions",
 }
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%%mlx`; IPython calls this for `%load_ext mlx_runtime`."""
-    from mlx_runtime.companions.notebook import register
+    from mlx_runtime.companions.notebook.magic import register
 
     register(shell)
 

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from mlx_runtime.data import DatasetShard, DatasetShards, Loader
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader
 from mlx_runtime.importing import imports_on_use
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.hub import Batched
+    from mlx_runtime.companions.hub.datasets import Batched
 
 __all__ = ["Batched", "DatasetShard", "DatasetShards", "Loader"]
 

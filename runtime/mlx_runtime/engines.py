@@ -2,26 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.training.engines import (
-    Cluster,
-    Engine,
-    EngineClass,
-    Group,
-    Job,
-    changing_size,
-    lost,
-    this_machine,
-)
+from mlx_runtime.training.engines.base import Cluster, Job, lost
+from mlx_runtime.training.engines.placement import changing_size, this_machine
+from mlx_runtime.training.engines.protocol import Engine, EngineClass, Group
 from mlx_runtime.training.engines.worker import WorkerJob, load_results, run_worker
-from mlx_runtime.training.loop import Remote, train_to
+from mlx_runtime.training.loop.connections import Remote
+from mlx_runtime.training.loop.worker import train_to
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sweeps import TrialJob, record_end, run_trial
-    from mlx_runtime.companions.sweeps.engines import STOP, SweepEngine, SweepEngineClass, Trials
+    from mlx_runtime.companions.sweeps.engines.base import STOP, SweepEngine, SweepEngineClass, Trials
+    from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
     from mlx_runtime.training.engines.local import Local
-    from mlx_runtime.training.processes import PRUNE, Link
+    from mlx_runtime.training.processes.links import PRUNE, Link
 
 _SWEEPS = "mlx_runtime.companions.sweeps"
 

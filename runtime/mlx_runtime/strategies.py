@@ -1,7 +1,9 @@
 """Building blocks for custom strategies; see the guide "Extending mlx"."""
 
-from mlx_runtime.distributed import Topology, data_parallel_group, gather
+from mlx_runtime.distributed.collectives import data_parallel_group, gather
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.strategies import DDP, Strategy, StrategyClass
+from mlx_runtime.training.strategies.base import Strategy, StrategyClass
+from mlx_runtime.training.strategies.ddp import DDP
 
 __all__ = ["DDP", "ConfigError", "Strategy", "StrategyClass", "Topology", "data_parallel_group", "gather"]

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING
 
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.tracking import JSONL, TensorBoard
+from mlx_runtime.tracking.trackers import JSONL, TensorBoard
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.services import MLflow, WandB
-    from mlx_runtime.tracking import CSV
+    from mlx_runtime.companions.services.mlflow import MLflow
+    from mlx_runtime.companions.services.weights_and_biases import WandB
+    from mlx_runtime.tracking.tables import CSV
 
 __all__ = ["CSV", "JSONL", "MLflow", "TensorBoard", "WandB"]
 

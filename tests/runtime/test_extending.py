@@ -17,8 +17,8 @@ from conftest import TIMEOUT_S, Mlx, Start
 from faults import wait_for
 from forkserver import Commands
 
-from mlx_runtime.distributed import encode
-from mlx_runtime.runs import checkpoints
+from mlx_runtime.distributed.messages import encode
+from mlx_runtime.runs.checkpoints import store
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "extending"
@@ -287,7 +287,7 @@ def test_an_engine_refuses_what_it_cannot_train(extended: Path, mlx: Mlx, settin
 
 def latest(folder: Path) -> dict[str, Any]:
     """The state in the newest checkpoint of a run, read without the strategy that saved it."""
-    return checkpoints.read(str(max((folder / "run_001" / "checkpoints").glob("epoch_*"))))
+    return store.read(str(max((folder / "run_001" / "checkpoints").glob("epoch_*"))))
 
 
 def orders(printed: str) -> Counter[str]:

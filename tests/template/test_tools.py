@@ -11,7 +11,7 @@ from conftest import ROOT
 from torch import nn
 from torch.optim import SGD
 
-from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints import groups
 
 pytestmark = pytest.mark.pure
 
@@ -29,13 +29,13 @@ def tools() -> ModuleType:
 
 def restarted(saved: object, made: object) -> None:
     """Restore a tool from the checkpointed state of another one, through a file."""
-    state, left_out = checkpoints.state_of(SimpleNamespace(tool=saved))
+    state, left_out = groups.state_of(SimpleNamespace(tool=saved))
     assert left_out == []
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert checkpoints.load_into(SimpleNamespace(tool=made), state, "tools") == []
+    assert groups.load_into(SimpleNamespace(tool=made), state, "tools") == []
 
 
 @pytest.mark.parametrize(

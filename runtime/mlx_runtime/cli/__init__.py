@@ -139,7 +139,7 @@ def new(context: click.Context, name: str, output: str) -> None:
 def doctor(as_json: bool) -> None:
     """Check this machine and the experiment in the working directory."""
     checks = []
-    for check in companions.part("ray").checks():
+    for check in companions.part("ray.doctor").checks():
         checks.append(check)
         if not as_json:
             click.echo(check.line())

@@ -11,10 +11,10 @@ from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
-from mlx_runtime.runs import names_run
+from mlx_runtime.runs.folder import names_run
 
 if TYPE_CHECKING:
-    from mlx_runtime.training import RunConfig
+    from mlx_runtime.training.request import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Context settings of commands with overrides, some of which begin with a dash."""
@@ -93,7 +93,7 @@ def load_config(
     Further fields are those of `Request`. Rejects a run that is in use, and a data job whose output is in use or
     exists. Without torch, the code is not imported, and its job checks the config.
     """
-    from mlx_runtime.training import Request, load_config
+    from mlx_runtime.training.request import Request, load_config
 
     if seen := find_spec("torch") is not None:
         projects.bind_first(kind, folder)
@@ -104,5 +104,5 @@ def load_config(
         main = unseen.stand_in(kind, folder)
     config = load_config(main, Request(tuple(overrides), **fields), look=look or not seen)
     if kind != AN_EXPERIMENT:
-        companions.part("ray").refuse_present(config)
+        companions.part("ray.datajob").refuse_present(config)
     return config

@@ -11,9 +11,9 @@ from mlx_runtime.cli.verbs import data, projects, xp
 from mlx_runtime.cli.xp import log_options, print_log
 from mlx_runtime.config.projects import DATA_JOB
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import queries
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.storage import size_text, to_json
+from mlx_runtime.storage.files import size_text, to_json
 
 
 @click.group("data", cls=commands.Group)
@@ -43,9 +43,9 @@ def run(resume: bool, overrides: tuple[str, ...]) -> None:
 @click.argument("name", type=word, required=False)
 def ls(as_json: bool, name: str | None) -> None:
     """List all data jobs in the storage, or those of NAME, and their outputs."""
-    from mlx_runtime.runs.outputs import list_jobs
+    from mlx_runtime.runs.outputs.jobs import list_jobs
 
-    root = queries.storage_root()
+    root = lookup.storage_root()
     rows = list_jobs(root, name, job_statuses)
     if as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)

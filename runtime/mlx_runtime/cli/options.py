@@ -14,7 +14,8 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.errors import MlxError, UsageError, printable
-from mlx_runtime.runs import list_runs, queries
+from mlx_runtime.runs.folder import list_runs
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import be_quiet, be_verbose
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -78,8 +79,10 @@ def confirm(question: str) -> None:
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     """Return the status of jobs by address and id, asking their clusters, whose clients are imported only here."""
     slurm = {job for job in jobs if job[0].startswith("slurm:")}
-    statuses: dict[tuple[str, str], str] = companions.part("ray").job_statuses(jobs - slurm) if jobs - slurm else {}
-    return statuses | (companions.part("slurm").job_statuses(slurm) if slurm else {})
+    statuses: dict[tuple[str, str], str] = {}
+    for module, own in (("ray.dashboard", jobs - slurm), ("slurm.queue", slurm)):
+        statuses |= companions.part(module).job_statuses(own) if own else {}
+    return statuses
 
 
 def word(text: str) -> str:
@@ -111,9 +114,9 @@ def _complete(context: click.Context, parameter: click.Parameter, incomplete: st
     """Return completions of a word: experiments, or runs of the experiment already typed."""
     with contextlib.suppress(Exception), contextlib.redirect_stderr(None):  # a shell cannot show errors
         if parameter.name == "name":
-            names = sorted({run.experiment for run in list_runs(queries.storage_root())})
+            names = sorted({run.experiment for run in list_runs(lookup.storage_root())})
         else:
-            runs = list_runs(queries.storage_root(), context.params["name"])
+            runs = list_runs(lookup.storage_root(), context.params["name"])
             names = ["latest", *(run.name for run in reversed(runs))]
         return [name for name in names if name.startswith(incomplete)]
     return []

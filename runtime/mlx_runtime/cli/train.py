@@ -8,7 +8,8 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import names_run, queries, refuse_empty
+from mlx_runtime.runs.folder import names_run, refuse_empty
+from mlx_runtime.runs.queries import lookup
 
 
 @click.group("train", cls=commands.Group)
@@ -84,12 +85,12 @@ def run(
     resume, overrides = commands.split_resume(resume, overrides)
     if code and not resume:
         raise UsageError("--code=stored goes with --resume: it is the code of that run")
-    from mlx_runtime.training import Request
+    from mlx_runtime.training.request import Request
 
     given = {"--prepare-batches": make, "--no-prepared": never, f"--overfit={overfit}": overfit, "--profile": profile}
     implied = Request.parse([option for option, value in given.items() if value]).overrides
     overrides += (*commands.variant_words(variants), *implied)
-    stored = queries.resolve_run(resume) if code and resume else None
+    stored = lookup.resolve_run(resume) if code and resume else None
     projects.run(AN_EXPERIMENT, overrides, stored, resume=resume, origin=origin, fast=fast)
 
 
@@ -107,7 +108,7 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
     RUN is run_003, 3 or latest (the default), or name/run_003. PATH is the folder or URI of a run or of a checkpoint.
     """
     named = [item for item in arguments[:1] if names_run(item)]
-    folder, checkpoint = queries.resolve_checkpoint(named[0] if named else "latest", which)
+    folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
     overrides = [*commands.variant_words(variants), *arguments[len(named) :]]
     stored = folder if code else None
     projects.run(AN_EXPERIMENT, overrides, stored, origin=folder.location, checkpoint=checkpoint)

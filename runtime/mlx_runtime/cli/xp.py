@@ -14,9 +14,10 @@ from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import StorageError, UsageError, printable
-from mlx_runtime.runs import SWEEP, RunFolder, queries
+from mlx_runtime.runs.folder import SWEEP, RunFolder
+from mlx_runtime.runs.queries import listing, lookup, ranking
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.storage import to_json
+from mlx_runtime.storage.files import to_json
 
 MAX_PROBLEMS = 5
 """Maximum number of unreadable records that `ls` explains."""
@@ -44,7 +45,7 @@ def group() -> None:
 
 @group.command()
 @options.name(required=False)
-@click.option("--status", type=click.Choice(queries.STATUSES, case_sensitive=False), help="Only runs in this state.")
+@click.option("--status", type=click.Choice(listing.STATUSES, case_sensitive=False), help="Only runs in this state.")
 @click.option(
     "--sort",
     metavar="METRIC",
@@ -73,15 +74,15 @@ def ls(
         say(f"warning: {text}", err=True)
 
     choice = {"status": status, "sweep": sweep, "sort": sort, "mode": mode}
-    rows = queries.list_rows(name, **choice, ask=job_statuses, warn=warn, empty_sweeps=sort is None and html is None)
+    rows = listing.list_rows(name, **choice, ask=job_statuses, warn=warn, empty_sweeps=sort is None and html is None)
     if html is not None:
-        report = companions.part("views")
+        report = companions.part("views.report")
         report.write(report.render_runs(rows), html)
         say(html)
     elif as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
-        print_table(queries.table(rows, sort=sort, sweep=sweep), sys.stdout)
+        print_table(listing.table(rows, sort=sort, sweep=sweep), sys.stdout)
         for row in rows if status == "FAILED" else ():
             first, _, _ = (row.record.get("error") or "unknown error").partition("\n")
             say(f"{row.folder.title}: {first}", err=True)
@@ -93,7 +94,7 @@ def ls(
         if (more := len(unreadable) - MAX_PROBLEMS) > 0:
             say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)
     else:
-        say(queries.empty_message(status), err=True)
+        say(listing.empty_message(status), err=True)
 
 
 @group.command()
@@ -108,17 +109,17 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
     With a RUN (run_003, 3 or latest), print its best checkpoint; with a sweep (sweep_001), its best trial.
     """
     one = run is not None or ("/" in name and not is_remote(name))
-    folder = queries.resolve_run(name, run) if one else None
+    folder = lookup.resolve_run(name, run) if one else None
     if folder is not None and folder.name.startswith(SWEEP):
         if metric or mode:
             raise UsageError("a sweep has its own metric; leave out --metric and --mode")
-        found = companions.part("sweeps").SweepResult(folder).summary()
+        found = companions.part("sweeps.results").SweepResult(folder).summary()
     else:
-        found = queries.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
+        found = ranking.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
     if as_json:
         click.echo(to_json(found), nl=False)
     else:
-        for line in queries.best_lines(found):
+        for line in ranking.best_lines(found):
             say(line)
 
 
@@ -130,28 +131,28 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @click.option("--failed", is_flag=True, help="Remove all runs of NAME that failed before their first checkpoint.")
 def rm(name: str, run: str | None, yes: bool, force: bool, failed: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
-    from mlx_runtime.runs import outputs
+    from mlx_runtime.runs.outputs import removal
 
     if failed:
         _remove_failed(name, run, yes)
         return
-    plan = outputs.plan_run(queries.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
+    plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
     if plan.warning and yes and not force:
         raise UsageError(f"{plan.warning}. To remove it anyway, add --force")
     if plan.warning:
         say(f"warning: {plan.warning}", err=True)
     if not yes:
         confirm(f"remove {plan.title}?")
-    outputs.remove_run(plan, job_statuses)
+    removal.remove_run(plan, job_statuses)
     say(f"removed {plan.title}")
     _remove_unused_inputs(plan.path.root)
 
 
 def _remove_unused_inputs(root: str) -> None:
-    from mlx_runtime.runs import outputs
+    from mlx_runtime.runs.outputs import inputs
 
     try:
-        count = outputs.remove_unused_inputs(root)
+        count = inputs.remove_unused_inputs(root)
     except StorageError as error:
         say(f"warning: {error}; inputs of removed runs are left", err=True)
     else:
@@ -161,21 +162,21 @@ def _remove_unused_inputs(root: str) -> None:
 
 def _remove_failed(name: str, run: str | None, yes: bool) -> None:
     """Remove the runs that failed before their first checkpoint, except those of sweeps, which count them."""
-    from mlx_runtime.runs import outputs
+    from mlx_runtime.runs.outputs import removal
 
     if run is not None or "/" in name:
         raise UsageError(
             f"--failed removes several runs; leave out the run: mlx xp rm {name.partition('/')[0]} --failed"
         )
-    rows = queries.list_rows(name, status="FAILED", ask=job_statuses)
+    rows = listing.list_rows(name, status="FAILED", ask=job_statuses)
     found = [row.folder for row in rows if not row.record.get("latest") and not row.sweep]
-    plans = [outputs.plan_run(folder, job_statuses) for folder in found]
+    plans = [removal.plan_run(folder, job_statuses) for folder in found]
     if not plans:
         say(f"no run of {name} has failed before its first checkpoint", err=True)
     elif not yes:
         confirm(f"remove {', '.join(folder.name for folder in found)} of {name}?")
     for plan in plans:
-        outputs.remove_run(plan, job_statuses)
+        removal.remove_run(plan, job_statuses)
         say(f"removed {plan.title}")
     if plans:
         _remove_unused_inputs(plans[0].path.root)
@@ -192,7 +193,7 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
     Without --no-follow, the exit code is that of the run: 0 if it has SUCCEEDED or was PRUNED, 143 if it was STOPPED, 1
     if it has FAILED or is STALE.
     """
-    folder = queries.resolve_run(name, run)
+    folder = lookup.resolve_run(name, run)
     code = print_log(folder, follow=follow, rank=rank, tail=tail)
     if code == 1 and (text := xp.lost_driver(folder)):
         say(text, err=True)
@@ -222,7 +223,7 @@ def ps(name: str, run: str, stacks: bool, as_json: bool) -> None:
 @options.run()
 def stop(name: str, run: str | None) -> None:
     """Stop a RUN (run_003, 3 or latest) of NAME after its current step, with a checkpoint."""
-    say(xp.stop(queries.resolve_run(name, _require_run(name, run, "stop"))))
+    say(xp.stop(lookup.resolve_run(name, _require_run(name, run, "stop"))))
 
 
 @group.command()

@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.config.constructors import declarations, object_at, parameters, path_of, statements, try_convert
+from mlx_runtime.config.constructors import declarations
+from mlx_runtime.config.constructors.signatures import parameters, statements, try_convert
+from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
 Tree = dict[str, Any]

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 from mlx_runtime.config.building import Tree, split_cfg
-from mlx_runtime.config.constructors import (
+from mlx_runtime.config.constructors.signatures import (
     MISSING,
     alternatives,
     convert,
     item_hint,
-    loaded_object_at,
-    object_at,
     parameters,
-    path_of,
     takes_any_keyword,
     type_name,
 )
+from mlx_runtime.config.constructors.targets import loaded_object_at, object_at, path_of
 from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import suggest
 
@@ -117,7 +115,7 @@ class Checker:
         try:
             target = self.object_at(path)
         except (ImportError, AttributeError) as error:
-            from mlx_runtime.config.constructors import import_problem
+            from mlx_runtime.config.constructors.suggestions import import_problem
 
             mine = self._project and path.partition(".")[0] == owner.partition(".")[0]
             then = f"; if it was renamed in the code, run: {commands()} bind" if mine else ""
@@ -149,7 +147,7 @@ class Checker:
                 for index, argument in enumerate(value):
                     yield from self._value(argument, Any, f"{here}[{index}]", path)
             elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-                from mlx_runtime.config.constructors import describe_move
+                from mlx_runtime.config.constructors.suggestions import describe_move
 
                 text = f"{here}: {path} has no such argument.{suggest(name, by_name)}"
                 yield Problem(here, describe_move(here) or text)

@@ -22,7 +22,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
-from mlx_runtime.config.constructors import base_of, groups, parameters, try_convert
+from mlx_runtime.config.constructors.signatures import base_of, groups, parameters, try_convert
 from mlx_runtime.config.interpolation import RECENT, escape, resolve_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
@@ -30,7 +30,7 @@ from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import DEPTH, ESCAPE, scalar_text, to_yaml
-from mlx_runtime.storage.secrets import redact_tree
+from mlx_runtime.storage.secrets.redaction import redact_tree
 
 SELECTED = "mlx-selected"
 """Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.config.constructors import choices, describe_move, parameters, type_name
+from mlx_runtime.config.constructors.signatures import choices, parameters, type_name
+from mlx_runtime.config.constructors.suggestions import describe_move
 from mlx_runtime.errors import short_message, suggest
 from mlx_runtime.storage.documents import ESCAPE
 

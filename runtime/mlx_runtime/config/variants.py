@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mlx_runtime.config.constructors import loaded_object_at
+from mlx_runtime.config.constructors.targets import loaded_object_at
 from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.storage.documents import from_yaml
 from mlx_runtime.storage.local import read_regular

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlx_runtime import companions
-from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.constructors.declarations import is_hf_dataset, returns_hf_dataset
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.distributed.randomness import temporary_seed
 
 
@@ -31,7 +31,7 @@ def construction(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(temporary_seed(seed))
         if node is not None and loads_hf(object_at(node["_target_"])):
-            stack.enter_context(companions.part("hub").loading_lock(node))
+            stack.enter_context(companions.part("hub.datasets").loading_lock(node))
         yield
 
 
@@ -53,4 +53,4 @@ def adopt_dataset(dataset: Any, name: str, node: Mapping[str, Any] | None = None
     """
     if "datasets" not in sys.modules and not hasattr(type(dataset), "to_hf"):
         return dataset
-    return companions.part("hub").adopt_dataset(dataset, name, node)
+    return companions.part("hub.datasets").adopt_dataset(dataset, name, node)

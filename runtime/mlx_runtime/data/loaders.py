@@ -25,12 +25,13 @@ from mlx_runtime.data.batches import Batch, device_copies, row_lengths
 from mlx_runtime.data.definitions import adopt_dataset, construction
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
-from mlx_runtime.distributed import Topology, gather
+from mlx_runtime.distributed.collectives import gather
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.prepared import PreparedSet
-    from mlx_runtime.companions.ray import StreamReader
+    from mlx_runtime.companions.prepared.store import PreparedSet
+    from mlx_runtime.companions.ray.stream_reader import StreamReader
 
 _EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|dev|predict|prediction)s?(?![a-z])")
 
@@ -158,7 +159,7 @@ class DatasetShard:
         """Return the rows per worker and step, by default those of the dataset, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
-            cure = companions.part("hub").batch_size_cure(None if self.prepared else self.dataset)
+            cure = companions.part("hub.datasets").batch_size_cure(None if self.prepared else self.dataset)
             raise DatasetError(f"datasets.{self.name} has batch_size {size!r}; {cure}")
         wanted, workers = self.options.wanted_workers, self.topology.data_parallel_size
         if not self.training:
@@ -169,7 +170,7 @@ class DatasetShard:
     def reader(self) -> Reader:
         """Return the reader of the rows."""
         if self.prepared is not None:
-            columns: Reader = companions.part("prepared").PreparedReader(self.prepared, self.topology.device)
+            columns: Reader = companions.part("prepared.columns").PreparedReader(self.prepared, self.topology.device)
             return columns
         if self.stream is not None:
             return self.stream

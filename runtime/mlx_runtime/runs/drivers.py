@@ -9,7 +9,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.folder import RunFolder, attempt_name
 from mlx_runtime.runs.records import LIVING, load_record, parse_record, status_of
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import storage_errors
+from mlx_runtime.storage.files import storage_errors
 from mlx_runtime.storage.leases import holder, is_alive, lease
 from mlx_runtime.storage.local import discard_unfinished
 

@@ -35,8 +35,8 @@ from typing import Any
 
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import Kind, from_json, name_problem
+from mlx_runtime.storage.files import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.local import open_regular, regular
 
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")

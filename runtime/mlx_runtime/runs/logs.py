@@ -8,7 +8,7 @@ from typing import Any, TextIO, cast
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.leases import heartbeat
 from mlx_runtime.storage.local import regular
 

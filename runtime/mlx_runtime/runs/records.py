@@ -13,7 +13,6 @@ from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, read_errors
-from mlx_runtime.storage import join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import (
     COUNT,
     FLAG,
@@ -30,6 +29,7 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
+from mlx_runtime.storage.files import join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.leases import heartbeat, is_alive, lease
 from mlx_runtime.storage.local import write_atomic
 

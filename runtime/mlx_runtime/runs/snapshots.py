@@ -30,8 +30,8 @@ from mlx_runtime.config.constructors.declarations import SourceLoader
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.uploads import RUNTIME, Upload
-from mlx_runtime.storage import join_path
 from mlx_runtime.storage.documents import stays_below
+from mlx_runtime.storage.files import join_path
 
 FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
 """Maximum size of a file in a snapshot, and of all files together; larger files are data, not code."""

@@ -13,7 +13,7 @@ from pathspec import GitIgnoreSpec
 
 from mlx_runtime.errors import UsageError
 from mlx_runtime.storage.local import read_regular
-from mlx_runtime.storage.secrets import FILES
+from mlx_runtime.storage.secrets.redaction import FILES
 
 IGNORE_FILES = {".gitignore", ".rayignore"}
 

@@ -287,7 +287,7 @@ def storage_at(root: str) -> Storage:
     if scheme == "file":
         opened_by: Callable[[str], Storage] = LocalStorage
     elif scheme in SCHEMES:
-        opened_by = companions.part("stores").ObjectStore
+        opened_by = companions.part("stores.object_store").ObjectStore
     elif scheme.startswith("ray+"):  # a folder that only a cluster has
         opened_by = companions.part("ray.cluster_storage").ClusterStorage
     else:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed import Topology, data_parallel_group
+from mlx_runtime.distributed.collectives import data_parallel_group
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import (
     AnyMetric,
@@ -61,7 +62,7 @@ class MetricSync:
         if self._group is None:
             self._local = [message]
             return
-        from mlx_runtime.distributed import encode  # here, because a single worker sends nothing
+        from mlx_runtime.distributed.messages import encode  # here, because a single worker sends nothing
 
         head = encode((message.position, sorted(message.groups), message.numbers))
         body = encode(dict(message.snapshots))
@@ -77,7 +78,7 @@ class MetricSync:
         """Wait for the exchange. Return the messages by rank, with snapshots on rank 0 only. Call once after `send`."""
         if self._in_flight is None:
             return self._local
-        from mlx_runtime.distributed import decode
+        from mlx_runtime.distributed.messages import decode
 
         (work, received, body), self._in_flight = self._in_flight, None
         work.wait()

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.events import RunEnded
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.trackers import JSONL, TensorBoard
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.storage import storage_at, storage_errors
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import COUNT, from_json
+from mlx_runtime.storage.files import storage_at, storage_errors
 from mlx_runtime.storage.local import open_regular, write_atomic
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import events
-from mlx_runtime.runs import RunFolder, records
-from mlx_runtime.runs.checkpoints import position
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import position
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration, plural, shorten
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import split_options
-from mlx_runtime.storage.secrets import secret_keys
-from mlx_runtime.tracking import Display
+from mlx_runtime.storage.files import split_options
+from mlx_runtime.storage.secrets.redaction import secret_keys
+from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.planning import RunPlan
 from mlx_runtime.training.strategies import STRATEGIES
 
@@ -143,7 +144,7 @@ class ConsoleLines:
             rows[f"best {config.cfg.monitor}"] = "none: no checkpoint has a finite value of it"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
         if config.run is not None:
-            from mlx_runtime.runs.queries import summarize  # here, because new runs do not need it
+            from mlx_runtime.runs.queries.listing import summarize  # here, because new runs do not need it
 
             rows["took"] += f", {format_duration(summarize([config.run])[0].duration_s)} in all attempts"
         if event.evaluation is not None:

@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions, events
-from mlx_runtime.config.constructors import path_of
+from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.errors import MlxError, StorageError, short_message
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.tracking import Listeners
-from mlx_runtime.training.engines import Cluster, Job, errors_of
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.tracking.callbacks import Listeners
+from mlx_runtime.training.engines.base import Cluster, Job
+from mlx_runtime.training.engines.placement import errors_of
 from mlx_runtime.training.extensions import AccompaniedRun, Extensions
-from mlx_runtime.training.loop import LOCATE, STOP, Inbox, NoWorkers
+from mlx_runtime.training.loop.channel import LOCATE, STOP, Inbox, NoWorkers
 from mlx_runtime.training.planning import RunPlan, may_be_prepared
 from mlx_runtime.training.run_recorder import RunRecorder, claim
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.prepared import PreparedSet
+    from mlx_runtime.companions.prepared.store import PreparedSet
     from mlx_runtime.training.watchdog import DeadlockDetector
 
 SLOW_START_S = 2.0
@@ -184,7 +185,7 @@ class Driver:
         """Return the prepared datasets of the run, protected from removal until `stack` is closed."""
         if not may_be_prepared(self._plan.config):
             return {}
-        prepared = companions.part("prepared")
+        prepared = companions.part("prepared.datasets")
         sets = prepared.prepare_datasets(self._plan.config, self._plan.project, self._emit, stack)
         sets = {name: item for name, item in sets.items() if stack.enter_context(prepared.mark_used(item))}
         if sets:
@@ -283,6 +284,6 @@ class Driver:
 def _inbox(cluster: Cluster) -> Inbox:
     if cluster.in_driver:
         return NoWorkers()
-    from mlx_runtime.training.loop import Receiver
+    from mlx_runtime.training.loop.connections import Receiver
 
     return Receiver(cluster.host)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.runs import EVALUATIONS, provenance
-from mlx_runtime.storage import join_path, storage_at, to_json
+from mlx_runtime.runs.folder import EVALUATIONS
+from mlx_runtime.runs.versions import provenance
+from mlx_runtime.storage.files import join_path, storage_at, to_json
 from mlx_runtime.training.request import RunConfig
 
 

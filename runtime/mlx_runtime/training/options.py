@@ -19,7 +19,8 @@ from mlx_runtime.sections import (
     at_least,
 )
 from mlx_runtime.storage.documents import LARGEST, name_problem
-from mlx_runtime.tracking import HOOKS, TensorBoard
+from mlx_runtime.tracking.callbacks import HOOKS
+from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.strategies import STRATEGIES
 
@@ -65,7 +66,7 @@ def _strategy_problems(cfg: Any) -> list[str]:
     """Return one line per setting that contradicts `cfg.strategy`. Other packages' strategies are checked later."""
     if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
         return [] if name is None else _name_problems("strategy", name, STRATEGIES)
-    from mlx_runtime.training.strategies import problems  # here, because data jobs have no strategy
+    from mlx_runtime.training.strategies.selection import problems  # here, because data jobs have no strategy
 
     return problems(cfg)
 

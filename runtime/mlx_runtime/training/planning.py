@@ -12,25 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mlx_runtime import companions, data
-from mlx_runtime.config import build, build_cfg
-from mlx_runtime.config.constructors import object_at
-from mlx_runtime.data import reading_processes, stream_names
+from mlx_runtime import companions
+from mlx_runtime.config.building import build, build_cfg
+from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.data import batches
+from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.data.loaders import reading_processes
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import RunFolder, checkpoints, records, snapshots
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri, storage_at
-from mlx_runtime.training import strategies
-from mlx_runtime.training.engines import Cluster, engine_class, engine_for, errors_of
+from mlx_runtime.storage.files import is_uri, storage_at
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.engines.placement import engine_class, engine_for, errors_of
 from mlx_runtime.training.extensions import RunExtension
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.training.loop.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
+from mlx_runtime.training.strategies import selection
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.folds import Fold
-    from mlx_runtime.training import DataConfig
-    from mlx_runtime.training.engines import Engine
+    from mlx_runtime.training.engines.protocol import Engine
+    from mlx_runtime.training.job_options import DataConfig
 
 OPEN_FILES = 48, 16
 """Number of files that a driver has open: without workers, and per worker."""
@@ -80,7 +85,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         UsageError: the experiment has no `eval_loop` for an evaluation, or the limit of open files is too low.
     """
     refuse_too_few_files(config.cfg)
-    if problems := strategies.problems(config.cfg):
+    if problems := selection.problems(config.cfg):
         raise ConfigError("\n".join(problems))
     if config.cfg.cross_validation.fold is not None:
         folds = companions.part("sweeps.folds")
@@ -102,7 +107,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         if config.run is not None:
             _require_checkpoint(config.run, config.cfg)
         elif path := config.cfg.restore_checkpoint_path:
-            before = checkpoints.read(path, whole=False).get("config")
+            before = store.read(path, whole=False).get("config")
             if before and config.cfg.restore_strict and config.checkpoint is None:
                 from mlx_runtime.training.resuming import changes_since
 
@@ -120,7 +125,7 @@ def check_datasets(config: RunConfig) -> None:
     for name, node in config.tree.get("datasets", {}).items():
         target = object_at(node["_target_"]) if isinstance(node, dict) else None
         if isinstance(target, type):
-            data.check(target, f"datasets.{name}")
+            batches.check(target, f"datasets.{name}")
         if isinstance(node, dict) and isinstance(size := node.get("batch_size"), int) and size < 1:
             raise ConfigError(f"datasets.{name}.batch_size is {size}; the minimum is 1")
     reading_processes(config.cfg.loader)
@@ -154,7 +159,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
     with contextlib.ExitStack() as stack:
         streams = []
         if not cluster.reads_streams and stream_names(config.tree):
-            ray, prepared = companions.part("ray"), companions.part("prepared")
+            prepared, ray = companions.part("prepared.datasets"), companions.part("ray.start")
             streams = prepared.unprepared_streams(
                 config, project, lambda: stack.enter_context(ray.start_ray(config.cfg))
             )
@@ -165,7 +170,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
                     f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
                     "or use cfg.engine=auto"
                 )
-            cluster = stack.enter_context(companions.part("ray").on_ray(config.cfg, why))
+            cluster = stack.enter_context(companions.part("ray.start").on_ray(config.cfg, why))
         yield cluster
 
 
@@ -183,7 +188,7 @@ def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
 def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
     """Refuse to resume a run whose checkpoints are missing, instead of starting it from scratch."""
     latest = records.load_record(run).get("latest")
-    if latest and not checkpoints.CheckpointStore(run.checkpoints).any():
+    if latest and not store.CheckpointStore(run.checkpoints).any():
         raise ConfigError(
             f"{run.title} has saved checkpoints, the last one as {latest.get('path')}, but none is left in "
             f"{run.checkpoints}. Put one back, or start over in a new run: {new_run(run, cfg)}"

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.events import WorkerPosition
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.storage import documents, storage_at, to_json
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage import documents
 from mlx_runtime.storage.documents import COUNT, FLAG, NUMBER, TEXT, TIME, list_of, mapping_with
+from mlx_runtime.storage.files import storage_at, to_json
 
 ANSWER_S = 5.0
 """Time that workers have to report their positions."""

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
-from mlx_runtime.config import Composition, Config, check, escape, parse_config, quote, read, storage_override
-from mlx_runtime.config.constructors import names_repositories, settings_of
+from mlx_runtime.config.composition import Composition, Config, check, quote, read, storage_override
+from mlx_runtime.config.constructors.signatures import settings_of
+from mlx_runtime.config.constructors.targets import names_repositories
+from mlx_runtime.config.interpolation import escape, parse_config
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
-from mlx_runtime.runs import RunFolder, list_runs, named_run, names_run, read_errors, refuse_empty, snapshots
-from mlx_runtime.runs.checkpoints import list_checkpoints
-from mlx_runtime.storage import join_path, prepared_root, storage_root
+from mlx_runtime.runs import snapshots
+from mlx_runtime.runs.checkpoints.index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, names_run, read_errors, refuse_empty
+from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets import LEFT_OUT
+from mlx_runtime.storage.secrets.detection import LEFT_OUT
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 

@@ -21,16 +21,22 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mlx_runtime.config import Config, build, parse_config
-from mlx_runtime.config.constructors import MISSING, object_at, parameters, plain
+from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import Config
+from mlx_runtime.config.constructors.signatures import MISSING, parameters, plain
+from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError, MlxError, RunFinished, StorageError
-from mlx_runtime.runs import RunFolder, drivers, read_errors, snapshots
-from mlx_runtime.runs.checkpoints import State, best_first, list_checkpoints, state_of
-from mlx_runtime.storage import join_path
+from mlx_runtime.runs import drivers, snapshots
+from mlx_runtime.runs.checkpoints.groups import State, state_of
+from mlx_runtime.runs.checkpoints.index import best_first, list_checkpoints
+from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.storage.documents import COUNT, misfit
+from mlx_runtime.storage.files import join_path
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets import HIDDEN, LEFT_OUT, is_secret, redact, redact_override, unredact
+from mlx_runtime.storage.secrets.detection import HIDDEN, LEFT_OUT, is_secret
+from mlx_runtime.storage.secrets.redaction import redact, redact_override, unredact
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {

@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime import companions, events
-from mlx_runtime.config.constructors import names_repositories
+from mlx_runtime.config.constructors.targets import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message
-from mlx_runtime.runs import claim_run, provenance, records, snapshots
-from mlx_runtime.runs.checkpoints import CheckpointStore, score
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoints.index import score
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import claim_run
+from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, leases, storage_at, storage_root
-from mlx_runtime.storage.secrets import redact
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import storage_at, storage_root
+from mlx_runtime.storage.secrets.redaction import redact
 from mlx_runtime.training.planning import RunPlan
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_runtime.errors import RunStopped, StorageError
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 
 GRACE_S = 25.0
 """Time for workers to finish the current step and a checkpoint. Kubernetes kills 30 s after SIGTERM."""

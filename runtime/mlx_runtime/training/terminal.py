@@ -22,16 +22,17 @@ from mlx_runtime.errors import (
     full_message,
 )
 from mlx_runtime.events import Event, RunEnded, RunInfo, RunStarted
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import CheckpointStore
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
-from mlx_runtime.tracking import Display
+from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.console_lines import ConsoleLines, resume_command
 from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.engines import Cluster
-from mlx_runtime.training.loop import BaseModule, at_breakpoint
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.loop.breakpoints import at_breakpoint
+from mlx_runtime.training.loop.experiment import BaseModule
 from mlx_runtime.training.planning import RunPlan, prepare_run
 from mlx_runtime.training.request import RunConfig
 from mlx_runtime.training.stop_requests import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx_runtime.errors import HangError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training.positions import ANSWER_S, answer_request, collect, place_of, process_facts
 
 

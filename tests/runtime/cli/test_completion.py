@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime.runs import claim_run
+from mlx_runtime.runs.folder import claim_run
 
 pytestmark = pytest.mark.process
 

@@ -20,10 +20,13 @@ from conftest import Mlx, Start, edit
 from storages import files, put
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.outputs import Filling, filling, remove, survey
-from mlx_runtime.runs.outputs.filling import job_record
-from mlx_runtime.runs.queries import StoragePath
-from mlx_runtime.storage import documents, join_path, leases, storage_at, to_json
+from mlx_runtime.runs.outputs import filling
+from mlx_runtime.runs.outputs.filling import Filling, job_record
+from mlx_runtime.runs.outputs.removal import remove
+from mlx_runtime.runs.outputs.usage import survey
+from mlx_runtime.runs.queries.lookup import StoragePath
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import join_path, storage_at, to_json
 
 pytestmark = pytest.mark.process
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_runtime.cli.verbs import positions
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import WorkerPosition
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.training.positions import POSITIONS, answer_request
 

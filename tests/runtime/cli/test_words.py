@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from mlx_runtime.cli import mlx, train
 from mlx_runtime.cli.xp import echo_stored, group
-from mlx_runtime.companions.views import read_curves
+from mlx_runtime.companions.views.report import read_curves
 
 pytestmark = pytest.mark.pure
 

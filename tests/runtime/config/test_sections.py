@@ -13,7 +13,9 @@ from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.constructors.suggestions import MOVED
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.sections import CrossValidation, Elastic, Hub, Section, Sharding
-from mlx_runtime.training import load_config, minimums, resuming
+from mlx_runtime.training import resuming
+from mlx_runtime.training.options import minimums
+from mlx_runtime.training.request import load_config
 
 pytestmark = pytest.mark.pure
 

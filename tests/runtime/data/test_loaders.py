@@ -16,10 +16,10 @@ import torch
 import tripwire
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.companions.prepared import PreparedSet
+from mlx_runtime.companions.prepared.store import PreparedSet
 from mlx_runtime.data.batches import DeviceCopies, check, move_tensors
 from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
 
 pytestmark = pytest.mark.pure

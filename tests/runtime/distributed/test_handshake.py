@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.distributed import listening_sockets
+from mlx_runtime.distributed.handshake import listening_sockets
 
 pytestmark = pytest.mark.process
 

@@ -19,17 +19,17 @@ import torchmetrics
 from torch import nn
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.sharding import consolidate
+from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
-from mlx_runtime.runs import checkpoints
-from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.checkpoints import groups, store
 from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merge_ranks, state_of
 from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries import ranking as ranking
-from mlx_runtime.storage import HashingReader, storage_at
+from mlx_runtime.storage.files import storage_at
+from mlx_runtime.storage.hashing import HashingReader
 
 pytestmark = pytest.mark.pure
 
@@ -44,7 +44,7 @@ class Stopper:
 
 
 def reloaded(state: dict, folder: Path) -> dict:
-    torch.save(checkpoints.copy_to_cpu(state), folder / "x")
+    torch.save(groups.copy_to_cpu(state), folder / "x")
     return torch.load(folder / "x", weights_only=True)  # type: ignore[no-any-return]
 
 
@@ -126,7 +126,7 @@ def test_counters_of_schedulers_come_back_as_what_they_were(tmp_path: Path) -> N
 def test_tensors_of_tools_come_back_to_their_device(tmp_path: Path) -> None:
     """`meta` stands for a GPU."""
     ema = SimpleNamespace(ema=SimpleNamespace(shadow={"w": torch.ones(2, device="meta")}, count=torch.ones(1)))
-    assert checkpoints.on_device(ema) == ["ema.shadow"]
+    assert groups.on_device(ema) == ["ema.shadow"]
     saved = {"ema": {"shadow": {"w": torch.ones(2)}, "count": torch.ones(1)}}
     load_into(ema, saved, "tools", moved={"ema.shadow": torch.device("meta")})
     assert (ema.ema.shadow["w"].device.type, ema.ema.count.device.type) == ("meta", "cpu")

@@ -13,13 +13,13 @@ from mlx_runtime.companions.ray.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
-from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run, read_errors, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.runs.records import load_record
-from mlx_runtime.storage import storage_at, storage_root
+from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.training import request
 
@@ -205,9 +205,9 @@ def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyt
     assert named_run(folder.location, "", "") == folder
     assert [found.path for found in list_runs(root)] == [folder.path]
     assert StoragePath.parse(root, folder.location).path == str(folder.path)
-    checkpoints.CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
+    store.CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
     with pytest.raises(ConfigError, match="was not saved by this version"):
-        checkpoints.read(f"{folder.checkpoints}/epoch_0001")
+        store.read(f"{folder.checkpoints}/epoch_0001")
     conf = tmp_path / "conf.yaml"
     conf.write_text("cfg: {storage_path: runs, name: x}\n")
     for written in (root, name, f"{name}/{name}"):

@@ -19,8 +19,8 @@ from storages import put
 from mlx_runtime.cli import mlx
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.outputs import remove_unused_inputs
-from mlx_runtime.storage import storage_at, to_json
+from mlx_runtime.runs.outputs.inputs import remove_unused_inputs
+from mlx_runtime.storage.files import storage_at, to_json
 
 pytestmark = pytest.mark.pure
 

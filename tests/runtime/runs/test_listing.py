@@ -27,10 +27,10 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.ray.jobs import JobState
 from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import SWEEP, records, tables
+from mlx_runtime.runs import records, tables
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
-from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, run_folder
 from mlx_runtime.runs.outputs import removal
 from mlx_runtime.runs.queries import listing
 from mlx_runtime.runs.queries import ranking as ranking

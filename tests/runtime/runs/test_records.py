@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.companions.stores import ObjectStore
+from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs import versions as provenance

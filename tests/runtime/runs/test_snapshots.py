@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import MlxError
-from mlx_runtime.config import build
+from mlx_runtime.config.building import build
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder

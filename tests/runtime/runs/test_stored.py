@@ -14,8 +14,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from mlx_runtime.companions.prepared import Store
 from mlx_runtime.companions.prepared.columns import load_columns
+from mlx_runtime.companions.prepared.store import Store
 from mlx_runtime.runs.checkpoints.groups import load_into
 from mlx_runtime.runs.checkpoints.store import CheckpointStore, read
 

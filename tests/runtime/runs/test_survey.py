@@ -21,14 +21,15 @@ from conftest import Mlx
 from storages import SIZES, files, filled, put
 
 from mlx_runtime.cli.verbs import data
-from mlx_runtime.companions.stores import ObjectStore
+from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.runs.outputs import removal
 from mlx_runtime.runs.outputs.removal import refuse_in_use, remove
 from mlx_runtime.runs.outputs.usage import survey
 from mlx_runtime.runs.queries.lookup import StoragePath
-from mlx_runtime.storage import documents, join_path, leases, storage_at, to_json
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import join_path, storage_at, to_json
 
 pytestmark = pytest.mark.pure
 

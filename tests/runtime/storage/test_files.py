@@ -10,7 +10,7 @@ import pytest
 
 from mlx_runtime.companions.stores import object_store
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs import claim_run
+from mlx_runtime.runs.folder import claim_run
 from mlx_runtime.storage.files import Storage, join_path, parent_of, size_text, storage_at
 
 pytestmark = pytest.mark.pure

@@ -27,12 +27,14 @@ from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
 from mlx_runtime.cli import mlx as command
 from mlx_runtime.companions.notebook.cells import Cell, insert_cell
 from mlx_runtime.companions.prepared.store import Manifest
-from mlx_runtime.companions.sharding import ShardedTensors
-from mlx_runtime.companions.sweeps import open_sweep, space
+from mlx_runtime.companions.sharding.shards import ShardedTensors
+from mlx_runtime.companions.sweeps import space
+from mlx_runtime.companions.sweeps.results import open_sweep
 from mlx_runtime.errors import ConfigError, MlxError, StorageError
-from mlx_runtime.runs import RunFolder, checkpoints, records, snapshots
-from mlx_runtime.runs.checkpoints import ABOUT
-from mlx_runtime.runs.checkpoints.index import STATE, read_description
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, read_description
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import DEPTH, Kind
 from mlx_runtime.storage.files import storage_at
 
@@ -434,7 +436,7 @@ def test_states(storage: Path) -> None:
     def act(content: bytes) -> None:
         (folder / STATE).write_bytes(content)
         with pytest.raises(ConfigError):
-            checkpoints.read(str(folder))
+            store.read(str(folder))
 
     each(storage, found, act)
 

@@ -11,8 +11,9 @@ from conftest import Mlx, edit
 from mlx_runtime import open_run
 from mlx_runtime.companions.views import difference
 from mlx_runtime.config import interpolation
-from mlx_runtime.runs import RunFolder, records
+from mlx_runtime.runs import records
 from mlx_runtime.runs import versions as provenance
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.secrets import redaction
 from mlx_runtime.storage.secrets.detection import is_secret
 from mlx_runtime.storage.secrets.redaction import hidden_texts, redact, redact_override, redact_tree, unredact

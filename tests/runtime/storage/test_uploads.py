@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import Upload
+from mlx_runtime.runs.uploads import Upload
 
 pytestmark = pytest.mark.pure
 

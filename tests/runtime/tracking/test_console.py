@@ -27,10 +27,12 @@ from mlx_runtime.events import (
 from mlx_runtime.sections import Elastic
 from mlx_runtime.tracking import console
 from mlx_runtime.tracking.console import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
-from mlx_runtime.training import ConsoleLines, RunConfig, TrainConfig
-from mlx_runtime.training.engines import Cluster
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.training.console_lines import ConsoleLines
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.planning import RunPlan
+from mlx_runtime.training.request import RunConfig
 from mlx_runtime.training.resuming import Change
 
 pytestmark = pytest.mark.pure

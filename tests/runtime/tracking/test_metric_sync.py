@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import BaseModule, TrainConfig
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 from mlx_runtime.tracking.metric_sync import (
     BUFFER_BYTES,

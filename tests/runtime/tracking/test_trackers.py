@@ -13,13 +13,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mlx_runtime.companions.services import MLflow, WandB
+from mlx_runtime.companions.services.mlflow import MLflow
+from mlx_runtime.companions.services.weights_and_biases import WandB
 from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.storage import join_path
+from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.tables import CSV

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from mlx_runtime.sections import Elastic
-from mlx_runtime.training import DataConfig, TrainConfig
 from mlx_runtime.training.engines.in_process import InProcess
 from mlx_runtime.training.engines.placement import shortage, uses_gpus
+from mlx_runtime.training.job_options import DataConfig
+from mlx_runtime.training.options import TrainConfig
 
 pytestmark = pytest.mark.pure
 

@@ -30,7 +30,7 @@ from leftovers import marked, of_session
 
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
-from mlx_runtime.runs import run_folder
+from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.sections import Elastic
 from mlx_runtime.training.engines import worker
 from mlx_runtime.training.engines.base import Cluster, backend_of

@@ -38,7 +38,7 @@ from faults import (
 
 from mlx_runtime import open_run
 from mlx_runtime.companions.kubernetes.manifest import DRAIN_NODE
-from mlx_runtime.storage import join_path, storage_at
+from mlx_runtime.storage.files import join_path, storage_at
 
 pytestmark = [
     pytest.mark.kills,

@@ -17,8 +17,9 @@ from conftest import ROOT, unbound
 
 from mlx_runtime.data.batches import DeviceCopies
 from mlx_runtime.distributed import randomness
-from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointInfo, CheckpointStore, Staging
-from mlx_runtime.runs.checkpoints.store import PARTS
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.staging import Staging
+from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore
 from mlx_runtime.training.loop.assembly import matmul_precision
 
 TEMPLATE = ROOT / "<<cookiecutter.experiment_name>>"

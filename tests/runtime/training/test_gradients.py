@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlx_runtime.distributed import total_norm
+from mlx_runtime.distributed.wrapping import total_norm
 from mlx_runtime.errors import MlxError
 from mlx_runtime.training.loop.gradients import GradientMonitor
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import Mlx, Start, edit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mlx_runtime.companions.prepared import Store
+from mlx_runtime.companions.prepared.store import Store
 
 pytestmark = pytest.mark.cluster
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.config import build
-from mlx_runtime.config.binding import Description
+from mlx_runtime.config.binding.nodes import Description
+from mlx_runtime.config.building import build
 from mlx_runtime.losses import Mean
 from mlx_runtime.runs.metric_states import compute_from, merge_states, state_of
 

@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlx_runtime.companions.ray.failures import failure_of
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, WorkerLoopError, WorkerLostError
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.sections import Elastic, Sharding
 from mlx_runtime.training.engines.local import ProcessDied
 from mlx_runtime.training.engines.recovery import RestartingGroup

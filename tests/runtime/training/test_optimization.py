@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data import DatasetShard, DatasetShards, Loader, LoaderOptions
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.events import Notice
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sections import Elastic
-from mlx_runtime.training.loop import loop_errors
 from mlx_runtime.training.loop.assembly import matmul_precision
 from mlx_runtime.training.loop.examples import ExampleRecorder
 from mlx_runtime.training.loop.forward import in_half_precision
+from mlx_runtime.training.loop.worker import loop_errors
 from mlx_runtime.training.strategies.ddp import DDP
 
 pytestmark = pytest.mark.pure

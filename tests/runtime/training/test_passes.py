@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data import DatasetShard, DatasetShards, Loader, LoaderOptions
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.events import Notice
 from mlx_runtime.training.loop.passes import PassTracker

@@ -11,7 +11,7 @@ import pytest
 from conftest import Mlx, edit
 from test_kinds import without_streams
 
-from mlx_runtime.storage import join_path, storage_at
+from mlx_runtime.storage.files import join_path, storage_at
 
 pytestmark = pytest.mark.process
 

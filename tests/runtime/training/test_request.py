@@ -10,7 +10,7 @@ from conftest import Mlx, edit
 from mlx_runtime import BaseModule
 from mlx_runtime.config import composition
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import RunFolder, claim_run
+from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.training import request
 from mlx_runtime.training.console_lines import resume_command
 from mlx_runtime.training.options import TrainConfig

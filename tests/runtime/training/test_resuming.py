@@ -18,11 +18,14 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 import mlx_runtime
-from mlx_runtime.config import Config
+from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import ConfigError, RunFinished
-from mlx_runtime.runs import claim_run, records
-from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, load_into, state_of
-from mlx_runtime.storage.secrets import HIDDEN
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.groups import load_into, state_of
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import claim_run
+from mlx_runtime.storage.secrets.detection import HIDDEN
 from mlx_runtime.training.loop.checkpointer import states_by_replica
 from mlx_runtime.training.resuming import (
     changes,

@@ -18,12 +18,13 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from mlx_runtime import BaseModule, TrainConfig
-from mlx_runtime.data import DatasetShard, DatasetShards
-from mlx_runtime.distributed import Topology
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import CheckpointStore, list_checkpoints
+from mlx_runtime.runs.checkpoints.index import list_checkpoints
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training.loop import stopping
 from mlx_runtime.training.loop.stopping import LoopStopped
 

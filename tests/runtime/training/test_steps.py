@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
-from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints import groups as groups_module
 from mlx_runtime.sections import Debug, Elastic
 from mlx_runtime.training.loop.stopping import LoopStopped
 
@@ -276,7 +276,7 @@ def run_own(made: BaseModule, folder: Path, **loop: Any) -> tuple[str, Events]:
         session.end()
     session.checkpoints.settle()
     names = "models", "optimizers", "tools"
-    groups = [checkpoints.state_of(getattr(made, name))[0] for name in names if getattr(made, name) is not None]
+    groups = [groups_module.state_of(getattr(made, name))[0] for name in names if getattr(made, name) is not None]
     own = getattr(made, "schedule", None) and made.schedule.state_dict()
     return f"{groups} {own} {session.reporter.latest} {made.global_step} {torch.rand(1)}", sink
 

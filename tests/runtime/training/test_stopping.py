@@ -7,7 +7,7 @@ import torch
 from forkserver import Commands
 from sessions import ALONE
 
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.training.loop import stopping
 from mlx_runtime.training.loop.stopping import MAX_STEPS_PER_VOTE, VOTES_PER_PREEMPTION_CHECK, StopConsensus, StopPoll
 

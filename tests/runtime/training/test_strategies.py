@@ -15,7 +15,7 @@ from sessions import ALONE
 from torch import nn
 
 from mlx_runtime import TrainConfig
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.sections import Elastic, Fragments
 from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards

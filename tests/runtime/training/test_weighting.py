@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions, ShardPlan
-from mlx_runtime.distributed import Topology
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
+from mlx_runtime.data.sampling import ShardPlan
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.events import Notice
 from mlx_runtime.losses import Mean
 from mlx_runtime.sections import Sharding

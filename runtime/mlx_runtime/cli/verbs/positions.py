@@ -7,12 +7,14 @@ from typing import Any
 
 from mlx_runtime.cli.verbs.xp import job_status, resume_command
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.runs import RunFolder, records
-from mlx_runtime.runs.queries import Row, resolve_run
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.listing import Row
+from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.tables import format_duration
-from mlx_runtime.storage import size_text
+from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.leases import holder
-from mlx_runtime.training import ANSWER_S, read_answer
+from mlx_runtime.training.positions import ANSWER_S, read_answer
 
 POLL_S = 0.2
 LIMIT_S = 15.0  # for an answer; three times as long in an object store, where the driver looks every 10 s

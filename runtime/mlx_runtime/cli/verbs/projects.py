@@ -22,13 +22,13 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
-from mlx_runtime.training import StopRequests, Terminated, sigterm_stops
-from mlx_runtime.training.engines import JOB_FLAG
-from mlx_runtime.training.processes import die_with_parent, unsafe_to_fork
+from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.training.processes.children import die_with_parent, unsafe_to_fork
+from mlx_runtime.training.stop_requests import StopRequests, Terminated, sigterm_stops
 
 if TYPE_CHECKING:
-    from mlx_runtime.config.binding import Binding
-    from mlx_runtime.runs import RunFolder
+    from mlx_runtime.config.binding.conf_file import Binding
+    from mlx_runtime.runs.folder import RunFolder
 
 PACKAGED = Path(__file__).parents[2] / "template"
 CHECKOUT = Path(__file__).parents[4]
@@ -83,10 +83,10 @@ def _bound(kind: Kind, folder: Path, device: str | None = None) -> "Binding":
     """Import the project and bind it, with tensors on `device` by default."""
     import torch
 
-    from mlx_runtime.config import binding
+    from mlx_runtime.config.binding import conf_file
 
     with torch.device(device) if device else contextlib.nullcontext():
-        return binding.bind(main_class(kind, folder), CONF)
+        return conf_file.bind(main_class(kind, folder), CONF)
 
 
 def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
@@ -137,25 +137,27 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     `{"config": ..., "changed": {key: {"value", "from", "default"}}, "variants": {key: [name]}}`.
     """
     folder = AN_EXPERIMENT.folder()
-    from mlx_runtime import config
-    from mlx_runtime.config import binding
-    from mlx_runtime.config.binding import Description
-    from mlx_runtime.config.constructors import settings_of
+    from mlx_runtime.config import composition
+    from mlx_runtime.config.binding import origins
+    from mlx_runtime.config.binding.nodes import Description
+    from mlx_runtime.config.constructors.signatures import settings_of
 
     keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
     overrides = arguments[len(keys) :]
     experiment = main_class(AN_EXPERIMENT, folder)
-    config.check(experiment, config.read(CONF, overrides, settings_of(experiment)), look=True)
+    composition.check(experiment, composition.read(CONF, overrides, settings_of(experiment)), look=True)
     defaults = Description(experiment).tree
-    return binding.dump(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
+    return origins.dump(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
 
 
 def settings(keys: Sequence[str]) -> Iterator[str]:
     """Yield lines about all settings in `cfg`, or only some keys: default, minimum and meaning."""
     folder = AN_EXPERIMENT.folder()
-    from mlx_runtime.config.binding import argument_texts
-    from mlx_runtime.config.constructors import base_of, describe_move, groups, object_at, settings_of
-    from mlx_runtime.training import minimums
+    from mlx_runtime.config.binding.schema import argument_texts
+    from mlx_runtime.config.constructors.signatures import base_of, groups, settings_of
+    from mlx_runtime.config.constructors.suggestions import describe_move
+    from mlx_runtime.config.constructors.targets import object_at
+    from mlx_runtime.training.options import minimums
 
     experiment = main_class(AN_EXPERIMENT, folder)
     texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
@@ -193,7 +195,7 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
         main = folder / "main.py"
         if not main.is_file():
             raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-        from mlx_runtime.training import Request
+        from mlx_runtime.training.request import Request
 
         sys.path.insert(0, str(folder))
         function = runpy.run_path(str(main), run_name="main").get("main")
@@ -231,7 +233,7 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
         folder = snapshots.unpack(code_of)
     cls = main_class(kind, folder)
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
-        from mlx_runtime.training.engines import warm_up
+        from mlx_runtime.training.engines.local import warm_up
 
         warm_up()
     return folder, cls
@@ -257,7 +259,7 @@ def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
     for command in group.list_commands(context):
         if (other := group.get_command(context, command)) and any(name in item.opts for item in other.params):
             return f"it belongs to: {kind.command} {command} {name}"
-    from mlx_runtime.training import TrainConfig
+    from mlx_runtime.training.options import TrainConfig
 
     settings = [item.name for item in dataclasses.fields(TrainConfig)] if kind == AN_EXPERIMENT else []
     if setting not in settings:

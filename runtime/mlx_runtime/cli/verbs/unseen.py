@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mlx_runtime.config import parse_config
+from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind
 from mlx_runtime.errors import ConfigError, UsageError
 
@@ -16,7 +16,8 @@ def stand_in(kind: Kind, folder: Path) -> type:
 
     Only the runtime's own settings in `cfg` have types.
     """
-    from mlx_runtime.training import DataConfig, TrainConfig
+    from mlx_runtime.training.job_options import DataConfig
+    from mlx_runtime.training.options import TrainConfig
 
     conf = folder / CONF
     if not conf.is_file():

@@ -16,15 +16,16 @@ from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.extras import require
-from mlx_runtime.runs import RunFolder, drivers, find_run, records
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import RunFolder, find_run
 from mlx_runtime.runs.logs import last_lines, log_name
-from mlx_runtime.runs.queries import reached, storage_root
-from mlx_runtime.storage import is_uri, join_path, storage_at, storage_errors
+from mlx_runtime.runs.queries.lookup import reached, storage_root
 from mlx_runtime.storage.documents import stays_below
+from mlx_runtime.storage.files import is_uri, join_path, storage_at, storage_errors
 from mlx_runtime.storage.leases import is_alive
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray import Dashboard
+    from mlx_runtime.companions.ray.dashboard import Dashboard
 
 FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
@@ -183,7 +184,7 @@ def dashboard_of(record: Mapping[str, Any]) -> "Dashboard | None":
         return None
     if _in_slurm(job):
         with contextlib.suppress(ClusterError):
-            queue = companions.part("slurm").Queue.connect(job["address"])
+            queue = companions.part("slurm.queue").Queue.connect(job["address"])
             queue.state(job["id"])
             return cast("Dashboard", queue)  # has the same methods
         return None
@@ -194,7 +195,7 @@ def dashboard_of(record: Mapping[str, Any]) -> "Dashboard | None":
         return None
     try:
         address = addresses.Address(job["address"], "its record")
-        dashboard: Dashboard = companions.part("ray").Dashboard.connect(address)
+        dashboard: Dashboard = companions.part("ray.dashboard").Dashboard.connect(address)
         dashboard.state(job["id"])
     except ClusterError:
         return None

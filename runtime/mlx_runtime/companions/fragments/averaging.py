@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.companions.fragments.traffic import Compressor
-from mlx_runtime.distributed import unwrap
+from mlx_runtime.distributed.wrapping import unwrap
 
 
 class Tensors:

@@ -11,24 +11,22 @@ from torch.optim import Optimizer
 
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
-from mlx_runtime.config import build, build_group, build_optimizers
+from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
-from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions, construction, stream_names
-from mlx_runtime.distributed import Topology, device_here
+from mlx_runtime.data.definitions import construction, stream_names
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.randomness import set_seed
+from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
-from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training import RunConfig
-from mlx_runtime.training.loop import (
-    BaseModule,
-    LoopStopped,
-    attach,
-    enter_ray_train,
-    loop_errors,
-    needs_of_config,
-    prepare_models,
-)
-from mlx_runtime.training.strategies import DDP, build_models
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.training.loop.experiment import BaseModule, attach
+from mlx_runtime.training.loop.memory import needs_of_config
+from mlx_runtime.training.loop.optimization import prepare_models
+from mlx_runtime.training.loop.stopping import LoopStopped
+from mlx_runtime.training.loop.worker import enter_ray_train, loop_errors
+from mlx_runtime.training.request import RunConfig
+from mlx_runtime.training.strategies.building import build_models
+from mlx_runtime.training.strategies.ddp import DDP
 
 SHARE_FOR_MODELS = 0.25
 """Share of free memory above which models are built on the meta device."""

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
 from mlx_runtime.companions.fragments.wire import Feedback, Wire
-from mlx_runtime.distributed import Topology, decode, encode
+from mlx_runtime.distributed.messages import decode, encode
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
-from mlx_runtime.training.strategies import raw
+from mlx_runtime.training.strategies.aliasing import raw
 
 Ranks = tuple[int, ...]
 

@@ -30,14 +30,15 @@ import torch
 
 from mlx_runtime.companions.fragments.averaging import Tensors, outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor, Payload
-from mlx_runtime.distributed import decode, encode
+from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
-from mlx_runtime.storage import Storage, create_whole, storage_at, to_json
 from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, TIME, from_json, list_of, mapping_with, one_of
+from mlx_runtime.storage.files import Storage, storage_at, to_json
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S, heartbeat, is_alive, lease, this_process
+from mlx_runtime.storage.publishing import create_whole
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.engines import Job
+    from mlx_runtime.training.engines.base import Job
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from mlx_runtime.companions.fragments.tensors import (
     ValueDependentError,
     check_traceable,
 )
-from mlx_runtime.data import mix_seeds
+from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.randomness import seed_on_cpu, temporary_seed
 from mlx_runtime.errors import MlxError
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, roles
 from mlx_runtime.companions.fragments.planning import plan
-from mlx_runtime.distributed import Topology, broadcast, gather
+from mlx_runtime.distributed.collectives import broadcast, gather
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, Kind, from_json, list_of, misfit
 from mlx_runtime.storage.local import read_regular

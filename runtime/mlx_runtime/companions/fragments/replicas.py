@@ -22,17 +22,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
-from mlx_runtime.distributed import Topology, broadcast, gather
+from mlx_runtime.distributed.collectives import broadcast, gather
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
-from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.storage import storage_root
-from mlx_runtime.training.strategies import raw
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.storage.files import storage_root
+from mlx_runtime.training.strategies.aliasing import raw
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.fragments.meeting import Meeting
-    from mlx_runtime.training.engines import Job
+    from mlx_runtime.training.engines.base import Job
 
 
 _STARTS_OVER = (

@@ -16,27 +16,26 @@ from torch.optim import Optimizer
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
-from mlx_runtime.distributed import Topology, broadcast, gather
+from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.storage import size_text
-from mlx_runtime.training.strategies import (
+from mlx_runtime.storage.files import size_text
+from mlx_runtime.training.strategies.aliasing import raw
+from mlx_runtime.training.strategies.blocks import blocks_of, select_modules
+from mlx_runtime.training.strategies.building import (
     allocate,
-    blocks_of,
     build_models,
     check_values,
     deferred_models,
     initialize,
-    own_strategies,
     place,
-    problems,
-    raw,
-    recompute_blocks,
-    select_modules,
 )
+from mlx_runtime.training.strategies.recomputation import recompute_blocks
+from mlx_runtime.training.strategies.selection import own_strategies, problems
 
 _CPU = torch.device("cpu")
 

@@ -44,7 +44,7 @@ def survey(ray_address: str | None, cfg: Any) -> list[dict[str, Any]]:
         ConfigError: a label is not a number above 0.
     """
     launch, jobs = companions.part("ray.launch"), companions.part("ray.jobs")
-    address = companions.part("ray").Address.parse(ray_address)
+    address = companions.part("ray.addresses").Address.parse(ray_address)
     dashboard, upload = launch.connect(address, Path.cwd(), files=False)
     question = {"threads": cfg.cpus_per_worker, "gpus": cfg.use_gpu is not False}
     environment, command = {QUESTION: json.dumps(question)}, ["python", "-m", __name__]
@@ -67,7 +67,7 @@ def measure_nodes(question: Mapping[str, Any]) -> list[dict[str, Any]]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(logging_level="ERROR", log_to_driver=False)
-    nodes = companions.part("ray").named_nodes()
+    nodes = companions.part("ray.node_names").named_nodes()
     found: list[dict[str, Any]] = []
     actors = []
     on_gpu = bool(question["gpus"]) and all(node["Resources"].get("GPU") for node in nodes.values())  # as a run trains

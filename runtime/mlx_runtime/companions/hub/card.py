@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import printable
-from mlx_runtime.runs.checkpoints import position
+from mlx_runtime.runs.checkpoints.index import position
 from mlx_runtime.runs.tables import format_number
 
 _NOT_REPEATED = ("cfg.hub.mirror=", "cfg.resume=", "cfg.storage_path=", "--resume")

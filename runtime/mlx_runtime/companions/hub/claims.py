@@ -12,10 +12,11 @@ from typing import Any
 
 from mlx_runtime.companions.hub.repository import Head, OutdatedError, Repository
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RUN_NAME
+from mlx_runtime.runs.folder import RUN_NAME
 from mlx_runtime.runs.records import LIVING
-from mlx_runtime.storage import documents, to_json
+from mlx_runtime.storage import documents
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, TIME, from_json, mapping_with
+from mlx_runtime.storage.files import to_json
 from mlx_runtime.storage.leases import age_s, is_alive, this_process
 
 FILE = "mirror.json"

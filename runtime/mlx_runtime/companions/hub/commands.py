@@ -7,7 +7,8 @@ from mlx_runtime.cli import options
 from mlx_runtime.cli.options import say, word
 from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.runs import SWEEP, RunFolder, queries
+from mlx_runtime.runs.folder import SWEEP, RunFolder
+from mlx_runtime.runs.queries import lookup
 
 
 @click.command("push")
@@ -27,20 +28,20 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
             say(text, err=True)
 
         if folder.name.startswith(SWEEP):
-            url: str = companions.part("sweeps").push(folder, to, announce)
+            url: str = companions.part("sweeps.report").push(folder, to, announce)
             return url
         return pushing.push(folder, to, announce)
 
     if name is None:
-        folders = pushing.unfinished_runs(queries.storage_root())
+        folders = pushing.unfinished_runs(lookup.storage_root())
         if to is not None:
             raise UsageError("which run? mlx xp push NAME RUN --to URI")
         if not folders:
             say("all mirrors are complete", err=True)
     elif run is not None and is_remote(run):
-        folders, to = [queries.resolve_run(name)], run
+        folders, to = [lookup.resolve_run(name)], run
     else:
-        folders = [queries.resolve_run(name, run or "latest")]
+        folders = [lookup.resolve_run(name, run or "latest")]
     failed: list[MlxError] = []
     for folder in folders:
         try:

@@ -26,11 +26,12 @@ from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, SWEEP_PAGE, 
 from mlx_runtime.companions.hub.repository import File
 from mlx_runtime.companions.hub.screening import screen
 from mlx_runtime.errors import MlxError
-from mlx_runtime.runs import EVALUATIONS, RunFolder, records
-from mlx_runtime.runs.checkpoints import ABOUT, list_checkpoints
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import ABOUT, list_checkpoints
+from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
 from mlx_runtime.runs.snapshots import CODE
-from mlx_runtime.storage import Storage, join_path, storage_at, to_json
-from mlx_runtime.training.loop import EXAMPLES
+from mlx_runtime.storage.files import Storage, join_path, storage_at, to_json
+from mlx_runtime.training.loop.examples import EXAMPLES
 
 STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""
@@ -188,7 +189,7 @@ def _record(folder: RunFolder) -> dict[str, Any]:
 
 
 def _weights(folder: RunFolder, record: Mapping[str, Any], target: Path) -> Path:
-    from mlx_runtime.companions.sharding import consolidate
+    from mlx_runtime.companions.sharding.consolidation import consolidate
 
     which = "best" if (record.get("best") or {}).get("value") is not None else "latest"
     consolidate(folder, which, target)

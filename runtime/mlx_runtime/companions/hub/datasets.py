@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.config.constructors.declarations import is_hf_dataset
-from mlx_runtime.data import LOADER_ARGUMENTS
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time

@@ -13,10 +13,11 @@ from typing import Any
 from mlx_runtime.companions.hub.claims import FILE, Claim, claim_of
 from mlx_runtime.companions.hub.repository import Address, File, Head, Repository
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RunFolder, records
-from mlx_runtime.runs.checkpoints import ABOUT, INDEX
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import storage_errors
+from mlx_runtime.storage.files import storage_errors
 from mlx_runtime.storage.local import create_below, open_folder, size_below
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"

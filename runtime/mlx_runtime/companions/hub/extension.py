@@ -9,8 +9,10 @@ from mlx_runtime.companions.hub.mirror import WITHOUT, Mirror
 from mlx_runtime.companions.hub.repository import UnreachableError
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import CheckpointSaved, Event, Notice
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.training import AccompaniedRun, Listener, RunConfig, TrainConfig
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.training.extensions import AccompaniedRun, Listener
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.request import RunConfig
 
 
 class Mirroring:

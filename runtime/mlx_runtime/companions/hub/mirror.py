@@ -14,7 +14,8 @@ from mlx_runtime.companions.hub.repository import Address, Head, OutdatedError, 
 from mlx_runtime.companions.hub.screening import announcement, redactions
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Notice, WarningNotice
-from mlx_runtime.runs import RunFolder, records
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_runtime.config.constructors import object_at
 from mlx_runtime.config.constructors.declarations import FROM_PRETRAINED, library_of
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.pretrained import offline
 from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.extras import require

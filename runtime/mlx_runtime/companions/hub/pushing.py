@@ -6,9 +6,10 @@ from collections.abc import Callable
 from mlx_runtime.companions.hub.contents import SweepSummary
 from mlx_runtime.companions.hub.mirror import Mirror
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RunFolder, drivers, list_runs, records
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.storage import storage_at, storage_errors, to_json
+from mlx_runtime.storage.files import storage_at, storage_errors, to_json
 
 
 def unfinished_runs(root: str) -> list[RunFolder]:

@@ -2,8 +2,8 @@
 
 from mlx_runtime.companions.hub.downloads import CHECKPOINTS, MirroredRun
 from mlx_runtime.errors import UsageError, suggest
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import list_checkpoints
+from mlx_runtime.runs.checkpoints.index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder
 
 find = MirroredRun.find
 

@@ -16,10 +16,11 @@ from mlx_runtime.companions.hub.contents import latest_step
 from mlx_runtime.companions.hub.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun
 from mlx_runtime.companions.hub.repository import Address, Repository
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RUN, RunFolder, attempt_name, claim_run, list_runs, records, run_folder
-from mlx_runtime.runs.checkpoints import ABOUT
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import ABOUT
+from mlx_runtime.runs.folder import RUN, RunFolder, attempt_name, claim_run, list_runs, run_folder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri, join_path, size_text, storage_at, to_json
+from mlx_runtime.storage.files import is_uri, join_path, size_text, storage_at, to_json
 from mlx_runtime.storage.local import create_below, open_folder, remove_tree, size_below
 
 DOWNLOADING = ".downloading"

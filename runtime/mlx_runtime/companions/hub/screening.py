@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
-from mlx_runtime.config import escape, parse_config
-from mlx_runtime.runs import EVALUATIONS
+from mlx_runtime.config.interpolation import escape, parse_config
+from mlx_runtime.runs.folder import EVALUATIONS
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.storage import size_text
-from mlx_runtime.storage.secrets import HIDDEN, find, hidden_texts, redact_tree
+from mlx_runtime.storage.files import size_text
+from mlx_runtime.storage.secrets.detection import HIDDEN, find
+from mlx_runtime.storage.secrets.redaction import hidden_texts, redact_tree
 
 NAMED = 10
 """Number of positions that a line lists before it counts the rest."""

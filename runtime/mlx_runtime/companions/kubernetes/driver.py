@@ -19,12 +19,13 @@ from mlx_runtime.companions.ray.launch import pending_record
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, full_message
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import SWEEP, RunFolder, claim_run, drivers, find_run, list_runs, records, run_folder
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, find_run, list_runs, run_folder
 from mlx_runtime.runs.records import load_record
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
-from mlx_runtime.storage.secrets import redact
+from mlx_runtime.storage.secrets.redaction import redact
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,7 +51,7 @@ def run_of(job: str, root: str, experiment: str) -> RunFolder | None:
 
 
 def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
-    from mlx_runtime.training import Request
+    from mlx_runtime.training.request import Request
 
     request = Request.parse(words)
     folder, before = run_of(job["id"], root, experiment), dict[str, Any]()

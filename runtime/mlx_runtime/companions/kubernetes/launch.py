@@ -15,16 +15,16 @@ from mlx_runtime.companions.kubernetes.kubectl import Kubectl
 from mlx_runtime.companions.kubernetes.manifest import JOB_LABEL, MOUNT, Pods, job_name, rayjob
 from mlx_runtime.companions.kubernetes.preflight import check_cluster, check_options
 from mlx_runtime.companions.ray.preflight import Check, check_config, check_secrets
-from mlx_runtime.config import storage_override
+from mlx_runtime.config.composition import storage_override
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
-from mlx_runtime.runs import RUN, SWEEP, RunFolder
+from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri, storage_root
 from mlx_runtime.storage.documents import to_yaml
-from mlx_runtime.storage.secrets import secret_keys
+from mlx_runtime.storage.files import is_uri, storage_root
+from mlx_runtime.storage.secrets.redaction import secret_keys
 
 if TYPE_CHECKING:
-    from mlx_runtime.training import RunConfig
+    from mlx_runtime.training.request import RunConfig
 
 DRIVER = "mlx_runtime.companions.kubernetes.driver"
 """Module that the job runs."""
@@ -66,7 +66,7 @@ class KubeLaunch:
 
     def submit_run(self) -> AppliedJob:
         """Apply the RayJob of a run."""
-        from mlx_runtime.training import Request
+        from mlx_runtime.training.request import Request
 
         config = self.config
         resume = config.run.name if config.run else None

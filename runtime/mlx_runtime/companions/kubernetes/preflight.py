@@ -7,7 +7,7 @@ from mlx_runtime.companions.kubernetes.kubectl import Kubectl
 from mlx_runtime.companions.kubernetes.manifest import Pods
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.errors import ClusterError
-from mlx_runtime.storage import is_uri
+from mlx_runtime.storage.files import is_uri
 
 KUBERAY = "Install KubeRay 1.5.1 or newer: https://docs.ray.io/en/latest/cluster/kubernetes/"
 

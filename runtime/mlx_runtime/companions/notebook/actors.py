@@ -13,12 +13,12 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mlx_runtime.companions.ray import on_ray
-from mlx_runtime.distributed import Topology
+from mlx_runtime.companions.ray.start import on_ray
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import backend_of
-from mlx_runtime.training.loop import loop_errors
+from mlx_runtime.training.engines.base import backend_of
+from mlx_runtime.training.loop.worker import loop_errors
+from mlx_runtime.training.options import TrainConfig
 
 ROOM_S = 60
 """Time to wait for room on a cluster."""

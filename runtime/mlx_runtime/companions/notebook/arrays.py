@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.distributed import unwrap
+from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import MlxError
-from mlx_runtime.runs.checkpoints import plain_entries
+from mlx_runtime.runs.checkpoints.groups import plain_entries
 
 
 def checkpoint_values(state: Mapping[str, Any], title: str, error: type[MlxError]) -> dict[str, Any]:

@@ -12,14 +12,15 @@ from typing import Any
 from mlx_runtime.companions.notebook import inputs, sources
 from mlx_runtime.companions.notebook.functions import takes_config
 from mlx_runtime.companions.notebook.runs import importable
-from mlx_runtime.config import escape
-from mlx_runtime.config.binding import RESERVED
+from mlx_runtime.config.binding.nodes import RESERVED
+from mlx_runtime.config.interpolation import escape
 from mlx_runtime.errors import MlxError, UsageError, WorkerLoopError
-from mlx_runtime.runs import list_runs, named_run
-from mlx_runtime.runs.queries import Run, conf_value
+from mlx_runtime.runs.folder import list_runs, named_run
+from mlx_runtime.runs.queries.lookup import conf_value
+from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import storage_root
+from mlx_runtime.storage.files import storage_root
 
 MOST_VALUES = 1000
 """Maximum number of values in a config, because it is recorded and passed on as an override."""

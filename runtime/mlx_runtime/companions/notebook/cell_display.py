@@ -17,7 +17,8 @@ from mlx_runtime.events import (
     WorkerOutput,
     WorkersStarted,
 )
-from mlx_runtime.tracking import EpochTable, TimeLeft, format_number
+from mlx_runtime.tracking.console import TimeLeft
+from mlx_runtime.tracking.epoch_table import EpochTable, format_number
 
 ROWS = 15
 """Number of latest epochs in the table; the curve shows all of them."""

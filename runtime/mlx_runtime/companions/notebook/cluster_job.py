@@ -30,12 +30,14 @@ from mlx_runtime.events import (
     encode,
 )
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri
-from mlx_runtime.storage.secrets import redact
-from mlx_runtime.training import Request, connect, fit
-from mlx_runtime.training.processes import load_bound_config
+from mlx_runtime.storage.files import is_uri
+from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.training.planning import connect
+from mlx_runtime.training.processes.background import load_bound_config
+from mlx_runtime.training.request import Request
+from mlx_runtime.training.terminal import fit
 
 END = "End"
 """Kind of the last line, with `status` and `error`, the text of an error or null."""

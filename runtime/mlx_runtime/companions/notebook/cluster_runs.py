@@ -23,12 +23,13 @@ from mlx_runtime.companions.notebook.returned import UnknownClassError, read_val
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
-from mlx_runtime.runs import RunFolder, records
-from mlx_runtime.runs.queries import conf_value, resolve_run
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.lookup import conf_value, resolve_run
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import join_path, storage_at
 from mlx_runtime.storage.documents import from_json
-from mlx_runtime.training.processes import RunJob, load_bound_config
+from mlx_runtime.storage.files import join_path, storage_at
+from mlx_runtime.training.processes.background import RunJob, load_bound_config
 
 POLL_S = 0.5
 """Interval for reading the events of a run, and the state of its job; four times as long on an object store."""
@@ -180,7 +181,7 @@ def _address(text: str) -> Any:
     """
     if not isinstance(text, str) or not text.strip():
         raise UsageError(f"address is {text!r}, which is not the address of a cluster; write http://HEAD:8265")
-    return part("ray").Address.parse(text, "address")
+    return part("ray.addresses").Address.parse(text, "address")
 
 
 @contextlib.contextmanager
@@ -241,14 +242,13 @@ def find(run: str | Path, address: str) -> ClusterRun:
         UsageError: there is no such run, or it has no job.
         ClusterError: the cluster does not answer, refuses the token, or does not know the job.
     """
-    clusters = part("ray")
     where = _address(address)
     with storage_there(address):
-        folder = resolve_run(clusters.cluster_storage.reached(str(run), where.url))
+        folder = resolve_run(part("ray.cluster_storage").reached(str(run), where.url))
     job = (records.load_record(folder).get("job") or {}).get("id")
     if job is None:
         raise UsageError(f"{folder.title} does not run on a cluster; read it with open_run({folder.title!r})")
-    dashboard = clusters.Dashboard.connect(where)
+    dashboard = part("ray.dashboard").Dashboard.connect(where)
     metadata = dashboard.state(job).metadata
     if "function" not in metadata:
         raise UsageError(f"{folder.title} was started by a command; follow it: mlx xp logs -f {folder.title}")

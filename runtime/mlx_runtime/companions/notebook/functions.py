@@ -23,14 +23,17 @@ from mlx_runtime.companions.notebook import inputs, scripts
 from mlx_runtime.companions.notebook.arrays import as_tensors, checkpoint_values
 from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.companions.notebook.shards import FunctionShard, Shards
-from mlx_runtime.data import DatasetShards
-from mlx_runtime.distributed import Topology, agree, current, device_here, prepare_model, unwrap
+from mlx_runtime.data.loaders import DatasetShards
+from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.topology import Topology, current, device_here
+from mlx_runtime.distributed.wrapping import prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
 from mlx_runtime.importing import after_import
-from mlx_runtime.storage import size_text
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.loop import BaseModule, prepare_models
+from mlx_runtime.storage.files import size_text
+from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.loop.optimization import prepare_models
+from mlx_runtime.training.options import TrainConfig
 
 CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
 """Steps that all workers must take together, in words for errors."""

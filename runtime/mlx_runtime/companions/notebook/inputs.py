@@ -22,8 +22,9 @@ from mlx_runtime.companions.notebook import scripts, sources
 from mlx_runtime.companions.notebook.arrays import checkpoint_values
 from mlx_runtime.companions.notebook.ray_rows import read_rows
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
-from mlx_runtime.runs.outputs import INPUTS, keep_input
-from mlx_runtime.storage import HashingReader, HashingWriter, join_path, storage_at, storage_errors
+from mlx_runtime.runs.outputs.inputs import INPUTS, keep_input
+from mlx_runtime.storage.files import join_path, storage_at, storage_errors
+from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 
 STREAM = "ray:"
 """Beginning of the names of files with a Ray Dataset."""

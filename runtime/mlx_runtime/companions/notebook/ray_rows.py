@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import Dataset
 
 from mlx_runtime.companions import part
-from mlx_runtime.data import dataset_error
+from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.errors import UsageError
-from mlx_runtime.storage import size_text
+from mlx_runtime.storage.files import size_text
 
 MOST_BYTES = 1_000_000_000
 """Maximum size of the rows in memory, because every worker loads them."""
@@ -52,7 +52,7 @@ def read_rows(dataset: Any, title: str) -> RayRows:
         DatasetError: it cannot be read.
         UsageError: it has no rows or too many, or a column has other values than numbers of one shape and text.
     """
-    part("ray").keep_order(dataset.context)
+    part("ray.streams").keep_order(dataset.context)
     parts: dict[str, list[Any]] = {}
     size_bytes = 0
     try:

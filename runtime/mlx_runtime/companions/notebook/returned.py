@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mlx_runtime.errors import MlxError, short_message
-from mlx_runtime.runs.checkpoints import copy_to_cpu, plain_entries
+from mlx_runtime.runs.checkpoints.groups import copy_to_cpu, plain_entries
 
 ACTIVATIONS = ("torch.nn.functional", "torch._C._nn")
 """Modules of functions that models may have as attributes."""

@@ -17,11 +17,14 @@ from mlx_runtime.companions.notebook.sources import MODULE
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted, WorkersLost
-from mlx_runtime.runs.queries import Run, open_run
-from mlx_runtime.tracking import Display
-from mlx_runtime.training import Request
-from mlx_runtime.training.loop import BaseModule
-from mlx_runtime.training.processes import RunJob, RunProcess, exit_reason, get_server, work
+from mlx_runtime.runs.queries.reader import Run, open_run
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.processes.background import RunJob, work
+from mlx_runtime.training.processes.children import exit_reason
+from mlx_runtime.training.processes.links import RunProcess
+from mlx_runtime.training.processes.standby import get_server
+from mlx_runtime.training.request import Request
 
 Listener = Callable[[Event], None]
 

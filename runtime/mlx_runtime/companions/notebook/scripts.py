@@ -13,7 +13,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from mlx_runtime.companions.notebook import sources
-from mlx_runtime.config.constructors import object_at
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, printable, raised_in, short_message
 from mlx_runtime.settings import Settings
 

@@ -12,7 +12,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import inputs
-from mlx_runtime.data import Batch, DatasetShard, Loader, LoaderOptions, Subset, WorkerPass, reading_processes
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes
+from mlx_runtime.data.sampling import Subset, WorkerPass
 from mlx_runtime.errors import MlxError, UsageError
 
 STRUCTURE, SAMPLE = "structure", "sample"
@@ -61,7 +63,7 @@ class Shards:
         if file.startswith(inputs.STREAM):
             stored = f"{inputs.StoredStream.__module__}.{inputs.StoredStream.__name__}"
             nodes = {name: {"_target_": stored, "root": root, "file": file}}
-            readers = part("ray").stream_readers(nodes, Path.cwd(), topology, cfg.seed)
+            readers = part("ray.stream_reader").stream_readers(nodes, Path.cwd(), topology, cfg.seed)
             return DatasetShard(name, SimpleNamespace(**{name: None}), topology, options, stream=readers[name])
         if file not in self._datasets:
             self._datasets[file] = inputs.load_dataset(root, file)

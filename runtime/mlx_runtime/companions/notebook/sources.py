@@ -27,7 +27,7 @@ import torch
 
 from mlx_runtime.companions.notebook.cells import defined_names, first_line
 from mlx_runtime.errors import UsageError, short_message
-from mlx_runtime.storage.secrets import find
+from mlx_runtime.storage.secrets.detection import find
 
 MODULE = "mlx_cells"
 """Name of the module of a run, on workers and in the session that starts it."""

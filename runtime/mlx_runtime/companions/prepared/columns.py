@@ -16,11 +16,14 @@ import numpy as np
 import torch
 
 from mlx_runtime.companions.prepared.store import MANIFEST, Manifest, PreparedSet, Store
-from mlx_runtime.data import Batch, WorkerPass, as_numpy, device_copies, dtype_name, read_ahead
+from mlx_runtime.data.batches import Batch, as_numpy, device_copies, dtype_name
+from mlx_runtime.data.prefetching import read_ahead
+from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Publication, recover, storage_errors
+from mlx_runtime.storage.files import storage_errors
 from mlx_runtime.storage.local import one_at_a_time
+from mlx_runtime.storage.publishing import Publication, recover
 
 CHUNK_BYTES = 1 << 20
 """Number of bytes gathered at once: one gather serves many small batches, and a chunk fits in the cache of a CPU."""

@@ -9,16 +9,16 @@ from pathlib import Path
 from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import PreparedSet, Store
-from mlx_runtime.companions.ray import start_ray
+from mlx_runtime.companions.ray.start import start_ray
 from mlx_runtime.companions.sweeps.folds import with_held_out
-from mlx_runtime.config import declare_group
-from mlx_runtime.config.constructors import path_of
+from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.constructors.declarations import Declaration
-from mlx_runtime.data import dataset_nodes, stream_names
+from mlx_runtime.config.constructors.targets import path_of
+from mlx_runtime.data.definitions import dataset_nodes, stream_names
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Event, Notice, PreparationProgress
-from mlx_runtime.storage import is_uri, storage_root
-from mlx_runtime.training import RunConfig
+from mlx_runtime.storage.files import is_uri, storage_root
+from mlx_runtime.training.request import RunConfig
 
 
 def prepare_datasets(

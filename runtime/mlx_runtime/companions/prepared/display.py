@@ -6,9 +6,10 @@ from pathlib import Path
 
 from mlx_runtime import companions
 from mlx_runtime.companions.prepared.datasets import prepare_datasets
-from mlx_runtime.data import stream_names
-from mlx_runtime.tracking import Display
-from mlx_runtime.training import RunConfig, check_datasets
+from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.planning import check_datasets
+from mlx_runtime.training.request import RunConfig
 
 
 def prepare(config: RunConfig) -> None:
@@ -23,7 +24,7 @@ def prepare(config: RunConfig) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
         if stream_names(config.tree):
-            stack.enter_context(companions.part("ray").start_ray(config.cfg))
+            stack.enter_context(companions.part("ray.start").start_ray(config.cfg))
         sets = prepare_datasets(config, Path.cwd(), display.handle, stack)
     if sets:
         display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.runs.outputs import READ_MARK, is_read_mark
-from mlx_runtime.storage import Stored, leases, storage_at, storage_errors
+from mlx_runtime.runs.outputs.usage import READ_MARK, is_read_mark
+from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
+from mlx_runtime.storage.files import Stored, storage_at, storage_errors
 
 MANIFEST = "manifest.json"
 

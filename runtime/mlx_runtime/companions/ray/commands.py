@@ -15,12 +15,13 @@ from mlx_runtime.cli.options import Function, say
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import queries, refuse_empty
+from mlx_runtime.runs.folder import refuse_empty
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.launch import SubmittedJob
-    from mlx_runtime.training import RunConfig
+    from mlx_runtime.training.request import RunConfig
 
 
 ELSEWHERE = {"kubernetes": ("ray_address", "retries", "pip", "follow"), "slurm": ("ray_address", "retries", "pip")}
@@ -127,7 +128,7 @@ def train_launch(
     refuse_empty({"--resume": resume, "--from": origin})
     resume, overrides = commands.split_resume(resume, overrides)
     if code is not None:
-        stored = queries.resolve_run(resume or "latest").location
+        stored = lookup.resolve_run(resume or "latest").location
         raise UsageError(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
@@ -164,7 +165,7 @@ def _storage_there(overrides: Sequence[str], ray_address: str | None) -> tuple[s
     from mlx_runtime.companions.ray.cluster_storage import reached, split_path
 
     typed, others = split_path(overrides)
-    path = typed or Settings.read().storage or queries.conf_value("cfg.storage_path") or ""
+    path = typed or Settings.read().storage or lookup.conf_value("cfg.storage_path") or ""
     if (root := reached(path, ray_address)) == path:
         return tuple(overrides)
     os.environ["MLX_STORAGE"] = root

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
 from mlx_runtime.companions.ray.items import FinishedItems, fingerprints, interrupted
-from mlx_runtime.config import Config, build
+from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import (
     ConfigError,
     DataJobError,
@@ -23,18 +24,23 @@ from mlx_runtime.errors import (
     short_message,
     user_errors,
 )
-from mlx_runtime.runs import claim_run, drivers, named_run, outputs, provenance
+from mlx_runtime.runs import drivers
+from mlx_runtime.runs.folder import claim_run, named_run
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.runs.outputs import Filling, Output
+from mlx_runtime.runs.outputs import filling, jobs
+from mlx_runtime.runs.outputs.filling import Filling, Output
 from mlx_runtime.runs.records import Record, attempts, load_record
 from mlx_runtime.runs.tables import plural
+from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, join_path, leases, size_text, storage_root
+from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
-from mlx_runtime.storage.secrets import redact
-from mlx_runtime.tracking import Display
-from mlx_runtime.training import DataConfig, StopRequests, Terminated, interrupt_main, sigterm_stops
-from mlx_runtime.training.engines import Cluster
+from mlx_runtime.storage.files import join_path, size_text, storage_root
+from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.job_options import DataConfig
+from mlx_runtime.training.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
 
 CLAIMED = "MLX_DATA_JOB"
 """Variable with the folder that the launcher of a job has claimed for its record."""
@@ -221,7 +227,7 @@ def _claim(config: Config, path: str) -> Record:
         folder = named_run(claimed, "", "")
         facts = {name: value for name, value in facts.items() if name not in LAUNCHER_FACTS}
     if folder is None:
-        folder = claim_run(outputs.jobs_root(storage_root(config.cfg.storage_path)), config.cfg.name)
+        folder = claim_run(jobs.jobs_root(storage_root(config.cfg.storage_path)), config.cfg.name)
         folder.claim_attempt(1, leases.lease())
         return Record(folder, **facts, attempt=1)
     attempt, before = drivers.take_over(folder), load_record(folder)
@@ -235,7 +241,7 @@ def refuse_present(config: Config) -> None:
     """Reject a data job whose folder exists or is being filled, before starting anything."""
     path = output_path(config.cfg)
     try:
-        outputs.refuse_present(path, overwrite=config.cfg.overwrite)
+        filling.refuse_present(path, overwrite=config.cfg.overwrite)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {short_message(error)}") from error
 

@@ -12,7 +12,7 @@ from mlx_runtime.companions.ray.preflight import Check, valid_config, writable
 from mlx_runtime.config import projects
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri, storage_root
+from mlx_runtime.storage.files import is_uri, storage_root
 
 
 def checks() -> Iterator[Check]:
@@ -49,7 +49,7 @@ def _experiment() -> Iterator[Check]:
     """Check the config and the storage of the working directory."""
     storage = Settings.read().storage
     if projects.EXPERIMENT.is_file():
-        from mlx_runtime.training import load_config
+        from mlx_runtime.training.request import load_config
 
         try:
             config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)

@@ -28,7 +28,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mlx_runtime.companions.ray import supervision
 from mlx_runtime.errors import short_message
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import RunFolder, drivers, named_run, records
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import RunFolder, named_run
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.leases import is_alive

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_runtime.config import Config
+from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import RunFolder, Upload, list_runs, records
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.outputs import RECORD, Output, jobs_root
-from mlx_runtime.storage import storage_at, storage_root, to_json
+from mlx_runtime.runs.outputs.filling import RECORD, Output
+from mlx_runtime.runs.outputs.jobs import jobs_root
+from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.storage.documents import COUNT, TEXT, Kind, from_json, list_of, stays_below
+from mlx_runtime.storage.files import storage_at, storage_root, to_json
 
 ITEMS = "logs/items.jsonl"
 """File in the folder of a job, with a line per finished item."""

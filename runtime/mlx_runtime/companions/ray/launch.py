@@ -17,18 +17,22 @@ from mlx_runtime.companions.ray.datajob import CLAIMED, LAUNCHER_FACTS, output_p
 from mlx_runtime.companions.ray.items import interrupted
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
-from mlx_runtime.config import storage_override
+from mlx_runtime.config.composition import storage_override
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.runs import RUN, SWEEP, RunFolder, Upload, claim_run, drivers, provenance, records, snapshots
+from mlx_runtime.runs import drivers, records, snapshots
+from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.outputs import jobs_root
+from mlx_runtime.runs.outputs.jobs import jobs_root
+from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, storage_root
-from mlx_runtime.storage.secrets import redact
-from mlx_runtime.training.engines import JOB_FLAG
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.files import storage_root
+from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.training.engines.placement import JOB_FLAG
 
 if TYPE_CHECKING:
-    from mlx_runtime.training import RunConfig
+    from mlx_runtime.training.request import RunConfig
 
 STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
 FAILED_LOG_LINES = 40
@@ -79,7 +83,7 @@ class Launch:
 
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
-        from mlx_runtime.training import Request
+        from mlx_runtime.training.request import Request
 
         config = self.config
         origin = path_there(config.origin.location) if config.origin else None

@@ -19,15 +19,17 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
-from mlx_runtime.runs import Upload
-from mlx_runtime.storage import is_uri, storage_at
-from mlx_runtime.storage.secrets import redact_override, secret_keys
-from mlx_runtime.training import DataConfig
-from mlx_runtime.training.engines import ENGINES, engine_class, shortage, uses_gpus
+from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.storage.files import is_uri, storage_at
+from mlx_runtime.storage.secrets.redaction import redact_override, secret_keys
+from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.engines.placement import engine_class, shortage, uses_gpus
+from mlx_runtime.training.job_options import DataConfig
 
 if TYPE_CHECKING:
-    from mlx_runtime.config import Config
-    from mlx_runtime.training import RunConfig, TrainConfig
+    from mlx_runtime.config.composition import Config
+    from mlx_runtime.training.options import TrainConfig
+    from mlx_runtime.training.request import RunConfig
 
 MIN_RAY = 2, 60  # as in pyproject.toml
 LIMIT_BYTES = 100 << 20  # maximum size of an upload

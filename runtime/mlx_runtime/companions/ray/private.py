@@ -13,7 +13,7 @@ import ray
 from mlx_runtime.errors import MlxError
 
 if TYPE_CHECKING:
-    from mlx_runtime.distributed import Topology
+    from mlx_runtime.distributed.topology import Topology
 
 try:
     from ray._private.node import Node

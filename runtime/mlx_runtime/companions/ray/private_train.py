@@ -19,7 +19,9 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlx_runtime.distributed import Topology, broadcast, current, is_sharded
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology, current
+from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 
 try:

@@ -127,7 +127,7 @@ def measure_group(backend: str, address: str, rank: int, size: int) -> dict[str,
     import torch
     from torch import distributed
 
-    from mlx_runtime.distributed import listening_sockets
+    from mlx_runtime.distributed.handshake import listening_sockets
 
     before, timeout = listening_sockets(), datetime.timedelta(seconds=GROUP_S)
     distributed.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout)
@@ -178,7 +178,7 @@ def _torch_problem() -> str | None:
 def _storage_problem(question: dict[str, Any], number: int) -> str | None:
     """Read the file written by the launching machine, and write one for that machine to read."""
     try:
-        from mlx_runtime.storage import storage_at
+        from mlx_runtime.storage.files import storage_at
 
         storage = storage_at(question["root"])
         if storage.local and not Path(storage.path).is_dir():

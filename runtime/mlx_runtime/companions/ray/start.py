@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from mlx_runtime.companions.ray.autoscaler import room
 from mlx_runtime.errors import ClusterError, short_message
 from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
-from mlx_runtime.training import DataConfig, TrainConfig
-from mlx_runtime.training.engines import JOB_FLAG, Cluster, check_room, uses_gpus
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.engines.placement import JOB_FLAG, check_room, uses_gpus
+from mlx_runtime.training.job_options import DataConfig
+from mlx_runtime.training.options import TrainConfig
 
 EMBEDDED_RAY = {
     "RAY_prestart_worker_first_driver": "0",  # a run needs only its own workers
@@ -57,7 +59,8 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
 def preempted() -> bool:
     """Return True if a node of this run is about to be preempted. Every worker must call this."""
     from mlx_runtime.companions.ray.private import is_draining
-    from mlx_runtime.distributed import agree, device_here
+    from mlx_runtime.distributed.collectives import agree
+    from mlx_runtime.distributed.topology import device_here
 
     return agree([not is_draining()], device_here()) != [True]
 

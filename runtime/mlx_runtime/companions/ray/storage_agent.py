@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.storage import LocalStorage, Stored
 from mlx_runtime.storage.documents import stays_below
+from mlx_runtime.storage.files import LocalStorage, Stored
 from mlx_runtime.storage.local import IrregularError
 
 PROTOCOL = 1

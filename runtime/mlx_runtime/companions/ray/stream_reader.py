@@ -26,8 +26,12 @@ from mlx_runtime.companions.ray.streams import (
     stream_blocks,
     stream_of,
 )
-from mlx_runtime.data import Batch, ShardPlan, WorkerPass, dataset_error, read_ahead, shuffled_share
-from mlx_runtime.distributed import Topology, broadcast
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.errors import dataset_error
+from mlx_runtime.data.prefetching import read_ahead
+from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError, MlxError
 
 WINDOW_ROWS = 1024

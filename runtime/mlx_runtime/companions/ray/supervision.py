@@ -23,12 +23,13 @@ from typing import Any, Literal, TypeVar
 from mlx_runtime.companions.ray.jobs import SUPERVISED, end_as_stopped
 from mlx_runtime.errors import StorageError
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import RunFolder, attempt_name, named_run, records
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, attempt_name, named_run
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.training import answer_request
-from mlx_runtime.training.processes import exit_reason, memory_kills
+from mlx_runtime.training.positions import answer_request
+from mlx_runtime.training.processes.children import exit_reason, memory_kills
 
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 """Pause before another driver starts, doubled after each one that ends within `STEADY_S`, and its maximum."""

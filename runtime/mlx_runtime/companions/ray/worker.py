@@ -18,8 +18,8 @@ from mlx_runtime.importing import many_imports
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from mlx_runtime.runs import RunFolder
-    from mlx_runtime.training.engines import Job
+    from mlx_runtime.runs.folder import RunFolder
+    from mlx_runtime.training.engines.base import Job
 
 
 class Seat(NamedTuple):

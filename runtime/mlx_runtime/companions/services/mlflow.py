@@ -6,7 +6,8 @@ from typing import Any
 
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.tracking import Report, RunInfo, flatten, read_or_create
+from mlx_runtime.tracking.callbacks import Report, RunInfo
+from mlx_runtime.tracking.trackers import flatten, read_or_create
 
 
 class MLflow:

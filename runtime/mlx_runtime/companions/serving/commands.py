@@ -14,7 +14,7 @@ import click
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import FOLDER, PAGE, say, word
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import queries
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def train_predict(
 
     RUN is run_003, 3, latest (the default), name/run_003, or the folder or URI of a run.
     """
-    from mlx_runtime.companions.serving.predictions import Options, predict
+    from mlx_runtime.companions.serving.predictions.offline import Options, predict
 
     chosen = Options(checkpoint, dataset, workers, batch_size, device, _columns(keep), force, code is not None)
     try:
@@ -146,11 +146,11 @@ def xp_export(
 
     The outputs of the program are compared with those of `predict`, in a process that cannot import mlx_runtime.
     """
-    from mlx_runtime.companions.serving.exports import export
+    from mlx_runtime.companions.serving.exports.artifact import export
 
     folder = None if output is None else Path(output)
     kept: dict[str, Any] = {"trust": code == "stored", "force": force, "timeout_s": timeout}
-    say(export(queries.resolve_run(name, run), folder, checkpoint, chosen, **kept, report=partial(say, err=True)))
+    say(export(lookup.resolve_run(name, run), folder, checkpoint, chosen, **kept, report=partial(say, err=True)))
 
 
 @click.command("run")
@@ -198,7 +198,8 @@ def serve_run(
     NAME is the folder of an export, or an experiment; the default is the one in the working directory. More models are
     added as OTHER=RUN, such as small=digits/run_004. The first answers at /predict, each at /models/NAME/predict.
     """
-    from mlx_runtime.companions.serving.http import Limits, terminal
+    from mlx_runtime.companions.serving.http import terminal
+    from mlx_runtime.companions.serving.http.asgi import Limits
 
     if threads is not None:
         import torch
@@ -217,7 +218,7 @@ def serve_run(
 def serve_ls(ray_address: str | None, as_json: bool) -> None:
     """List your servers on this machine, or the models on a cluster."""
     from mlx_runtime.companions.serving.http import registry
-    from mlx_runtime.storage import to_json
+    from mlx_runtime.storage.files import to_json
 
     if ray_address is not None:
         from mlx_runtime.companions.serving.cluster import client
@@ -308,7 +309,7 @@ def serve_update(
         stored = code is not None
         servers, upload = client.connect(ray_address, stored=stored)
         former = servers.find(name)
-        folder = queries.resolve_run(run) if "/" in run else queries.resolve_run(former.experiment, run)
+        folder = lookup.resolve_run(run) if "/" in run else lookup.resolve_run(former.experiment, run)
         spec = client.spec_of(folder, checkpoint, stored=stored)
         with _detached(name, servers.option):
             _show(servers.update(name, spec, upload, write=_progress), servers.option)
@@ -352,14 +353,14 @@ def serve_launch(
     If MLX_SERVE_TOKEN is set, clients need this token.
     """
     from mlx_runtime.companions.serving.cluster import client
-    from mlx_runtime.companions.serving.http import read_token
+    from mlx_runtime.companions.serving.http.access import read_token
 
     if max_replicas is not None and max_replicas < replicas:
         raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
     token, stored = read_token(), code is not None
     servers, upload = client.connect(ray_address, stored=stored)
     settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
-    folder = queries.resolve_run(name, run)
+    folder = lookup.resolve_run(name, run)
     spec = client.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
     with _detached(spec.name, servers.option):
         _show(servers.launch(spec, upload, host, port, write=_progress), servers.option)

@@ -18,20 +18,26 @@ from mlx_runtime.companions.serving.predictor import (
     user_line,
 )
 from mlx_runtime.companions.serving.schema import Schema
-from mlx_runtime.config import build, build_cfg, build_group
-from mlx_runtime.config.constructors import object_at
+from mlx_runtime.config.building import build, build_cfg, build_group
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.data import Batch, DatasetShard, LoaderOptions, construction, move_tensors, stream_names, trains
-from mlx_runtime.distributed import Topology, device_here
+from mlx_runtime.data.batches import Batch, move_tensors
+from mlx_runtime.data.definitions import construction, stream_names
+from mlx_runtime.data.loaders import DatasetShard, LoaderOptions, trains
 from mlx_runtime.distributed.randomness import temporary_seed
+from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
-from mlx_runtime.runs import RunFolder, read_errors
-from mlx_runtime.runs.checkpoints import CheckpointInfo, load_into, members
-from mlx_runtime.runs.queries import Run, find_checkpoint, matching_code, resolve_checkpoint
-from mlx_runtime.storage import join_path
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.loop import EXAMPLES, BaseModule, prepare_models
+from mlx_runtime.runs.checkpoints.groups import load_into, members
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.folder import RunFolder, read_errors
+from mlx_runtime.runs.queries.lookup import find_checkpoint, resolve_checkpoint
+from mlx_runtime.runs.queries.reader import Run, matching_code
+from mlx_runtime.storage.files import join_path
+from mlx_runtime.training.loop.examples import EXAMPLES
+from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.loop.optimization import prepare_models
+from mlx_runtime.training.options import TrainConfig
 
 PREDICT_HINT = (
     'write it in src/experiment.py, like: def predict(self, batch): return {"logits": self.models.net(batch["image"])}'

@@ -11,7 +11,7 @@ import torch
 
 import mlx_runtime
 from mlx_runtime.companions.serving.schema import RowError, Schema
-from mlx_runtime.data import Batch, dtype_name, move_tensors
+from mlx_runtime.data.batches import Batch, dtype_name, move_tensors
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
 Outputs = dict[str, torch.Tensor]

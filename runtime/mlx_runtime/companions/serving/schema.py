@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.data import Batch, dtype_name
+from mlx_runtime.data.batches import Batch, dtype_name
 from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.storage.documents import COUNT, TEXT, list_of, mapping_of, mapping_with, misfit
 

@@ -6,7 +6,7 @@ import click
 
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import PAGE, say, word
-from mlx_runtime.runs import queries
+from mlx_runtime.runs.queries import lookup
 
 
 @click.command("consolidate")
@@ -21,4 +21,4 @@ def xp_consolidate(name: str, run: str, checkpoint: str, output: Path | None, fo
     """Write the weights of a RUN (run_003, 3 or latest) of NAME to one safetensors file, sharded or not."""
     from mlx_runtime.companions.sharding import consolidation
 
-    say(consolidation.consolidate(queries.resolve_run(name, run), checkpoint, output, force=force))
+    say(consolidation.consolidate(lookup.resolve_run(name, run), checkpoint, output, force=force))

@@ -10,10 +10,11 @@ import torch
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import CheckpointStore
-from mlx_runtime.runs.queries import find_checkpoint
-from mlx_runtime.storage import HashingWriter, size_text
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.lookup import find_checkpoint
+from mlx_runtime.storage.files import size_text
+from mlx_runtime.storage.hashing import HashingWriter
 
 BATCH_BYTES = 256 << 20
 """Size of the tensors in memory at the same time; a larger tensor is read alone."""

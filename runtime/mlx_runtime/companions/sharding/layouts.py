@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
-from mlx_runtime.distributed import is_sharded, unwrap
-from mlx_runtime.runs.checkpoints import plain_entries
+from mlx_runtime.distributed.wrapping import is_sharded, unwrap
+from mlx_runtime.runs.checkpoints.groups import plain_entries
 
 
 class Layouts:

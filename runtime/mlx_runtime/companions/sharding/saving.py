@@ -12,8 +12,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from mlx_runtime.companions.sharding.shards import Parts
 from mlx_runtime.companions.sharding.writer import ShardedTensorWriter, StagedPlanner, failure
-from mlx_runtime.runs.checkpoints import ABOUT, INDEX, CheckpointInfo, CheckpointStore, State
-from mlx_runtime.storage import HashingWriter, Publication
+from mlx_runtime.runs.checkpoints.groups import State
+from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX, CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.storage.hashing import HashingWriter
+from mlx_runtime.storage.publishing import Publication
 
 
 def save_checkpoint(

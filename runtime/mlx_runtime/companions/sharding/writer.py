@@ -16,7 +16,8 @@ from torch.futures import Future
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.segments import SegmentWriter
 from mlx_runtime.errors import MlxError, StorageError, short_message
-from mlx_runtime.storage import Publication, Storage
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.publishing import Publication
 
 
 class StagedPlanner(DefaultSavePlanner):

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mlx_runtime.companions.ray import Address
+from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record, refuse_secrets, typed_name
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
-from mlx_runtime.runs import RunFolder, Upload, records, run_folder, snapshots
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import is_uri, storage_at, storage_root
-from mlx_runtime.storage.secrets import redact
-from mlx_runtime.training.engines import ENGINES, engine_class
+from mlx_runtime.storage.files import is_uri, storage_at, storage_root
+from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.engines.placement import engine_class
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray import Dashboard
-    from mlx_runtime.training import RunConfig
+    from mlx_runtime.companions.ray.dashboard import Dashboard
+    from mlx_runtime.training.request import RunConfig
 
 NOT_LINKED = {".git", "__pycache__"}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_runtime.companions.ray import Address
+from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.jobs import JobState
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs.logs import last_lines

@@ -12,7 +12,8 @@ from typing import Any
 from mlx_runtime.companions.slurm.queue import run
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import SWEEP, drivers, find_run, records
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import SWEEP, find_run
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 

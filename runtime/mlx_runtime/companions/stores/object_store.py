@@ -12,7 +12,7 @@ import pyarrow.fs
 from mlx_runtime.companions.stores.connection import Connection, T, Upload
 from mlx_runtime.errors import StorageError, suggest
 from mlx_runtime.extras import require
-from mlx_runtime.storage import Storage, Stored
+from mlx_runtime.storage.files import Storage, Stored
 
 TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 3.0}
 """Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_runtime.companions.notebook import FunctionExperiment, importable, require_list
+from mlx_runtime.companions.notebook.functions import FunctionExperiment
+from mlx_runtime.companions.notebook.runs import importable, require_list
 from mlx_runtime.companions.sweeps.controller import Listener
 from mlx_runtime.companions.sweeps.definition import Definition, plan
 from mlx_runtime.companions.sweeps.functions import function_overrides
@@ -17,10 +18,11 @@ from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_t
 from mlx_runtime.companions.sweeps.terminal import engine_for
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.storage import storage_root
-from mlx_runtime.training.engines import JOB_FLAG, warm_up
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import storage_root
+from mlx_runtime.training.engines.local import warm_up
+from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.training.loop.experiment import BaseModule
 
 
 def sweep(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mlx_runtime.companions.sweeps.scores import Trial
-from mlx_runtime.companions.views import escape
+from mlx_runtime.companions.views.report import escape
 from mlx_runtime.extras import require
 from mlx_runtime.runs.tables import format_number
 

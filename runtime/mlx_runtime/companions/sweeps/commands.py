@@ -12,7 +12,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import refuse_empty
+from mlx_runtime.runs.folder import refuse_empty
 from mlx_runtime.settings import prepare_fork
 
 
@@ -88,7 +88,7 @@ def _function_experiment(resume: str | None) -> type | None:
     if resume is None or AN_EXPERIMENT.file.is_file():
         return None
     prepare_fork()
-    from mlx_runtime.companions.notebook import FunctionExperiment
+    from mlx_runtime.companions.notebook.functions import FunctionExperiment
     from mlx_runtime.companions.sweeps.results import FUNCTIONS, open_sweep
 
     if open_sweep(resume).definition.get("experiment") != FUNCTIONS:

@@ -14,8 +14,9 @@ from mlx_runtime.companions.sweeps.study import Study
 from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob
 from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
-from mlx_runtime.runs import RUN, RunFolder, claim_run, records, run_folder
-from mlx_runtime.training import StopRequests
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RUN, RunFolder, claim_run, run_folder
+from mlx_runtime.training.stop_requests import StopRequests
 
 Listener = Callable[[Event], None]
 

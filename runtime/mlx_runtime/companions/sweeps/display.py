@@ -19,7 +19,7 @@ from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.errors import printable
 from mlx_runtime.events import Event, StopRequested
-from mlx_runtime.runs.checkpoints import score
+from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.tables import COLORS, format_duration, format_number, plural, print_table
 
 RANKED = 10

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mlx_runtime.companions.sweeps.definition import Definition
 from mlx_runtime.companions.sweeps.states import TrialState
 from mlx_runtime.events import Event
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from mlx_runtime.companions.sweeps import charts
 from mlx_runtime.companions.sweeps.charts import Axis, Chart, spread_text
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
-from mlx_runtime.companions.views import known_facts, render
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.queries import AskJobs, summarize
+from mlx_runtime.companions.views.report import known_facts, render
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.listing import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration, plural
 
 PAGE = Path(__file__).parent / "pages" / "sweep.html"
@@ -44,8 +44,8 @@ def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) 
     Raises:
         UsageError: No trial has recorded the metric.
     """
-    from mlx_runtime.companions import hub  # needed only here
-    from mlx_runtime.companions.hub import SweepSummary
+    from mlx_runtime.companions.hub import pushing
+    from mlx_runtime.companions.hub.contents import SweepSummary
 
     result = SweepResult(folder)
     best = result.best
@@ -54,7 +54,7 @@ def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) 
         f"{result.metric} ({result.mode}): {spread_text(best, result.metric)} in epoch {best.epoch}."
     )
     summary = SweepSummary(folder, comparison, _table(result, result.ranked()), render_sweep(result))
-    return hub.push(best.runs[0].row.folder, uri, announce, summary)
+    return pushing.push(best.runs[0].row.folder, uri, announce, summary)
 
 
 def _sections(result: SweepResult, trials: Sequence[Trial]) -> list[dict[str, Any]]:

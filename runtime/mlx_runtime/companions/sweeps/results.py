@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, score_trial
 from mlx_runtime.errors import UsageError, printable, suggest
-from mlx_runtime.runs import RunFolder, queries, records, run_folder
-from mlx_runtime.runs.checkpoints import list_checkpoints, score
-from mlx_runtime.runs.queries import map_concurrently, summarize
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import list_checkpoints, score
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.queries.listing import map_concurrently, summarize
 from mlx_runtime.runs.tables import format_number, plural
-from mlx_runtime.storage import join_path
+from mlx_runtime.storage.files import join_path
 
 if TYPE_CHECKING:
     import pandas
 
-    from mlx_runtime.runs.queries import Run
+    from mlx_runtime.runs.queries.reader import Run
 
 
 FUNCTIONS = "mlx_runtime.companions.notebook.functions.FunctionExperiment"
@@ -39,7 +41,7 @@ def open_sweep(sweep: str | Path) -> "SweepResult":
     Raises:
         UsageError: There is no such sweep.
     """
-    return SweepResult(queries.resolve_run(str(sweep)))
+    return SweepResult(lookup.resolve_run(str(sweep)))
 
 
 class SweepResult:
@@ -105,7 +107,7 @@ class SweepResult:
     @property
     def runs(self) -> "list[Run]":
         """All runs, in order of trials and folds."""
-        from mlx_runtime.runs.queries import Run
+        from mlx_runtime.runs.queries.reader import Run
 
         return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
 
@@ -144,7 +146,7 @@ class SweepResult:
         Raises:
             UsageError: No trial has recorded the metric.
         """
-        from mlx_runtime.runs.queries import Run
+        from mlx_runtime.runs.queries.reader import Run
 
         return Run(self.best.runs[0].row.folder)
 

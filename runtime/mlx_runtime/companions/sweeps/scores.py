@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_runtime.companions.views import OF_TRAINING, read_curves
+from mlx_runtime.companions.views.report import OF_TRAINING, read_curves
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import score
-from mlx_runtime.runs.queries import UNREADABLE, Row
+from mlx_runtime.runs.checkpoints.index import score
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.listing import UNREADABLE, Row
 
 STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "WAITING", "PENDING", "SUCCEEDED")
 """Statuses by precedence: a trial has the first one that any of its runs has."""

@@ -7,32 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from mlx_runtime.companions.notebook import load_function
+from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merge, plan
 from mlx_runtime.companions.sweeps.folds import rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState, read_trial
 from mlx_runtime.companions.sweeps.study import uses_optuna
-from mlx_runtime.config.constructors import object_at
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import (
-    SWEEP,
-    RunFolder,
-    claim_run,
-    drivers,
-    list_sweeps,
-    named_run,
-    provenance,
-    queries,
-    records,
-    snapshots,
-)
-from mlx_runtime.runs.queries import map_concurrently
+from mlx_runtime.runs import drivers, records, snapshots
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, named_run
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.queries.listing import map_concurrently
+from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, leases, storage_at, storage_root
+from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
-from mlx_runtime.storage.secrets import HIDDEN
+from mlx_runtime.storage.files import storage_at, storage_root
+from mlx_runtime.storage.secrets.detection import HIDDEN
 
 FOLDS = "folds.npz"
 """File of a sweep with the row numbers of each fold."""
@@ -49,8 +42,8 @@ def find_sweep(name: str = "latest", root: str | None = None, experiment: str | 
     if name != "latest":
         known = name.rpartition("/")[2].startswith(SWEEP)
         name = name if known else SWEEP + name
-        return queries.resolve_run(name) if root is None else named_run(name, root, experiment or "")
-    root, experiment = root or queries.storage_root(), experiment or queries.conf_value("cfg.name") or ""
+        return lookup.resolve_run(name) if root is None else named_run(name, root, experiment or "")
+    root, experiment = root or lookup.storage_root(), experiment or lookup.conf_value("cfg.name") or ""
     found = list_sweeps(root, experiment)
     begun = [folder for folder in found if folder.record.name in storage_at(folder.location).names()]
     if not begun:

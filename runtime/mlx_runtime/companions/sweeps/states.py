@@ -14,9 +14,10 @@ from mlx_runtime.companions.sweeps.scores import (
     with_checkpoint,
 )
 from mlx_runtime.companions.sweeps.space import Values
-from mlx_runtime.runs import RunFolder, drivers, records, run_folder
-from mlx_runtime.runs.checkpoints import score
-from mlx_runtime.storage import storage_at
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.checkpoints.index import score
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.storage.files import storage_at
 
 Curve = dict[int, float]
 """Value of the sweep's metric by epoch, from 0."""

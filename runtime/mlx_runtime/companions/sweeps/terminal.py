@@ -12,18 +12,20 @@ from typing import Any
 from mlx_runtime.companions.sweeps.controller import Sweep, outcome
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.companions.sweeps.display import SweepDisplay
-from mlx_runtime.companions.sweeps.engines import Local, SweepEngine, SweepEngineClass
+from mlx_runtime.companions.sweeps.engines.base import SweepEngine, SweepEngineClass
+from mlx_runtime.companions.sweeps.engines.local import Local
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted
 from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
 from mlx_runtime.companions.sweeps.states import TrialState
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event
-from mlx_runtime.runs import RunFolder, queries
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.settings import Settings
-from mlx_runtime.training import engines
-from mlx_runtime.training.engines import cool_down
+from mlx_runtime.training.engines import placement
+from mlx_runtime.training.engines.local import cool_down
 
 MAX_TIME = "--max-time"
 """Reason of a stop that does not count as a failure."""
@@ -85,12 +87,12 @@ def engine_for(checked: SweepPlan) -> SweepEngine:
         UsageError, ConfigError: it cannot run the trials, or so many do not fit.
     """
     cfg, definition = checked.config.cfg, checked.definition
-    name, _ = engines.engine_for(cfg)
-    engine: SweepEngineClass | None = getattr(engines.engine_class(name), "sweep_engine", None)
+    name, _ = placement.engine_for(cfg)
+    engine: SweepEngineClass | None = getattr(placement.engine_class(name), "sweep_engine", None)
     if engine is not None:
         cool_down()  # it starts processes of its own
-    elif engines.JOB_FLAG in os.environ:
-        from mlx_runtime.companions.sweeps.engines import OnCluster
+    elif placement.JOB_FLAG in os.environ:
+        from mlx_runtime.companions.sweeps.engines.cluster import OnCluster
 
         engine = OnCluster
     else:
@@ -159,7 +161,7 @@ def _ignore_signals() -> None:
 
 def _raise_failure(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, reason: str | None) -> None:
     """Raise the error that determines the exit code, unless the sweep succeeded."""
-    name = folder.name if folder.experiment == queries.conf_value("cfg.name") else folder.title
+    name = folder.name if folder.experiment == lookup.conf_value("cfg.name") else folder.title
     resume = shlex.join(["mlx", "train", "sweep", f"--resume={name}"])
     if ended.status == "FAILED":
         first = next(trial for trial in trials if trial.status == "FAILED")

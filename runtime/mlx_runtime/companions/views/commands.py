@@ -9,9 +9,10 @@ from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import PAGE, job_statuses, say, word
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import SWEEP, queries
+from mlx_runtime.runs.folder import SWEEP
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.storage import to_json
+from mlx_runtime.storage.files import to_json
 
 
 @click.command("diff")
@@ -27,7 +28,7 @@ def xp_diff(words: tuple[str, ...], as_json: bool) -> None:
 
     if len(words) not in (2, 3):
         raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
-    a, b = (queries.resolve_run(words[0], run) if len(words) == 3 else queries.resolve_run(run) for run in words[-2:])
+    a, b = (lookup.resolve_run(words[0], run) if len(words) == 3 else lookup.resolve_run(run) for run in words[-2:])
     found = difference.difference(a, b, job_statuses)
     if as_json:
         click.echo(to_json({"a": a.location, "b": b.location} | found), nl=False)
@@ -45,10 +46,10 @@ def xp_report(name: str, run: str, output: Path | None) -> None:
     """Write a web page about a RUN (run_003, 3 or latest) of NAME, with curves and log, or a sweep (sweep_001)."""
     from mlx_runtime.companions.views import report
 
-    folder = queries.resolve_run(name, run)
+    folder = lookup.resolve_run(name, run)
     if folder.name.startswith(SWEEP):
-        sweep = companions.part("sweeps").SweepResult(folder)
-        page = companions.part("sweeps").render_sweep(sweep, job_statuses)
+        sweep = companions.part("sweeps.results").SweepResult(folder)
+        page = companions.part("sweeps.report").render_sweep(sweep, job_statuses)
     else:
         page = report.render_run(folder, job_statuses)
     if output is None:

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.extras import require
-from mlx_runtime.runs import RunFolder, logs
-from mlx_runtime.runs.checkpoints import list_checkpoints, position
-from mlx_runtime.runs.queries import AskJobs, Row, summarize
+from mlx_runtime.runs import logs
+from mlx_runtime.runs.checkpoints.index import list_checkpoints, position
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.listing import AskJobs, Row, summarize
 from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number, plural
-from mlx_runtime.storage import join_path, size_text, split_options, storage_at
 from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
+from mlx_runtime.storage.files import join_path, size_text, split_options, storage_at
 from mlx_runtime.storage.local import write_atomic
-from mlx_runtime.storage.secrets import redact
+from mlx_runtime.storage.secrets.redaction import redact
 
 if TYPE_CHECKING:
     import jinja2

@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime import companions
-from mlx_runtime.config import DUMMY_PARAMS, Checker, declare, parse_config, resolve_config
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import record_default
 from mlx_runtime.config.binding.following import Follow
@@ -27,18 +26,21 @@ from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.binding.nodes import Description, Node
 from mlx_runtime.config.binding.schema import former_defaults, schema_of
 from mlx_runtime.config.binding.text import commented_map, read_text, yaml_text
-from mlx_runtime.config.constructors import (
+from mlx_runtime.config.building import DUMMY_PARAMS, declare
+from mlx_runtime.config.checks import Checker
+from mlx_runtime.config.constructors.signatures import (
     MISSING,
     base_of,
     groups,
     is_factory,
-    names_repositories,
     own_default,
     parameters,
     plain_defaults,
     settings_of,
     try_convert,
 )
+from mlx_runtime.config.constructors.targets import names_repositories
+from mlx_runtime.config.interpolation import parse_config, resolve_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mlx_runtime.config.constructors import parameters, try_convert
 from mlx_runtime.config.constructors.declarations import Declaration, is_loaded_later, is_pretrained
+from mlx_runtime.config.constructors.signatures import parameters, try_convert
 from mlx_runtime.errors import short_message
 
 _SCALARS = (complex, set, frozenset, bytes, str, int, float)

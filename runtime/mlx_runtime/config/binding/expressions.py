@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_runtime.config.constructors import statements
 from mlx_runtime.config.constructors.declarations import defer_callee
+from mlx_runtime.config.constructors.signatures import statements
 
 _RECORDING = "__mlx_recording__"
 

@@ -9,7 +9,8 @@ from ruamel.yaml.comments import CommentedMap
 from mlx_runtime.config.binding.merging import Changes, Merge
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.binding.text import rename_key
-from mlx_runtime.config.constructors import object_at, parameters, takes_any_keyword
+from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.variants import values_by_key
 
 

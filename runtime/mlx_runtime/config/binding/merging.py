@@ -11,7 +11,8 @@ from ruamel.yaml.comments import CommentedMap
 
 from mlx_runtime.config.binding.nodes import Node
 from mlx_runtime.config.binding.text import quote_strings, remove_key, rename_key
-from mlx_runtime.config.constructors import convert, object_at, parameters, takes_any_keyword
+from mlx_runtime.config.constructors.signatures import convert, parameters, takes_any_keyword
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import BindError
 

@@ -14,21 +14,21 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from mlx_runtime.config import DUMMY_PARAMS, escape
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
-from mlx_runtime.config.constructors import (
+from mlx_runtime.config.building import DUMMY_PARAMS
+from mlx_runtime.config.constructors.declarations import Declaration, SourceLoader, is_data
+from mlx_runtime.config.constructors.signatures import (
     MISSING,
     base_of,
     convert,
     groups,
     is_factory,
-    object_at,
     own_default,
     parameters,
-    path_of,
 )
-from mlx_runtime.config.constructors.declarations import Declaration, SourceLoader, is_data
+from mlx_runtime.config.constructors.targets import object_at, path_of
+from mlx_runtime.config.interpolation import escape
 from mlx_runtime.errors import BindError, short_message
 from mlx_runtime.sections import Section
 

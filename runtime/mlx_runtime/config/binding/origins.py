@@ -8,8 +8,9 @@ from typing import Any
 from omegaconf import OmegaConf
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config import escape, read, resolve_config
 from mlx_runtime.config.binding.text import quote_strings, yaml_text
+from mlx_runtime.config.composition import read
+from mlx_runtime.config.interpolation import escape, resolve_config
 from mlx_runtime.config.variants import Variants, values_by_key
 from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.settings import Settings

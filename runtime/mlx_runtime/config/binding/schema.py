@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_runtime.config.binding.nodes import Node
-from mlx_runtime.config.constructors import groups, object_at, parameters, takes_any_keyword
+from mlx_runtime.config.constructors.signatures import groups, parameters, takes_any_keyword
+from mlx_runtime.config.constructors.targets import object_at
 
 Schema = dict[str, Any]
 

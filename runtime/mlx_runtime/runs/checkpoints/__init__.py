@@ -25,16 +25,3 @@ the index those of the segments of these files. Any number of workers can load a
      "on_device": [attribute of a tool that was on a GPU, ...],
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
-
-from mlx_runtime.importing import door
-
-__all__, __getattr__ = door(
-    __name__,
-    groups=(
-        "PLACEHOLDER DamagedError State UnreadTensor copy_to_cpu has_sharded_tensors has_unread io_errors load_into "
-        "load_what_fits members merge_ranks on_device plain_entries state_of"
-    ),
-    index="ABOUT INDEX CheckpointInfo best_first list_checkpoints position score",
-    staging="Staging",
-    store="BackgroundSaver CheckpointStore read",
-)

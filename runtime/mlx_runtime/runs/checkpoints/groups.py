@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mlx_runtime.distributed import is_sharded, unwrap
+from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs import metric_states
 from mlx_runtime.storage.local import IrregularError

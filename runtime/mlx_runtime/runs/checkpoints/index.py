@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_runtime.errors import printable
-from mlx_runtime.storage import Storage, join_path, storage_at, storage_errors
 from mlx_runtime.storage.documents import COUNT, FLAG, NAME, NUMBER, TEXT, from_json, mapping_of
+from mlx_runtime.storage.files import Storage, join_path, storage_at, storage_errors
 from mlx_runtime.storage.local import IrregularError
 
 STATE = "state.pt"

@@ -37,23 +37,12 @@ from mlx_runtime.runs.checkpoints.index import (
     read_description,
 )
 from mlx_runtime.runs.checkpoints.staging import Staging
-from mlx_runtime.storage import (
-    HashingReader,
-    HashingWriter,
-    Publication,
-    Storage,
-    is_uri,
-    join_path,
-    parent_of,
-    recover,
-    storage_at,
-    storage_errors,
-    to_json,
-    unpublish,
-)
+from mlx_runtime.storage.files import Storage, is_uri, join_path, parent_of, storage_at, storage_errors, to_json
+from mlx_runtime.storage.hashing import HashingReader, HashingWriter
+from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding import Parts, ShardedTensors
+    from mlx_runtime.companions.sharding.shards import Parts, ShardedTensors
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -240,7 +229,7 @@ class BackgroundSaver:
         copy = None if state is None else self._staging.copy_tree(state)
         self._staged = parts.stage(self._staged, self._staging)
         self._staging.end()
-        save = companions.part("sharding").save_checkpoint
+        save = companions.part("sharding.saving").save_checkpoint
         self._start(partial(save, self._checkpoints, copy, checkpoint, parts, self._staged, self._group, self._allowed))
 
     def _start(self, save: Callable[[], CheckpointInfo]) -> None:
@@ -300,7 +289,7 @@ def read(path: str, *, whole: bool = True) -> State:
 def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones, and attributes of tools as they were."""
     if has_unread(state):
-        state = companions.part("sharding").full(state)
+        state = companions.part("sharding.shards").full(state)
     return state | {"tools": {name: decoded(item) for name, item in state["tools"].items()}}
 
 
@@ -354,5 +343,5 @@ def _sharded_tensors(storage: Storage, name: str, about: CheckpointInfo | None) 
             raise
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
-        shards: ShardedTensors = companions.part("sharding").ShardedTensors(storage, name, content)
+        shards: ShardedTensors = companions.part("sharding.shards").ShardedTensors(storage, name, content)
         return shards

@@ -18,9 +18,11 @@ from typing import Any, BinaryIO
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
-from mlx_runtime.storage import Publication, Storage, leases, leftovers, parent_of, recover, storage_at, to_json
+from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import now
+from mlx_runtime.storage.files import Storage, parent_of, storage_at, to_json
 from mlx_runtime.storage.local import IrregularError
+from mlx_runtime.storage.publishing import Publication, leftovers, recover
 
 RECORD = "job.json"
 """Name of the file that records the job of a folder, and whether the folder is complete."""

@@ -10,8 +10,8 @@ import os
 import re
 import time
 
-from mlx_runtime.runs.queries import map_concurrently
-from mlx_runtime.storage import Storage, Stored, join_path, storage_at, storage_errors
+from mlx_runtime.runs.queries.listing import map_concurrently
+from mlx_runtime.storage.files import Storage, Stored, join_path, storage_at, storage_errors
 
 INPUTS = ".inputs"
 """Folder in the storage."""

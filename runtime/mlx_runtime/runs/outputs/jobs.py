@@ -9,10 +9,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_runtime.runs import RunFolder, find_run, list_runs
+from mlx_runtime.runs.folder import RunFolder, find_run, list_runs
 from mlx_runtime.runs.outputs.filling import job_record
-from mlx_runtime.runs.queries import AskJobs, Row, map_concurrently, resolve_run, summarize
-from mlx_runtime.storage import join_path, size_text, storage_at, storage_errors
+from mlx_runtime.runs.queries.listing import AskJobs, Row, map_concurrently, summarize
+from mlx_runtime.runs.queries.lookup import resolve_run
+from mlx_runtime.storage.files import join_path, size_text, storage_at, storage_errors
 
 JOBS = ".jobs"
 """Folder in the storage."""

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
-from mlx_runtime.runs import RunFolder, drivers, queries, records, run_folder
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.outputs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.outputs.usage import REMOVING, RUN, Survey, survey
-from mlx_runtime.runs.queries import AskJobs, StoragePath, summarize
-from mlx_runtime.storage import Storage, join_path, size_text, storage_at
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.queries.listing import AskJobs, summarize
+from mlx_runtime.runs.queries.lookup import StoragePath
+from mlx_runtime.storage.files import Storage, join_path, size_text, storage_at
 from mlx_runtime.storage.local import open_folder, remove_tree
 
 MANIFEST = "manifest.json"
@@ -123,7 +126,7 @@ class RunRemoval:
 
 def plan_run(folder: RunFolder, ask: AskJobs | None = None) -> RunRemoval:
     """Measure a run. Raise UsageError if it is alive, or not in the storage."""
-    path = StoragePath.parse(queries.storage_root(), folder.location)
+    path = StoragePath.parse(lookup.storage_root(), folder.location)
     [row] = summarize([folder], ask)
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:

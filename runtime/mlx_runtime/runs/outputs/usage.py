@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import printable
-from mlx_runtime.runs import ATTEMPT, records
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import ATTEMPT
 from mlx_runtime.runs.outputs.filling import RECORD, job_record, job_status
-from mlx_runtime.runs.queries import StoragePath
-from mlx_runtime.storage import Storage, leases, size_text, storage_at, storage_errors
+from mlx_runtime.runs.queries.lookup import StoragePath
+from mlx_runtime.storage import leases
+from mlx_runtime.storage.files import Storage, size_text, storage_at, storage_errors
 
 RUN = "run.json"
 

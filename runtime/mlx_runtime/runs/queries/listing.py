@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
-from mlx_runtime.runs import SWEEP, RunFolder, find_run, list_runs, records, run_folder
-from mlx_runtime.runs.checkpoints import score
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import score
+from mlx_runtime.runs.folder import SWEEP, RunFolder, find_run, list_runs, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import format_duration, format_number, plural
 from mlx_runtime.storage import documents

@@ -12,12 +12,13 @@ from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
-from mlx_runtime.runs import RunFolder, find_run, named_run, read_errors, records
-from mlx_runtime.runs.checkpoints import CheckpointInfo, best_first, list_checkpoints
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo, best_first, list_checkpoints
+from mlx_runtime.runs.folder import RunFolder, find_run, named_run, read_errors
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, is_uri, join_path, storage_at, storage_errors
-from mlx_runtime.storage import storage_root as root_of
 from mlx_runtime.storage.documents import select_text
+from mlx_runtime.storage.files import Storage, is_uri, join_path, storage_at, storage_errors
+from mlx_runtime.storage.files import storage_root as root_of
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position, score
+from mlx_runtime.runs.checkpoints.index import best_first, list_checkpoints, position, score
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.queries.lookup import no_checkpoint
 from mlx_runtime.runs.tables import format_number, plural
-from mlx_runtime.storage import join_path
+from mlx_runtime.storage.files import join_path
 
 
 def best(

@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
-from mlx_runtime.config import build, build_group, parse_config, unset_variables
+from mlx_runtime.config.building import build, build_group
+from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, MlxError, StorageError, UsageError, full_message, located
-from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, read_errors, records, snapshots
-from mlx_runtime.runs.checkpoints import CheckpointStore, State
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoints import groups
+from mlx_runtime.runs.checkpoints.groups import State
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, read_errors
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.storage import is_uri, storage_at
+from mlx_runtime.runs.remote import RemoteRun
 from mlx_runtime.storage.documents import from_json
+from mlx_runtime.storage.files import is_uri, storage_at
 
 if TYPE_CHECKING:
     import pandas
 
-    from mlx_runtime.companions.serving import Predictor
+    from mlx_runtime.companions.serving.predictor import Predictor
 
 
 def open_run(run: str | Path) -> "Run":
@@ -146,7 +151,7 @@ class Run:
         with matching_code(self._folder, "load_models", "models", self.config["models"], trust=trust) as node:
             with temporary_seed(self.config["cfg"].get("seed") or 0):  # for buffers that checkpoints do not contain
                 models = built_to_be_restored(lambda: build(node, "models"))
-            checkpoints.load_into(models, state["models"], "models")
+            groups.load_into(models, state["models"], "models")
         return models
 
     def predictor(
@@ -163,7 +168,7 @@ class Run:
             UsageError: there is no such checkpoint or code, or the experiment has no `predict`.
             ConfigError: the code does not match the run.
         """
-        predictor: Predictor = companions.part("serving").load_predictor(
+        predictor: Predictor = companions.part("serving.loading").load_predictor(
             self, self._folder, checkpoint, device=device, trust=trust
         )
         return predictor
@@ -180,7 +185,7 @@ class Run:
             UsageError, ConfigError: the same as for `predictor`.
             MissingLibraryError: the libraries of the extra `serving` are not installed.
         """
-        server: contextlib.AbstractContextManager[str] = companions.part("serving").serve(
+        server: contextlib.AbstractContextManager[str] = companions.part("serving.http.server").serve(
             {"model": self.predictor(checkpoint, device=device, trust=trust)}
         )
         return server

@@ -9,9 +9,9 @@ from mlx_runtime.errors import WorkerLostError
 from mlx_runtime.events import Event, RunInfo
 
 if TYPE_CHECKING:  # they import torch, which the fork server of spawned workers does not need
-    from mlx_runtime.companions.prepared import PreparedSet
-    from mlx_runtime.data import Subset
-    from mlx_runtime.runs import RunFolder
+    from mlx_runtime.companions.prepared.store import PreparedSet
+    from mlx_runtime.data.sampling import Subset
+    from mlx_runtime.runs.folder import RunFolder
 
 Handle = Callable[[Event], None]
 """Called with an event of the run, in the driver's thread."""
@@ -58,7 +58,7 @@ class Job:
     @property
     def folder(self) -> "RunFolder":
         """The run folder on this machine."""
-        from mlx_runtime.runs import run_folder  # here: the fork server of spawned workers loads little
+        from mlx_runtime.runs.folder import run_folder  # here: the fork server of spawned workers loads little
 
         return run_folder(self.root, self.run.experiment, self.run.name)
 

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 from mlx_runtime import companions
-from mlx_runtime.data import stream_names
-from mlx_runtime.distributed import Topology, device_here
+from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.settings import environment
 from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
 from mlx_runtime.training.engines.placement import changing_size, this_machine
-from mlx_runtime.training.loop import Direct, enter_ray_train, train_to
+from mlx_runtime.training.loop.channel import Direct
+from mlx_runtime.training.loop.worker import enter_ray_train, train_to
 
 
 class InProcess:
@@ -39,7 +40,7 @@ class InProcess:
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "InProcess":
         if any(name not in job.prepared for name in stream_names(job.tree)):
-            self._stack.enter_context(companions.part("ray").start_ray(self._cfg))
+            self._stack.enter_context(companions.part("ray.start").start_ray(self._cfg))
         self._train = partial(train_to, Direct(handle, stop_asked), job)
         enter_ray_train(job)
         return self

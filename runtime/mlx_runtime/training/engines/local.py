@@ -18,7 +18,8 @@ from mlx_runtime.training.engines.output import Output
 from mlx_runtime.training.engines.placement import changing_size, this_machine
 from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
 from mlx_runtime.training.engines.scratch import Scratch
-from mlx_runtime.training.processes import ForkServer, exit_reason, memory_kills, unsafe_to_fork
+from mlx_runtime.training.processes.children import exit_reason, memory_kills, unsafe_to_fork
+from mlx_runtime.training.processes.fork_server import ForkServer
 
 EXIT_S = 10.0
 """Time for a worker to exit after it has finished or was killed."""
@@ -75,7 +76,7 @@ class Local:
         yield this_machine(cfg, "local engine")
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
-        from mlx_runtime.training.strategies import strategy_class
+        from mlx_runtime.training.strategies.selection import strategy_class
 
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
         self.server = take_server()

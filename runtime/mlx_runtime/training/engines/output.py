@@ -11,7 +11,7 @@ from multiprocessing import connection
 from typing import Any
 
 from mlx_runtime.events import WorkerOutput
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import LogFile, log_name
 
 CHUNK_BYTES = 65_536

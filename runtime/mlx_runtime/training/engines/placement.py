@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_runtime.config.constructors import named_class
+from mlx_runtime.config.constructors.targets import named_class
 from mlx_runtime.errors import ConfigError, MlxError, located
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.engines.base import Cluster
 
 if TYPE_CHECKING:
-    from mlx_runtime.training import DataConfig, TrainConfig
     from mlx_runtime.training.engines.protocol import EngineClass
+    from mlx_runtime.training.job_options import DataConfig
+    from mlx_runtime.training.options import TrainConfig
 
 JOB_FLAG = "MLX_IN_JOB"
 """Environment variable of submitted jobs, whose drivers join the cluster that they run on."""

@@ -51,7 +51,7 @@ class RestartingGroup:
             self._replace(origins or errors)
 
     def _replace(self, errors: dict[int, BaseException]) -> None:
-        from mlx_runtime.training.loop import ways_to_save
+        from mlx_runtime.training.loop.memory import ways_to_save
 
         first, most = next(iter(errors.values())), self._cfg.elastic.max_failures
         why = short_message(first)

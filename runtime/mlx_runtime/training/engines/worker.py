@@ -11,11 +11,12 @@ import torch
 import torch.distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from mlx_runtime.distributed import Topology, device_here
+from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
 from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.loop import Remote, enter_ray_train, train_to
+from mlx_runtime.training.loop.connections import Remote
+from mlx_runtime.training.loop.worker import enter_ray_train, train_to
 
 
 @dataclass(frozen=True)

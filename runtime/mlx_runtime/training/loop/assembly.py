@@ -11,28 +11,23 @@ import torch
 from torch.optim import Optimizer
 
 from mlx_runtime import companions
-from mlx_runtime.config import build, build_group, build_optimizers
-from mlx_runtime.config.constructors import object_at, targets_of
+from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.constructors.declarations import is_pretrained
-from mlx_runtime.data import (
-    DatasetShard,
-    DatasetShards,
-    Loader,
-    LoaderOptions,
-    construction,
-    reading_processes,
-    stream_names,
-)
-from mlx_runtime.distributed import Topology, broadcast
+from mlx_runtime.config.constructors.targets import object_at, targets_of
+from mlx_runtime.data.definitions import construction, stream_names
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
+from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import set_seed
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.runs.checkpoints import CheckpointStore, members
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import Job
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.options import TrainConfig
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.strategies import Strategy
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 def build_experiment(
@@ -130,7 +125,7 @@ def dataset_shards(
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
     arguments = streamed, job.project, topology, cfg.seed, job.cluster.in_driver
-    streams = companions.part("ray").stream_readers(*arguments) if streamed else {}
+    streams = companions.part("ray.stream_reader").stream_readers(*arguments) if streamed else {}
     keeps_global_batch = cfg.elastic.keep_global_batch and not job.cluster.in_driver
     wanted = cfg.start_workers // strategy.model_parallel_size(cfg, cfg.start_workers) if keeps_global_batch else None
     limits = [limit for limit in (cfg.debug.limit_batches, cfg.debug.overfit_batches) if limit is not None]

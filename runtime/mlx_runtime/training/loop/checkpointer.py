@@ -7,14 +7,30 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from mlx_runtime import companions
-from mlx_runtime.data import Loader, mix_seeds
-from mlx_runtime.distributed import broadcast, gather, randomness
+from mlx_runtime.data.loaders import Loader
+from mlx_runtime.data.sampling import mix_seeds
+from mlx_runtime.distributed import randomness
+from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.events import CheckpointSaved
-from mlx_runtime.runs import checkpoints
-from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointInfo, State
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.checkpoints.groups import (
+    DamagedError,
+    State,
+    copy_to_cpu,
+    has_sharded_tensors,
+    has_unread,
+    load_into,
+    load_what_fits,
+    members,
+    merge_ranks,
+    on_device,
+    state_of,
+)
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
-from mlx_runtime.storage.secrets import hidden_texts, unredact
+from mlx_runtime.storage.secrets.redaction import hidden_texts, unredact
 from mlx_runtime.training.loop.context import RunContext, is_per_worker
 from mlx_runtime.training.loop.optimization import Optimization
 from mlx_runtime.training.loop.reporting import Reporter
@@ -65,7 +81,7 @@ class Checkpointer:
         """Raise a ConfigError before training if attributes of tools would be refused by `save`."""
         tools = self._context.groups.members("tools").items()
         # A state_dict may be slow, or expect that training has begun.
-        checkpoints.state_of(SimpleNamespace(**{name: item for name, item in tools if not hasattr(item, "state_dict")}))
+        state_of(SimpleNamespace(**{name: item for name, item in tools if not hasattr(item, "state_dict")}))
 
     def save(self, epoch: int, *, finished: bool) -> None:
         """Gather the state of all ranks, and store it in the background.
@@ -76,14 +92,14 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
-        parts = companions.part("sharding").Parts() if self._has_sharded_tensors() else None
+        parts = companions.part("sharding.shards").Parts() if self._has_sharded_tensors() else None
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
-            own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
+            own_parts[name] = state_of(self._context.groups[name])[0]
         own_parts["per_worker"] = self._states("per_worker")
         if parts is not None:
             own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
-        ranks = gather(checkpoints.copy_to_cpu(own_parts))  # on the CPU: rank 0 may not have their GPU
+        ranks = gather(copy_to_cpu(own_parts))  # on the CPU: rank 0 may not have their GPU
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         ends: State = {"epoch": epoch, "finished": finished}
         groups: State = {}
@@ -101,7 +117,7 @@ class Checkpointer:
             self._saver.save(self._state(ranks, groups) | ends, checkpoint)
 
     def _has_sharded_tensors(self) -> bool:
-        return checkpoints.has_sharded_tensors(*(self._context.groups.members(name) for name in SAVED_ONCE))
+        return has_sharded_tensors(*(self._context.groups.members(name) for name in SAVED_ONCE))
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0."""
@@ -114,7 +130,7 @@ class Checkpointer:
         """Return the states of the members of a group, and report members that cannot be part of a checkpoint."""
         context = self._context
         secrets = hidden_texts(context.config, context.shown_config)
-        states, left_out = checkpoints.state_of(context.groups[group], secrets)
+        states, left_out = state_of(context.groups[group], secrets)
         titles = ", ".join(f"{group}.{name}".removeprefix("own.").removeprefix("per_worker.") for name in left_out)
         if titles and group in ("models", "optimizers"):
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
@@ -136,7 +152,7 @@ class Checkpointer:
         state |= {"replica_sizes": [*map(len, replicas)], "seed": context.cfg.seed} | groups
         state["global_step"] = context.progress.global_step
         state["config"] = dict(context.shown_config)
-        state["on_device"] = checkpoints.on_device(context.groups["tools"])
+        state["on_device"] = on_device(context.groups["tools"])
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
@@ -270,10 +286,10 @@ class Checkpointer:
                 break
             latest = CheckpointInfo(**fields)
             state = saved.load(latest, whole=False)
-            self._from_sharded = checkpoints.has_unread(state)
+            self._from_sharded = has_unread(state)
             try:
                 prepared = self._prepare(state)
-            except checkpoints.DamagedError as error:
+            except DamagedError as error:
                 saved.reject(latest, str(error))
                 continue
             self._reporter.rewind(state)
@@ -282,8 +298,8 @@ class Checkpointer:
             return state, prepared
         if not path:
             return None
-        state = checkpoints.read(path, whole=False)
-        self._from_sharded = checkpoints.has_unread(state)
+        state = store.read(path, whole=False)
+        self._from_sharded = has_unread(state)
         if not self._context.cfg.restore_strict:
             for line in self._load_what_fits(state["models"]):
                 notice(f"          {line}")
@@ -315,18 +331,18 @@ class Checkpointer:
         try:
             layouts.reads.run()
         except MlxError as caught:
-            error = isinstance(caught, checkpoints.DamagedError), str(caught)
+            error = isinstance(caught, DamagedError), str(caught)
         errors = [item for item in gather(error) or () if item is not None]
         if (first := broadcast(errors[0] if errors else None)) is not None:
             damaged, text = first
-            raise (checkpoints.DamagedError if damaged else StorageError)(text)
+            raise (DamagedError if damaged else StorageError)(text)
         return prepared
 
     def _layouts(self) -> Any:
         """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
         if not self._from_sharded and not self._has_sharded_tensors():
             return None
-        layouts = companions.part("sharding").Layouts
+        layouts = companions.part("sharding.layouts").Layouts
         return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
 
     def _load_what_fits(self, saved: State) -> list[str]:
@@ -340,7 +356,7 @@ class Checkpointer:
             return made
 
         options = {} if layouts is None else {"prepared": prepared}
-        return checkpoints.load_what_fits(self._context.groups["models"], saved, **options)
+        return load_what_fits(self._context.groups["models"], saved, **options)
 
     def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
@@ -354,7 +370,7 @@ class Checkpointer:
             saved = {item: self._with_settings(state, item, part) for item, part in saved.items()}
         if of_workers := self._of_workers(name):
             only = ({*self._context.groups.members(name), *saved} if only is None else only) - of_workers
-        for text in checkpoints.load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
+        for text in load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
             self._reporter.events.notice(text)
 
     def _with_settings(self, state: State, name: str, part: State) -> State:
@@ -362,14 +378,14 @@ class Checkpointer:
         before, now = (config.get("tools") or {} for config in self._configs(state))
         if name not in before or name not in now:
             return part
-        from mlx_runtime.training import with_settings
+        from mlx_runtime.training.resuming import with_settings
 
         return with_settings(part, before[name], now[name], f"tools.{name}")
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
         """Restore the objects whose state differs by worker, unless the number of workers has changed."""
         topology, group = self._context.topology, self._context.groups["per_worker"]
-        only = {*names} & set(checkpoints.members(group))
+        only = {*names} & set(members(group))
         if not self._has_sizes_of(state):
             for name in sorted(only):
                 text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
@@ -381,7 +397,7 @@ class Checkpointer:
             for name, part in own.get("per_worker", {}).items()
         }
         moved = {f"tools.{name}": topology.device for name in state["on_device"]}
-        for text in checkpoints.load_into(group, saved, "per_worker", only=only, moved=moved):
+        for text in load_into(group, saved, "per_worker", only=only, moved=moved):
             self._reporter.events.notice(text.removeprefix("per_worker."))
 
     def _has_sizes_of(self, state: State) -> bool:
@@ -392,7 +408,7 @@ class Checkpointer:
         """Apply changed values of the config to optimizers, and to schedulers."""
         before, now = (config.get("optimizers") for config in self._configs(state))
         kept = [item for name in MADE_BY_LOOP for item in self._context.groups.members(name).values()]
-        from mlx_runtime.training import set_group_values
+        from mlx_runtime.training.resuming import set_group_values
 
         set_group_values(self._context.groups.optimizers, kept, before, now)
 
@@ -409,13 +425,13 @@ class Checkpointer:
         for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
             saved, group = mine[0][name], self._context.groups[name]
             if topology.data_parallel_size < len(of_replicas):
-                saved = checkpoints.merge_ranks([part[name] for part in mine], group)
-                for item, metric in checkpoints.members(group).items():
+                saved = merge_ranks([part[name] for part in mine], group)
+                for item, metric in members(group).items():
                     if item in of_replicas[0][name] and is_metric(metric) and not is_mergeable(metric):
                         saved.pop(item, None)  # on all workers, or its value would cover only some
                         text = f"{name}.{item} starts over: its states of several workers cannot be merged"
                         self._reporter.events.notice(text)
-            checkpoints.load_into(group, saved, name, only=set(saved))
+            load_into(group, saved, name, only=set(saved))
 
 
 def states_by_replica(state: State) -> list[list[State]]:

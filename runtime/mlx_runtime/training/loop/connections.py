@@ -50,7 +50,7 @@ class Remote:
                     self._connection = None  # the driver is gone; the engine ends this worker soon
             if self._rank == 0:
                 if self._display is None:
-                    from mlx_runtime.tracking import Display  # rarely needed, and rich is slow to import
+                    from mlx_runtime.tracking.console import Display  # rarely needed, and rich is slow to import
 
                     self._display = Display(sys.stdout)
                 self._display.handle(event)

@@ -10,10 +10,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.data import Loader
-from mlx_runtime.distributed import Topology, is_sharded, unwrap
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import CheckpointStore, members
+from mlx_runtime.data.loaders import Loader
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import is_sharded, unwrap
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
 
 GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
 """The groups of objects in an experiment, by their names in conf.yaml."""

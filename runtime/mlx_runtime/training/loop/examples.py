@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from mlx_runtime import companions
-from mlx_runtime.data import Batch, move_tensors
-from mlx_runtime.distributed import unwrap
+from mlx_runtime.data.batches import Batch, move_tensors
+from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import USER_ERRORS
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.storage import storage_at
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import storage_at
 
 EXAMPLES = "examples.pt"
 ROWS, BATCHES = 3, 8
@@ -52,7 +52,7 @@ class ExampleRecorder:
             for found in self._stages.values():
                 experiment.predict(move_tensors(found["rows"], lambda item: item.to(device)))
             return ""
-        return str(companions.part("serving").problem_of_predict(experiment, self._stages, device))
+        return str(companions.part("serving.loading").problem_of_predict(experiment, self._stages, device))
 
     def _store(self) -> None:
         content = io.BytesIO()

@@ -7,9 +7,10 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from mlx_runtime.data import Batch, DatasetShard, DatasetShards, Loader
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader
 from mlx_runtime.errors import MlxError
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.metric_states import is_metric
 from mlx_runtime.training.loop.context import GROUPS
 from mlx_runtime.training.loop.session import Session

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mlx_runtime.distributed import total_norm
+from mlx_runtime.distributed.wrapping import total_norm
 from mlx_runtime.errors import MlxError
 
 if TYPE_CHECKING:

@@ -11,16 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.config import build, build_cfg, build_optimizers
+from mlx_runtime.config.building import build, build_cfg, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
-from mlx_runtime.distributed import Topology, is_sharded, local_part
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import dump_memory
+from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.storage import join_path, size_text
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import Job
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import join_path, size_text
+from mlx_runtime.training.engines.base import Job
+from mlx_runtime.training.options import TrainConfig
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """Text in the plain RuntimeError that torch raises if there is no memory left on the CPU."""
@@ -115,7 +116,7 @@ def snapshot(folder: RunFolder, topology: Topology) -> str:
 
 def ways_to_save(cfg: Any) -> str:
     """Return the settings that reduce the memory of a worker, as the end of an error message."""
-    from mlx_runtime.training.strategies import strategy_class  # here, because strategies use this module
+    from mlx_runtime.training.strategies.selection import strategy_class  # here, because strategies use this module
 
     ways = []
     if not strategy_class(cfg.strategy).shards:

@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mlx_runtime.distributed import agree, unwrap
+from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.runs.metric_states import State, check_metric, is_metric, is_updated, load_state, state_of, state_since
-from mlx_runtime.tracking import UPDATED_ON_SOME, MetricSync, Snapshot, SyncedMetric, SyncMessage, numbers, snapshots
+from mlx_runtime.tracking.metric_sync import (
+    UPDATED_ON_SOME,
+    MetricSync,
+    Snapshot,
+    SyncedMetric,
+    SyncMessage,
+    numbers,
+    snapshots,
+)
 from mlx_runtime.training.loop.context import RunContext
 from mlx_runtime.training.loop.passes import Pass
 from mlx_runtime.training.loop.reporting import Reporter

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.data import WorkerPass
-from mlx_runtime.distributed import is_sharded, local_part, unwrap
+from mlx_runtime.data.sampling import WorkerPass
+from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap
 from mlx_runtime.errors import MlxError, suggest
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.training.loop.context import RunContext, params_of
 from mlx_runtime.training.loop.losses import Mean
 from mlx_runtime.training.loop.reporting import Reporter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mlx_runtime.training.loop.gradients import GradientMonitor
     from mlx_runtime.training.loop.leftovers import Leftovers
     from mlx_runtime.training.loop.weighting import Weight, WeightedLosses
-    from mlx_runtime.training.strategies import Strategy
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 @dataclass

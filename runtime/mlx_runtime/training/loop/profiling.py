@@ -9,8 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.storage import join_path
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import join_path
 
 WAIT, WARMUP, ACTIVE = 1, 1, 5
 """Numbers of training steps: skipped, because the first is slow; to warm up the profiler; traced."""

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_runtime.data import Loader
+from mlx_runtime.data.loaders import Loader
 from mlx_runtime.errors import suggest
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
-from mlx_runtime.tracking import ReportWriter
+from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.loop.channel import Sink
 from mlx_runtime.training.loop.context import RunContext
 from mlx_runtime.training.loop.passes import Pass

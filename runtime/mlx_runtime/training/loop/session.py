@@ -14,13 +14,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.data import Batch, Loader, WorkerPass, trains
-from mlx_runtime.distributed import agree, broadcast, gather, is_sharded, whole
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.loaders import Loader, trains
+from mlx_runtime.data.sampling import WorkerPass
+from mlx_runtime.distributed.collectives import agree, broadcast, gather
 from mlx_runtime.distributed.randomness import set_seed
+from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport, WarningNotice
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.tracking import ReportWriter, hooks_in_workers
+from mlx_runtime.tracking.callbacks import hooks_in_workers
+from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.loop.channel import Sink
 from mlx_runtime.training.loop.checkpointer import Checkpointer
 from mlx_runtime.training.loop.context import RunContext
@@ -31,7 +35,7 @@ from mlx_runtime.training.loop.reporting import EventSender, Reporter
 from mlx_runtime.training.loop.stopping import LoopStopped, StopPoll
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.strategies import Strategy
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 class Session:

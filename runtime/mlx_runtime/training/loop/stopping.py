@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 
 SECONDS_PER_VOTE = 0.1
 """Time between two rounds. A request waits for up to two of them, or for the next step if steps take longer."""

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from mlx_runtime.distributed import gather, is_sharded
+from mlx_runtime.distributed.collectives import gather
+from mlx_runtime.distributed.wrapping import is_sharded
 
 
 def idle_optimizers(optimizers: Mapping[str, Optimizer], stepped: set[int]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed import unwrap
+from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import MlxError
 
 PEAK_TFLOPS = {

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from mlx_runtime.distributed import mean_of
+from mlx_runtime.distributed.collectives import mean_of
 from mlx_runtime.errors import MlxError
 
 Weight = float | torch.Tensor

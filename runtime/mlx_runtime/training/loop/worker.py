@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mlx_runtime import companions
-from mlx_runtime.config import build_cfg
-from mlx_runtime.data import DatasetShards
-from mlx_runtime.distributed import Topology, broadcast, raised_by_sharded_tensors
+from mlx_runtime.config.building import build_cfg
+from mlx_runtime.data.loaders import DatasetShards
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
 from mlx_runtime.errors import (
     MlxError,
     WorkerLoopError,
@@ -27,11 +29,10 @@ from mlx_runtime.errors import (
 )
 from mlx_runtime.events import LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.tracking import ReportWriter
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import Job
+from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.training.loop.channel import Direct, Sink, address_towards
 from mlx_runtime.training.loop.context import Groups, RunContext
@@ -39,7 +40,8 @@ from mlx_runtime.training.loop.examples import ExampleRecorder
 from mlx_runtime.training.loop.experiment import BaseModule, attach
 from mlx_runtime.training.loop.session import Session
 from mlx_runtime.training.loop.stopping import LoopStopped
-from mlx_runtime.training.strategies import strategy_of
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.strategies.selection import strategy_of
 
 if TYPE_CHECKING:
     from mlx_runtime.training.loop.connections import Remote
@@ -136,7 +138,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
     """
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
-        from mlx_runtime.distributed import lost_peer
+        from mlx_runtime.distributed.peers import lost_peer
         from mlx_runtime.training.loop.memory import out_of_memory
 
         if lost_peer(error):
@@ -204,7 +206,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
         observe(session)
     if not isinstance(sink, Direct):
-        from mlx_runtime.training import Watchdog  # imported here, because a single process cannot deadlock
+        from mlx_runtime.training.watchdog import Watchdog  # imported here, because a single process cannot deadlock
 
         watchdog = Watchdog(cfg.elastic.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)

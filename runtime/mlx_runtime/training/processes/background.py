@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import companions
-from mlx_runtime.config.binding import bind
+from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event, RunEnded, RunStarted
 from mlx_runtime.settings import prepare_fork
-from mlx_runtime.training import Request, RunConfig, connect, fit, load_config
-from mlx_runtime.training.engines import cool_down, warm_up
-from mlx_runtime.training.loop import Direct, at_breakpoint, no_pdb
+from mlx_runtime.training.engines.local import cool_down, warm_up
+from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
+from mlx_runtime.training.loop.channel import Direct
+from mlx_runtime.training.planning import connect
 from mlx_runtime.training.processes.links import Link
+from mlx_runtime.training.request import Request, RunConfig, load_config
+from mlx_runtime.training.terminal import fit
 
 NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx train run cfg.start_workers=0"
 
@@ -64,7 +67,7 @@ def work(job: RunJob, connection: Any) -> int:
             experiment = getattr(project_module(job.module, Path.cwd()), job.name)
             config = load_bound_config(experiment, job.request, job.title)
             if job.function:  # report its errors before the run begins, and store its module with the run
-                companions.part("notebook").load_function(config.cfg)
+                companions.part("notebook.functions").load_function(config.cfg)
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster, listeners=[handle], control=link.control)
     except BaseException as caught:

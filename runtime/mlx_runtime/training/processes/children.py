@@ -12,7 +12,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_runtime.training import DRIVER_SIGNALS
+from mlx_runtime.training.stop_requests import DRIVER_SIGNALS
 
 FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
 """Threads that survive a fork; importing pyarrow starts one."""

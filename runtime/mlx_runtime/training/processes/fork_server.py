@@ -27,7 +27,6 @@ from typing import Any, NoReturn, cast
 from mlx_runtime.errors import USER_ERRORS, MlxError
 from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import FORKABLE, Settings, environment
-from mlx_runtime.training import held_signals
 from mlx_runtime.training.processes.children import (
     die_with_parent,
     exit_reason,
@@ -35,6 +34,7 @@ from mlx_runtime.training.processes.children import (
     leave_the_terminal,
     unsafe_to_fork,
 )
+from mlx_runtime.training.stop_requests import held_signals
 
 Channel = Connection  # takes type parameters since Python 3.13
 

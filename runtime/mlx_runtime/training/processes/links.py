@@ -16,8 +16,8 @@ from typing import Any
 
 from mlx_runtime.errors import MlxError, full_message
 from mlx_runtime.events import Event, RunEnded, RunStarted
-from mlx_runtime.training import StopRequests, interrupt_main
 from mlx_runtime.training.processes.fork_server import ForkServer
+from mlx_runtime.training.stop_requests import StopRequests, interrupt_main
 
 PRUNE = "the scheduler of the sweep"
 """Reason that prunes a run; any other reason stops it."""

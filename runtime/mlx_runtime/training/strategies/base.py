@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 
 
 class Strategy(Protocol):

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mlx_runtime.config import build
-from mlx_runtime.config.constructors import object_at
+from mlx_runtime.config.building import build
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.pretrained import weightless, without_weights
-from mlx_runtime.distributed import is_sharded, local_part
 from mlx_runtime.distributed.randomness import random_state, set_random_state
+from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import ConfigError, suggest
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.checkpoints.groups import members
 
 
 def deferred_models(node: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mlx_runtime.config import build
-from mlx_runtime.config.constructors import object_at
-from mlx_runtime.distributed import Topology
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.config.building import build
+from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.sections import Fragments
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.loop import recompute
+from mlx_runtime.training.loop.forward import recompute
 from mlx_runtime.training.strategies.blocks import near_matches, select_modules
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from mlx_runtime import companions
-from mlx_runtime.config.constructors import named_class, object_at
-from mlx_runtime.distributed import Topology
+from mlx_runtime.config.constructors.targets import named_class, object_at
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, suggest
 from mlx_runtime.sections import Replicas
 from mlx_runtime.training.strategies import STRATEGIES

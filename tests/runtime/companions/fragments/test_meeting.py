@@ -20,9 +20,9 @@ from torch import nn
 from mlx_runtime.companions.fragments import meeting
 from mlx_runtime.companions.fragments.averaging import Tensors
 from mlx_runtime.companions.fragments.meeting import Meeting
-from mlx_runtime.distributed import encode
+from mlx_runtime.distributed.messages import encode
 from mlx_runtime.errors import ConfigError, MlxError, StorageError
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.leases import lease
 
 FACTS = {"format": 1, "lr": 0.7, "momentum": 0.9}

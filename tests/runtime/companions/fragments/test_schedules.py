@@ -28,10 +28,11 @@ from torchmetrics.classification import BinaryAUROC
 import mlx_runtime
 from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.schedules import split
-from mlx_runtime.distributed import Topology, mean_of
+from mlx_runtime.distributed.collectives import mean_of
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.sections import Fragments
-from mlx_runtime.training.strategies import problems, strategy_class, strategy_of
+from mlx_runtime.training.strategies.selection import problems, strategy_class, strategy_of
 
 pytestmark = pytest.mark.local
 

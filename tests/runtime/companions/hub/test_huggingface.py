@@ -11,9 +11,9 @@ import torch
 
 from mlx_runtime.companions.hub.datasets import adopt_dataset
 from mlx_runtime.companions.prepared.fingerprints import Candidate
-from mlx_runtime.data import DatasetShard, LoaderOptions
+from mlx_runtime.data.loaders import DatasetShard, LoaderOptions
 from mlx_runtime.datasets import Batched
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError
 
 pytestmark = pytest.mark.pure

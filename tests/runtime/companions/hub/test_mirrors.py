@@ -34,11 +34,13 @@ from mlx_runtime.companions.hub.repository import Address, Repository, Unreachab
 from mlx_runtime.config import composition
 from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, StorageError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
-from mlx_runtime.runs import RunFolder, claim_run, records, run_folder, snapshots
-from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, read
-from mlx_runtime.runs.checkpoints.store import PARTS
-from mlx_runtime.runs.queries import list_rows, lookup
-from mlx_runtime.storage import Storage, storage_at
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import PARTS, CheckpointStore, read
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.queries.listing import list_rows
+from mlx_runtime.storage.files import Storage, storage_at
 from mlx_runtime.storage.leases import this_process
 from mlx_runtime.training import request
 

@@ -13,7 +13,8 @@ from forkserver import Command, Commands
 
 from mlx_runtime.companions.kubernetes import driver
 from mlx_runtime.companions.kubernetes.manifest import STOP_DRIVER
-from mlx_runtime.runs import RunFolder, claim_run, records
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, claim_run
 
 pytestmark = pytest.mark.process
 

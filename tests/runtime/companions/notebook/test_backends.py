@@ -19,7 +19,7 @@ from conftest import ROOT, TIMEOUT_S, Mlx
 from mlx_runtime import Trainer
 from mlx_runtime.companions.notebook.arrays import as_tensors
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints import groups
 
 Found = dict[str, Any]
 
@@ -284,13 +284,13 @@ def test_arrays_become_tensors_that_share_no_memory() -> None:
 
     array = np.arange(3.0)
     state = OrderedDict(a=array, b=(1, "text", [jnp.ones(2, jnp.bfloat16)]), c=torch.ones(1), d=np.float32(2))
-    kept, unsafe = checkpoints.plain_entries(as_tensors(state))
+    kept, unsafe = groups.plain_entries(as_tensors(state))
     array += 1
     assert unsafe == []
     assert kept["a"].equal(torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64))
     assert kept["b"][2][0].equal(torch.ones(2, dtype=torch.bfloat16))
     assert as_tensors(state)["c"] is state["c"]
-    assert checkpoints.plain_entries(as_tensors({"words": np.array(["a"])}))[1] == ["words"]
+    assert groups.plain_entries(as_tensors({"words": np.array(["a"])}))[1] == ["words"]
 
 
 @pytest.mark.pure

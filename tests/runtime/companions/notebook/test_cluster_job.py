@@ -23,7 +23,8 @@ from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.ray.jobs import JobState
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded, RunInfo, RunStarted
-from mlx_runtime.runs import RunFolder, claim_run, records
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, claim_run
 
 pytestmark = pytest.mark.process
 

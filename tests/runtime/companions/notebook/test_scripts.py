@@ -13,7 +13,7 @@ from conftest import Mlx
 from mlx_runtime import Trainer, open_run
 from mlx_runtime.companions.notebook import scripts
 from mlx_runtime.errors import MlxError
-from mlx_runtime.runs.queries import map_concurrently
+from mlx_runtime.runs.queries.listing import map_concurrently
 
 pytestmark = pytest.mark.local
 

@@ -18,8 +18,11 @@ from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.launch import SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.runs import RunFolder, Upload, records
-from mlx_runtime.runs.queries import listing, resolve_run
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries import listing
+from mlx_runtime.runs.queries.lookup import resolve_run
+from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.pure

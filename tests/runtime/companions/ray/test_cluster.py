@@ -30,7 +30,8 @@ from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
-from mlx_runtime.runs import RunFolder, Upload
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.uploads import Upload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

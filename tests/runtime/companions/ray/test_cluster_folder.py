@@ -17,7 +17,7 @@ from transcripts import check_transcript
 
 from mlx_runtime.companions.ray import cluster_storage, storage_agent
 from mlx_runtime.errors import StorageError
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.files import storage_at
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

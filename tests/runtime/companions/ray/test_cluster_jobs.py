@@ -12,7 +12,7 @@ from cluster_users import TOKEN, Types, User, until
 from clusters import RayCluster
 from conftest import Mlx, edit
 
-from mlx_runtime.storage import storage_at
+from mlx_runtime.storage.files import storage_at
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

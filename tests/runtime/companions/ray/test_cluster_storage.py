@@ -8,7 +8,7 @@ import pytest
 from mlx_runtime.companions.ray.cluster_storage import path_there, reached, split, uri_of
 from mlx_runtime.companions.ray.storage_agent import INLINE_BYTES, PROTOCOL, pack, reply_to, unpack
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.storage import join_path
+from mlx_runtime.storage.files import join_path
 
 pytestmark = pytest.mark.pure
 

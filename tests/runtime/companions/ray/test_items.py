@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_runtime.companions.ray.items import FinishedItems
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.outputs import Output
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.outputs.filling import Output
 
 pytestmark = pytest.mark.pure
 

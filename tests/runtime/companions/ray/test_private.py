@@ -25,7 +25,7 @@ from ray.train.v2.torch import train_loop_utils
 from mlx_runtime.companions.ray import private as ray_private
 from mlx_runtime.companions.ray import private_train
 from mlx_runtime.companions.ray.private import enter_ray_train
-from mlx_runtime.distributed import Topology
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.pure

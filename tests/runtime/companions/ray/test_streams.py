@@ -12,10 +12,11 @@ import torch
 
 from mlx_runtime.companions.ray import start as ray_start
 from mlx_runtime.companions.ray.stream_reader import StreamAssigner, StreamReader
-from mlx_runtime.data import DatasetShard, Loader, ShardPlan
-from mlx_runtime.distributed import Topology
+from mlx_runtime.data.loaders import DatasetShard, Loader
+from mlx_runtime.data.sampling import ShardPlan
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError
-from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.options import TrainConfig
 
 pytestmark = pytest.mark.cluster
 

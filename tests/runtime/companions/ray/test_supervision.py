@@ -16,7 +16,8 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 
 from mlx_runtime.companions.ray import guard, supervision
 from mlx_runtime.companions.ray.supervision import DriverEnd, Supervisor
-from mlx_runtime.runs import RunFolder, claim_run, drivers, records
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.records import load_record
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.leases import this_process
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.process
 
 DRIVER = """
 import os, signal, sys, time
-from mlx_runtime.runs import drivers, named_run, records
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import named_run
 from mlx_runtime.storage.leases import this_process
 
 folder = named_run(sys.argv[1], "", "")

@@ -13,7 +13,7 @@ from mlx_runtime.companions.serving.loading import choose_checkpoint, known_colu
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
 from mlx_runtime.companions.serving.schema import Column, RowError, Schema
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 
 pytestmark = pytest.mark.process
 

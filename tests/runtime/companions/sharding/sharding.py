@@ -23,8 +23,9 @@ from torch.optim.swa_utils import AveragedModel
 from mlx_runtime.companions.sharding.layouts import Layouts
 from mlx_runtime.companions.sharding.shards import Parts
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointInfo, CheckpointStore, load_into, state_of
-from mlx_runtime.runs.checkpoints.store import PARTS
+from mlx_runtime.runs.checkpoints.groups import load_into, state_of
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore
 
 GROUPS = ("models", "optimizers", "tools")
 

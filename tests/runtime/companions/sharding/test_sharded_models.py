@@ -13,11 +13,11 @@ from sessions import ALONE
 from torch import nn
 
 from mlx_runtime import TrainConfig
-from mlx_runtime.distributed import whole
+from mlx_runtime.distributed.wrapping import whole
 from mlx_runtime.errors import ConfigError, WorkerLoopError
-from mlx_runtime.training.loop import loop_errors
-from mlx_runtime.training.strategies import strategy_of
+from mlx_runtime.training.loop.worker import loop_errors
 from mlx_runtime.training.strategies.blocks import planned_blocks
+from mlx_runtime.training.strategies.selection import strategy_of
 
 pytestmark = pytest.mark.pure
 

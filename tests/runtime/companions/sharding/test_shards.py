@@ -22,9 +22,10 @@ from mlx_runtime.companions.sharding import segments
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.companions.sharding.segments import SegmentReader, SegmentWriter
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import ABOUT, INDEX, CheckpointStore, list_checkpoints, read
-from mlx_runtime.storage import storage_at
+from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX, list_checkpoints
+from mlx_runtime.runs.checkpoints.store import CheckpointStore, read
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import storage_at
 
 pytestmark = pytest.mark.local
 
@@ -330,7 +331,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.companions.sharding.shards import Parts
-from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointStore
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore
 from mlx_runtime.runs.checkpoints.store import PARTS
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parts = Parts()

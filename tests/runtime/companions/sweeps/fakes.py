@@ -10,7 +10,7 @@ from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan
 from mlx_runtime.companions.sweeps.space import parse
 from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.events import EpochEnded
-from mlx_runtime.runs import named_run
+from mlx_runtime.runs.folder import named_run
 from mlx_runtime.storage.leases import lease
 
 Score = Callable[[TrialJob, int], float]

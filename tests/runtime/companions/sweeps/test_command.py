@@ -15,9 +15,9 @@ from conftest import Mlx, Start
 from faults import diary, wait_for
 
 from mlx_runtime.companions.sweeps.results import SweepResult, open_sweep
-from mlx_runtime.runs import RunFolder
-from mlx_runtime.runs.checkpoints import CheckpointStore
-from mlx_runtime.storage import join_path, storage_at
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import join_path, storage_at
 
 pytestmark = pytest.mark.process
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_runtime.companions.sweeps.definition import Definition, differences, merge
-from mlx_runtime.storage.secrets import HIDDEN
+from mlx_runtime.storage.secrets.detection import HIDDEN
 
 pytestmark = pytest.mark.pure
 

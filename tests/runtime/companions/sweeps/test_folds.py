@@ -17,9 +17,11 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.preparation import make
 from mlx_runtime.companions.sweeps.folds import Fold, fold_rows, leak_warning, rows_digest, with_held_out
-from mlx_runtime.config import Config, build, build_group, composition
-from mlx_runtime.data import DatasetShard, Loader, LoaderOptions
-from mlx_runtime.distributed import Topology
+from mlx_runtime.config import composition
+from mlx_runtime.config.building import build, build_group
+from mlx_runtime.config.composition import Config
+from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError
 from mlx_runtime.sections import CrossValidation
 

@@ -12,7 +12,7 @@ from faults import reports
 
 from mlx_runtime.companions.sweeps.engines.local import slots
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.options import TrainConfig
 
 SCRIPT = """
 import contextlib, json, os, signal, sys, time

@@ -17,10 +17,11 @@ from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import parse_value
 from mlx_runtime.companions.sweeps.states import read_trial
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import RunFolder, run_folder
-from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.queries import ranking as ranking
-from mlx_runtime.storage import join_path, storage_at
+from mlx_runtime.storage.files import join_path, storage_at
 
 pytestmark = pytest.mark.process
 

@@ -22,7 +22,7 @@ from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded, StopRequested
-from mlx_runtime.runs import find_run
+from mlx_runtime.runs.folder import find_run
 from mlx_runtime.storage.leases import lease
 
 pytestmark = pytest.mark.pure

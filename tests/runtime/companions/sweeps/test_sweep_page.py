@@ -14,7 +14,7 @@ from mlx_runtime.companions.sweeps.report import render_sweep
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import short_names
 from mlx_runtime.companions.views import report
-from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.folder import RunFolder
 
 pytestmark = pytest.mark.browser
 

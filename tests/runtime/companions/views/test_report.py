@@ -13,10 +13,13 @@ from browser import Browser, Page
 from conftest import Mlx
 
 from mlx_runtime.companions.views import report
-from mlx_runtime.runs import RunFolder, claim_run, records
-from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.queries import listing
-from mlx_runtime.storage import documents, join_path, size_text
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.files import join_path, size_text
 
 pytestmark = pytest.mark.browser
 

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_runtime.companions.ray import Address, Dashboard, launch
+from mlx_runtime.companions.ray import launch
+from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.companions.serving import choose_checkpoint
 from mlx_runtime.companions.serving.cluster import replica
 from mlx_runtime.companions.serving.cluster.replica import MARKER, TASK, Spec
-from mlx_runtime.companions.serving.http import MAKE_A_TOKEN, NAME, digest_of, is_loopback
+from mlx_runtime.companions.serving.http.access import MAKE_A_TOKEN, digest_of
+from mlx_runtime.companions.serving.http.asgi import NAME
+from mlx_runtime.companions.serving.http.server import is_loopback
+from mlx_runtime.companions.serving.loading import choose_checkpoint
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.runs import RunFolder, Upload
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.queries import Run, open_run
+from mlx_runtime.runs.queries.reader import Run, open_run
+from mlx_runtime.runs.uploads import Upload
 
 HOST, PORT = "127.0.0.1", 8000
 """Address on which each node listens, by default."""

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.serving.http import LOOPBACK, Access, Application, Limits, application
+from mlx_runtime.companions.serving.http.access import LOOPBACK, Access
+from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.errors import MlxError, full_message, short_message
 from mlx_runtime.extras import require
-from mlx_runtime.runs.queries import open_run
+from mlx_runtime.runs.queries.reader import open_run
 
 TASK = "MLX_SERVE_TASK"
 """Variable of the job with its task as JSON."""

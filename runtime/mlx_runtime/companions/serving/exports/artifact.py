@@ -25,24 +25,28 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.hub import screen
-from mlx_runtime.companions.serving import Outputs, Predictor, choose_checkpoint, load_parts, rows_in
+from mlx_runtime.companions.hub.screening import screen
 from mlx_runtime.companions.serving.exports import instructions, origins, programs
 from mlx_runtime.companions.serving.exports.evidence import CHECK_S, SIZES, Evidence, collect, prove, too_slow
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
 from mlx_runtime.companions.serving.exports.sizes import size_limits
-from mlx_runtime.companions.sharding import consolidate, tensor_files
-from mlx_runtime.data import Batch, dtype_name
+from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
+from mlx_runtime.companions.serving.predictor import Outputs, Predictor, rows_in
+from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.companions.sharding.consolidation import consolidate
+from mlx_runtime.data.batches import Batch, dtype_name
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import RunFolder, snapshots
-from mlx_runtime.runs.checkpoints import CheckpointInfo
+from mlx_runtime.runs import snapshots
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.queries import Run
-from mlx_runtime.storage import Publication, parent_of, recover, size_text, storage_errors, to_json
+from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.storage.documents import now
-from mlx_runtime.storage.secrets import redact_tree
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.storage.files import parent_of, size_text, storage_errors, to_json
+from mlx_runtime.storage.publishing import Publication, recover
+from mlx_runtime.storage.secrets.redaction import redact_tree
+from mlx_runtime.training.loop.experiment import BaseModule
 
 LIBRARIES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"),

@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving import Outputs, PredictError, Predictor, Schema, by_preference, shard_of
 from mlx_runtime.companions.serving.exports import proof
 from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of_rows
-from mlx_runtime.data import Batch, dtype_name, stream_names, trains
+from mlx_runtime.companions.serving.loading import by_preference, shard_of
+from mlx_runtime.companions.serving.predictor import Outputs, PredictError, Predictor
+from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.data.batches import Batch, dtype_name
+from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.data.loaders import trains
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.training.loop.experiment import BaseModule
 
 SIZES = (1, 2, 7, 64)
 """Numbers of rows at which outputs are compared."""

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.serving import STRING, TYPES, Predictor, Schema
 from mlx_runtime.companions.serving.exports import proof
+from mlx_runtime.companions.serving.predictor import Predictor
+from mlx_runtime.companions.serving.schema import STRING, TYPES, Schema
 from mlx_runtime.companions.sharding import tensor_files
-from mlx_runtime.data import Batch
+from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
 from mlx_runtime.extras import require
-from mlx_runtime.storage import HashingReader, storage_at
 from mlx_runtime.storage.documents import (
     COUNT,
     NAME,
@@ -23,6 +23,8 @@ from mlx_runtime.storage.documents import (
     one_of,
     stays_below,
 )
+from mlx_runtime.storage.files import storage_at
+from mlx_runtime.storage.hashing import HashingReader
 from mlx_runtime.storage.local import open_regular
 
 EXPORT = "export.json"

@@ -14,7 +14,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from mlx_runtime.companions.serving.exports.sizes import fixed_sizes
-from mlx_runtime.data import Batch
+from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
 FIXED = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and conditions on their number fix it"

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.companions.serving import Column, Schema
+from mlx_runtime.companions.serving.schema import Column, Schema
 from mlx_runtime.runs.tables import format_number
 
 PT2 = """import torch

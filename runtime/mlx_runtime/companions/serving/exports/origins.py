@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from mlx_runtime.companions.serving import by_preference
+from mlx_runtime.companions.serving.loading import by_preference
 from mlx_runtime.errors import USER_ERRORS
-from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.training.loop.experiment import BaseModule
 
 
 def origin(experiment: BaseModule, nodes: Mapping[str, Any], project: Path) -> str | None:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from mlx_runtime.companions.serving import STRING, Outputs, Schema
 from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of, range_fault
 from mlx_runtime.companions.serving.exports.sizes import size_limits
-from mlx_runtime.data import Batch
+from mlx_runtime.companions.serving.predictor import Outputs
+from mlx_runtime.companions.serving.schema import STRING, Schema
+from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, UsageError, short_message
-from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.training.loop.experiment import BaseModule
 
 ROWS = 3
 """Rows of the batch that is traced. A batch of one row would fix the number of rows."""

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from mlx_runtime.companions.serving.http.negotiation import BodyError
-from mlx_runtime.companions.serving.predictions import is_list, is_number, values_of
+from mlx_runtime.companions.serving.predictions.tables import is_list, is_number, values_of
 
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3
 """Types of messages with values, in the flatbuffers of Arrow: https://arrow.apache.org/docs/format/Columnar.html"""

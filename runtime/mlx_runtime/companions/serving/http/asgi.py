@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_runtime.companions.serving import PredictError, Predictor
 from mlx_runtime.companions.serving.http import bodies, openapi
 from mlx_runtime.companions.serving.http.access import Access
 from mlx_runtime.companions.serving.http.batching import Batcher, QueueFullError
@@ -25,6 +24,7 @@ from mlx_runtime.companions.serving.http.negotiation import (
     wanted_kind,
     wanted_output,
 )
+from mlx_runtime.companions.serving.predictor import PredictError, Predictor
 from mlx_runtime.errors import UsageError, short_message
 from mlx_runtime.extras import require
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving import PredictError, Predictor, as_array, part_of
 from mlx_runtime.companions.serving.http.bodies import Part
-from mlx_runtime.data import Batch
+from mlx_runtime.companions.serving.predictor import PredictError, Predictor, as_array, part_of
+from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import located
 
 

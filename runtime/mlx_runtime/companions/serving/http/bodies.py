@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.companions.serving import STRING, Column, RowError, Schema
 from mlx_runtime.companions.serving.http.negotiation import JSON, NPY, BodyError
-from mlx_runtime.data import Batch
+from mlx_runtime.companions.serving.schema import STRING, Column, RowError, Schema
+from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import short_message
 
 MAX_NPY_HEADER = 10_000

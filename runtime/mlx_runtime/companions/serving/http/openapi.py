@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime import __version__
-from mlx_runtime.companions.serving import STRING, Column, Predictor, Schema
 from mlx_runtime.companions.serving.http.negotiation import ARROW, JSON, NPY
+from mlx_runtime.companions.serving.predictor import Predictor
+from mlx_runtime.companions.serving.schema import STRING, Column, Schema
 
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 

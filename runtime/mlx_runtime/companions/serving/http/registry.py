@@ -14,8 +14,8 @@ from typing import Any
 
 from mlx_runtime.errors import MlxError, UsageError, short_message
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import to_json
 from mlx_runtime.storage.documents import COUNT, TEXT, TIME, from_json, mapping_of, now
+from mlx_runtime.storage.files import to_json
 from mlx_runtime.storage.leases import is_alive, this_process
 from mlx_runtime.storage.local import read_regular, write_atomic
 

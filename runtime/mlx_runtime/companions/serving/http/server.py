@@ -9,9 +9,9 @@ from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any
 
-from mlx_runtime.companions.serving import Predictor
 from mlx_runtime.companions.serving.http.access import LOOPBACK, MAKE_A_TOKEN, Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Application, application
+from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mlx_runtime.companions.serving import Predictor
 from mlx_runtime.companions.serving.http.batching import answers, as_list
 from mlx_runtime.companions.serving.http.bodies import Part
 from mlx_runtime.companions.serving.http.counters import Counters
+from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import UsageError
 
 CLOSE_S = 5.0

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions import is_remote
-from mlx_runtime.companions.serving import Predictor
-from mlx_runtime.companions.serving.exports import EXPORT, load_export
+from mlx_runtime.companions.serving.exports.exported import EXPORT, load_export
 from mlx_runtime.companions.serving.http import registry
 from mlx_runtime.companions.serving.http.access import read_token
 from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
 from mlx_runtime.companions.serving.http.server import Server, access_for, is_loopback
 from mlx_runtime.companions.serving.http.shadow import Shadow, refuse_other_columns
+from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import queries
+from mlx_runtime.runs.queries import lookup, reader
 from mlx_runtime.storage.local import write_atomic
 
 NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)=(.+)", re.ASCII)
@@ -69,9 +69,9 @@ class Source:
             loaded: Predictor = load_export(Path(self.text))
             return loaded
         if is_remote(self.text):
-            return queries.open_run(self.text).predictor(checkpoint, trust=trust)
+            return reader.open_run(self.text).predictor(checkpoint, trust=trust)
         run = self.run or ("latest" if "/" not in self.text else None)
-        return queries.open_run(queries.resolve_run(self.text, run).location).predictor(checkpoint, trust=trust)
+        return reader.open_run(lookup.resolve_run(self.text, run).location).predictor(checkpoint, trust=trust)
 
 
 def parse(words: Sequence[str]) -> dict[str, Source]:
@@ -84,7 +84,7 @@ def parse(words: Sequence[str]) -> dict[str, Source]:
     """
     plain = [word for word in words if NAMED.fullmatch(word) is None]
     if not words or (len(plain) == 1 and A_RUN.fullmatch(plain[0])):
-        own = queries.conf_value("cfg.name")
+        own = lookup.conf_value("cfg.name")
         plain = [own, *plain] if own else []
     if len(plain) > 2 or not (plain or words):
         raise UsageError("which model? mlx serve run NAME [RUN], or the folder of an export; add more as OTHER=RUN")

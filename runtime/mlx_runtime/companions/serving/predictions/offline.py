@@ -15,18 +15,22 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.serving import STRING, PredictError, choose_checkpoint, refuse_function
+from mlx_runtime.companions.serving.loading import choose_checkpoint, refuse_function
 from mlx_runtime.companions.serving.predictions.parts import Parts, code_digest, part_name
 from mlx_runtime.companions.serving.predictions.sources import SUFFIXES, Rows, Selection, select
+from mlx_runtime.companions.serving.predictor import PredictError
+from mlx_runtime.companions.serving.schema import STRING
 from mlx_runtime.config.projects import AN_EXPERIMENT, EXPERIMENT, main_class
-from mlx_runtime.data import mix_seeds
+from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, WorkerLostError, printable, short_message
-from mlx_runtime.runs.queries import open_run, resolve_run
+from mlx_runtime.runs.queries.lookup import resolve_run
+from mlx_runtime.runs.queries.reader import open_run
 from mlx_runtime.runs.tables import format_duration, plural
 from mlx_runtime.settings import Settings
-from mlx_runtime.training import StopRequests, sigterm_stops
-from mlx_runtime.training.processes import ForkServer, exit_reason
+from mlx_runtime.training.processes.children import exit_reason
+from mlx_runtime.training.processes.fork_server import ForkServer
+from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
 BATCH_SIZE = 256
 """Rows per call of predict, as in a `Predictor`."""

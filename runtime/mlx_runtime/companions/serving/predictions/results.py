@@ -13,8 +13,8 @@ import pyarrow as pa
 import torch
 from pyarrow import csv, parquet
 
-from mlx_runtime.companions.serving import as_array
 from mlx_runtime.companions.serving.predictions.tables import is_number, values_of
+from mlx_runtime.companions.serving.predictor import as_array
 from mlx_runtime.errors import MlxError, UsageError, short_message
 
 ROW_GROUP_BYTES = 16 << 20

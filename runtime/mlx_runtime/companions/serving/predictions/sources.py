@@ -8,14 +8,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset
 
-from mlx_runtime.companions.serving import Schema, by_preference
-from mlx_runtime.config import build, parse_overrides
-from mlx_runtime.config.constructors import object_at
-from mlx_runtime.data import Batch, BatchReader, adopt_dataset, construction, dataset_error, mix_seeds, rows_of
+from mlx_runtime.companions.serving.loading import by_preference
+from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import parse_overrides
+from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.data.batches import Batch, BatchReader, rows_of
+from mlx_runtime.data.definitions import adopt_dataset, construction
+from mlx_runtime.data.errors import dataset_error
+from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.randomness import set_seed, temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, UsageError, full_message, suggest
-from mlx_runtime.runs import RunFolder, snapshots
-from mlx_runtime.runs.queries import matching_code
+from mlx_runtime.runs import snapshots
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.queries.reader import matching_code
 
 SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".csv", ".npy", ".npz")
 """Suffixes of files of rows, read and written."""

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
-from mlx_runtime.companions.serving import STRING, Column, RowError
+from mlx_runtime.companions.serving.schema import STRING, Column, RowError
 from mlx_runtime.errors import UsageError, short_message, suggest
 from mlx_runtime.storage.local import open_regular
 

@@ -13,15 +13,16 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
-from mlx_runtime.companions.sweeps import TrialJob, record_end, run_trial
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
+from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.runs.logs import LogFile, log_name
-from mlx_runtime.training import TrainConfig
-from mlx_runtime.training.engines import cool_down, shortage, warm_up
-from mlx_runtime.training.engines.local import take_server
-from mlx_runtime.training.processes import PRUNE, Link, RunProcess, exit_reason
+from mlx_runtime.training.engines.local import cool_down, take_server, warm_up
+from mlx_runtime.training.engines.placement import shortage
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.processes.children import exit_reason
+from mlx_runtime.training.processes.links import PRUNE, Link, RunProcess
 
 PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
 """What trials import in addition to what workers do."""
