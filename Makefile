@@ -44,8 +44,7 @@ check: $(VENV)/.dev ## check style, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.dev ## fix style, formatting and the stubs of doors for `make check`
-	$(BIN)/python runtime/stubs.py
+format: $(VENV)/.dev ## fix style and formatting for `make check`
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -42,15 +42,6 @@ def imports_on_use(module: str, homes: Mapping[str, str]) -> Callable[[str], Any
     return getattr_of_module
 
 
-def door(package: str, modules: str = "", /, **names: str) -> tuple[list[str], Callable[[str], Any]]:
-    """Return `__all__` and `__getattr__` of a package: the modules that its neighbours may use, and names of others.
-
-    Names are separated by spaces. They are imported when they are first used, so that a door loads no module.
-    """
-    homes = {name: f"{package}.{module}" for module, listed in names.items() for name in listed.split()}
-    return [*modules.split(), *homes], imports_on_use(package, homes)
-
-
 def after_import(name: str, call: Callable[[], object]) -> None:
     """Call a function once a module has been imported: now, or when other code imports it."""
     if name in sys.modules:

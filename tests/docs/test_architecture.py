@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "runtime"))
-from test_layers import ON_OTHERS, PACKAGE, ROOMS, companion, doors
+from test_layers import ON_OTHERS, PACKAGE, ROOMS, companion, packages
 
 from mlx_runtime.companions import COMPANIONS
 
@@ -82,7 +82,7 @@ def test_its_table_of_rooms_is_that_of_the_package() -> None:
 
 
 def test_its_table_of_packages_within_rooms_is_complete() -> None:
-    inner = [name.replace(".", "/") for name in doors() if name.count(".") == 1 and not companion(name)]
+    inner = [name.replace(".", "/") for name in packages() if name.count(".") == 1 and not companion(name)]
     sentences = {name: ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())) for name in inner}
     rows = {f"| `{name}/` | {(text or '').splitlines()[0]} |" for name, text in sentences.items()}
     assert {*re.findall(r"^\| `(?!companions)\w+/\w+/` \|.*$", PAGE, re.MULTILINE)} == rows

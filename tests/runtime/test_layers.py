@@ -2,14 +2,12 @@
 
 import ast
 import functools
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,12 +65,6 @@ ON_OTHERS = {
     ("views", "sweeps"),
 }
 """The companions that use another one. docs/architecture.md says why."""
-
-MOST_NAMES = 26
-"""Names and modules that a door may export. A room with more to offer is several rooms."""
-
-OPEN_MODULES = {"cli", "cli.commands", "cli.options", "companions"}
-"""Modules outside doors whose names may be imported: two packages have code in their `__init__`."""
 
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
@@ -132,26 +124,15 @@ HOMES = {
 
 
 @functools.cache
-def stubs() -> Any:
-    """The script that writes the stubs of doors."""
-    spec = importlib.util.spec_from_file_location("stubs", PACKAGE.with_name("stubs.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
-
-@functools.cache
-def doors() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """The modules that each package exports, and the module of each name that it exports."""
-    found = {name_of(file): stubs().exports(file) for file in sorted(PACKAGE.rglob("__init__.py"))}
-    return {name: exported for name, exported in found.items() if exported is not None}
-
-
-@functools.cache
 def modules() -> dict[str, frozenset[str]]:
     """Return the names that each module imports, anywhere in its code, by its dotted name in the package."""
-    return {name: imports(name, for_types=False) for name in trees()}
+    return {name: imports(name) for name in trees()}
+
+
+@functools.cache
+def packages() -> list[str]:
+    """Return the dotted names of rooms, of packages within rooms, and of companions."""
+    return [name for name in trees() if name and file_of(name).name == "__init__.py"]
 
 
 @functools.cache
@@ -164,12 +145,11 @@ def name_of(file: Path) -> str:
 
 
 @functools.cache
-def imports(name: str, for_types: bool) -> frozenset[str]:
-    """Return the names that a module imports, and the attributes of imported modules that are used."""
+def imports(name: str) -> frozenset[str]:
+    """Return the names that a module imports, except for annotations, and the attributes of imported modules."""
     nodes = {*ast.walk(trees()[name])}
-    if not for_types:
-        checking = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-        nodes -= {inner for node in checking for inner in ast.walk(node)}
+    checking = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    nodes -= {inner for node in checking for inner in ast.walk(node)}
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     bound = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -183,24 +163,16 @@ def imports(name: str, for_types: bool) -> frozenset[str]:
 
 
 def edges(name: str) -> set[str]:
-    """Return the modules of the package that a module imports, also through doors."""
+    """Return the modules of the package that a module imports."""
     used = {path.removeprefix("mlx_runtime.") for path in modules()[name] if path.startswith("mlx_runtime.")}
     return {home for path in used if (home := module_of(path)) in modules()}
 
 
 def module_of(path: str) -> str:
     """Return the module that an imported name is defined in."""
-    if path in modules():
-        return path
-    module, _, name = path.rpartition(".")
-    _, names = doors().get(module, ((), {}))
-    return (
-        f"{module}.{names[name]}"
-        if name in names
-        else module
-        if module in modules() or not module
-        else module_of(module)
-    )
+    while path and path not in modules():
+        path = path.rpartition(".")[0]
+    return path
 
 
 def room(name: str) -> str:
@@ -247,79 +219,10 @@ def test_companions_stand_on_others_only_where_the_docs_say_why() -> None:
 
 def test_what_is_asked_for_by_name_exists() -> None:
     asked = {used for name in modules() if name != "companions" for used in parts(name)}
-    assert {used for used in asked if used not in COMPANIONS and not is_public(f"companions.{used}")} == set()
+    assert {used for used in asked if used not in COMPANIONS and f"companions.{used}" not in modules()} == set()
     for item, facts in COMPANIONS.items():
         for command in facts.commands:
             assert hasattr(companions.part(f"{item}.commands"), command.replace(" ", "_"))
-
-
-def package(name: str) -> str:
-    return name if file_of(name).name == "__init__.py" else name.rpartition(".")[0]
-
-
-def is_public(name: str) -> bool:
-    """Return True if the names of a module may be imported from it."""
-    above, _, last = name.rpartition(".")
-    return above == "" or name in OPEN_MODULES or last in doors().get(above, ((), {}))[0]
-
-
-def is_exported(path: str) -> bool:
-    """Return True if a neighbour may import a name, like `storage.files.Storage`."""
-    if path in modules():
-        return package(path) == path or is_public(path)
-    module, _, name = path.rpartition(".")
-    if module in doors():
-        own = (node.targets for node in trees()[module].body if isinstance(node, ast.Assign))
-        return name in doors()[module][1] or any(
-            getattr(target, "id", "") == name for targets in own for target in targets
-        )
-    return is_public(module) if module in modules() or not module else is_exported(module)
-
-
-def test_neighbours_come_in_by_the_door() -> None:
-    """A package imports from others what they export, also for annotations."""
-    past = {
-        (name, path)
-        for name in trees()
-        for path in (
-            used.removeprefix("mlx_runtime.") for used in imports(name, for_types=True) if used.startswith("mlx_")
-        )
-        if package(module_of(path)) != package(name) and not is_exported(path)
-    }
-    assert past == set()
-
-
-@pytest.mark.parametrize("name", sorted(doors()))
-def test_a_door_exports_few_names_that_are_used(name: str) -> None:
-    public, names = doors()[name]
-    assert len(public) + len(names) <= MOST_NAMES
-    assert {item for item in names if f"{name}.{item}" in modules()} == set(), "hidden once the module is imported"
-    assert {item for item in public if f"{name}.{item}" not in modules()} == set()
-    used = {path for other in trees() if package(other) != name for path in imports(other, for_types=True)}
-    asked = {
-        node.attr
-        for other, tree in trees().items()
-        if companion(name) in {used.partition(".")[0] for used in parts(other)}
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-    }
-    assert {item for item in names if f"mlx_runtime.{name}.{item}" not in used and item not in asked} == set()
-
-
-def test_stubs_of_doors_are_current() -> None:
-    assert {file: file.read_text() for file in PACKAGE.rglob("*.pyi")} == dict(stubs().stubs()), "run: make format"
-
-
-@pytest.mark.process
-def test_doors_load_nothing() -> None:
-    rooms = [f"mlx_runtime.{name}" for name in doors()]
-    script = f"import importlib, sys\nfor name in {rooms}: importlib.import_module(name)\n"
-    script += "print(*(name for name in sys.modules if name.startswith('mlx_runtime.')))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert {*done.stdout.split()} - {*rooms} <= {f"mlx_runtime.{name}" for name in LOADED_BY_DOORS}
-
-
-LOADED_BY_DOORS = ("cli", "companions", "errors", "exits", "extras", "importing", "settings")
 
 
 @pytest.mark.parametrize("above", ROOMS)
@@ -337,7 +240,7 @@ def test_no_imports_in_circles() -> None:
     assert set(TopologicalSorter(graph).static_order()) >= set(graph)
 
 
-@pytest.mark.parametrize("name", sorted({*doors(), "cli"}))
+@pytest.mark.parametrize("name", packages())
 def test_a_room_says_what_it_is_for(name: str) -> None:
     said = ast.get_docstring(trees()[name])
     assert said is not None
