@@ -30,7 +30,7 @@ LIBRARIES = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torch.utils.tensorboard"),
     *("ray", "ray.data", "ray.train.torch", "ray.train.v2._internal.execution.context", "ray.job_submission"),
     *("hydra", "hydra_zen", "ruamel.yaml", "rich.progress", "click", "pyarrow.dataset", "pyarrow.fs", "pandas"),
-    *("cookiecutter.main", "sklearn.datasets", "matplotlib.figure", "ray.tune", "tensorboard.plugins.hparams.metadata"),
+    *("cookiecutter.main", "sklearn.datasets", "ray.tune", "tensorboard.plugins.hparams.metadata"),
     *("detect_secrets.core.scan", "detect_secrets.plugins.high_entropy_strings", "detect_secrets.plugins.keyword"),
 )
 

@@ -46,7 +46,6 @@ class Debug(Section):
         profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
             snapshot of its memory then includes the lines of code that allocated it.
         watch_gradients: number of updates between records of each layer's gradient and weight norms; 0 means never.
-            If matplotlib is installed, TensorBoard shows a chart of them for each epoch.
         stop_on_nan: check all gradients before each update, and end the run at the first NaN or infinity.
     """
 

@@ -82,7 +82,6 @@ HOMES = {
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
-    "matplotlib": {"training.loop.gradients"},
     "mlflow": {"companions.services.mlflow"},
     "onnxruntime": {"companions.serving.exports.proof"},
     "omegaconf": {"config", "storage.documents"},

@@ -108,7 +108,6 @@ class Experiment(BaseModule):
     metrics: Metrics
 
     def worker_loop(self, dataset_shards):
-        self.models.net.flops_per_row = 1e6
         self.models.net = prepare_model(self.models.net)
         train, val = self.generate_loaders(dataset_shards=dataset_shards)
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):

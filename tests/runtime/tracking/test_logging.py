@@ -25,7 +25,7 @@ def series(folder: Path) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for line in lines(folder / "metrics.jsonl"):
         for name, value in line.items():
-            if "/" in name or name in ("samples_per_s", "tflops"):
+            if "/" in name or name == "samples_per_s":
                 found.setdefault(name, []).append((line["step"], value))
     return found
 
@@ -55,8 +55,6 @@ class TestTwoWorkers:
             "time/data_wait_pct": 6,
             "samples_per_s": 6,
         }
-        speeds = [(step, value * 1e6 / 2 / 1e12) for step, value in found["samples_per_s"]]  # of each worker
-        assert found["tflops"] == [(step, pytest.approx(value)) for step, value in speeds]
         for stage in ("val", "val_again", "test_own", "val_own", "test_named", "test_after"):
             assert [step for step, _ in found[f"{stage}/mse"]] == [6, 12], stage
             assert [step for step, _ in found[f"{stage}/auroc"]] == [6, 12], stage

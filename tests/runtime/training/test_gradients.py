@@ -1,7 +1,6 @@
 """Norms of gradients by layer, and gradients that are not finite."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -40,30 +39,6 @@ def test_norms_by_layer_every_so_many_steps() -> None:
 def test_the_norm_of_no_gradients() -> None:
     """An optimizer may step without any, and its gradients are clipped."""
     assert total_norm([]) == 0
-
-
-def test_a_picture_of_what_was_seen_since_the_last() -> None:
-    net = model()
-    monitor = GradientMonitor(every=1, report=lambda values: None)
-    assert monitor.picture() is None
-    monitor.inspect({"net": net}, net.parameters(), 1)
-    figure = monitor.picture()
-    assert figure is not None
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["net.0", "net.2"]
-    assert monitor.picture() is None
-
-
-def test_without_matplotlib_one_line_says_how_to_get_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    notices: list[str] = []
-    net = model()
-    monitor = GradientMonitor(every=1, report=lambda values: None, notice=notices.append)
-    for step in (1, 2):
-        monitor.inspect({"net": net}, net.parameters(), step)
-        assert monitor.picture() is None
-    assert len(notices) == 1
-    assert notices[0].endswith("pip install matplotlib")
 
 
 def test_what_is_not_finite_is_told_once_by_layer_and_step() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mlx_runtime.companions.fragments.needs import needs_of_config
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.config.building import build, build_group, build_optimizers
@@ -20,7 +21,6 @@ from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.training.loop.experiment import BaseModule, attach
-from mlx_runtime.training.loop.memory import needs_of_config
 from mlx_runtime.training.loop.optimization import prepare_models
 from mlx_runtime.training.loop.stopping import LoopStopped
 from mlx_runtime.training.loop.worker import enter_ray_train, loop_errors

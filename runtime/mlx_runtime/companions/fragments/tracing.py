@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 import mlx_runtime
 from mlx_runtime.companions.fragments.costs import Block, joined
+from mlx_runtime.companions.fragments.needs import states_after_step
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
 from mlx_runtime.companions.fragments.wire import Wire
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import USER_ERRORS, ConfigError, short_message
-from mlx_runtime.training.loop.memory import states_after_step
 from mlx_runtime.training.strategies.blocks import repeated_blocks
 
 ROUNDS = 3

@@ -1,20 +1,17 @@
-"""Gradient norms by layer, a picture of them per epoch, and detection of NaN and infinity.
+"""Gradient norms by layer, and detection of NaN and infinity.
 
 A layer is a module that owns parameters, named after its model and its path in that model, like `net.layers.0`.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mlx_runtime.distributed.wrapping import total_norm
 from mlx_runtime.errors import MlxError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class GradientMonitor:
@@ -35,8 +32,7 @@ class GradientMonitor:
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._every, self._stop_on_nan, self._report, self._notice = every, stop_on_nan, report, notice
-        self._warned = self._no_matplotlib = False
-        self._norms: dict[str, list[float]] = {}
+        self._warned = False
 
     def wants(self, step: int) -> bool:
         """Return True if gradients are inspected at a global step."""
@@ -66,34 +62,8 @@ class GradientMonitor:
                 self._notice(text)
         if self._records(step) and self._report is not None:
             weight = _norms_of({name: [param.detach() for param in layer] for name, layer in layers.items()})
-            for name, norm in gradient.items():
-                self._norms.setdefault(name, []).append(norm)
             named = {f"gradient_norm/{name}": norm for name, norm in gradient.items()}
             self._report(named | {f"weight_norm/{name}": norm for name, norm in weight.items()})
-
-    def picture(self) -> "Figure | None":
-        """Draw the mean and the maximum norm of each layer since the last picture, with the first layer on top.
-
-        None if no norm was recorded, or matplotlib is not installed.
-        """
-        recorded, self._norms = self._norms, {}
-        if not recorded:
-            return None
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            if not self._no_matplotlib:
-                self._no_matplotlib = True
-                self._notice("gradient norms are recorded but not drawn; to draw them: pip install matplotlib")
-            return None
-        figure = Figure(figsize=(8, 1.5 + 0.22 * len(recorded)), layout="constrained")
-        axes = figure.subplots()
-        axes.barh(list(recorded), list(map(max, recorded.values())), color="#c6dbef", label="maximum")
-        axes.barh(list(recorded), [sum(item) / len(item) for item in recorded.values()], color="#2171b5", label="mean")
-        axes.invert_yaxis()
-        axes.set_xlabel("gradient norm")
-        axes.legend()
-        return figure
 
 
 def _norms_of(tensors: Mapping[str, list[Any]]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from mlx_runtime.distributed.collectives import agree
-from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.runs.metric_states import State, check_metric, is_metric, is_updated, load_state, state_of, state_since
 from mlx_runtime.tracking.metric_sync import (
@@ -259,22 +258,6 @@ class MetricRecorder:
         }
         if item.loader is not None:
             rates |= item.part.rates
-            rates |= self._operations(rates["samples_per_s"])
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
-        if self._context.topology.device.type == "cuda":
-            from mlx_runtime.training.loop.utilization import busy
-
-            rates |= busy(self._context.topology.device)
         return rates
-
-    def _operations(self, samples_per_s: float) -> dict[str, float]:
-        """Return the operations per second of one device, if models have `flops_per_row`."""
-        counted = [model for model in map(unwrap, self._context.groups.modules) if hasattr(model, "flops_per_row")]
-        if not counted:
-            return {}
-        from mlx_runtime.training.loop.utilization import flops_per_row, operations
-
-        topology = self._context.topology
-        flops_per_s = flops_per_row(counted) * samples_per_s / topology.world_size
-        return operations(flops_per_s, topology.device, self._context.cfg)

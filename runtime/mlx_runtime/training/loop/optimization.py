@@ -316,10 +316,6 @@ class Optimization:
                 "cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip"
             )
 
-    def picture(self) -> Any:
-        """Draw the norms of gradients since the last picture, if `cfg.debug.watch_gradients` is set."""
-        return None if self._monitor is None else self._monitor.picture()
-
     def _report_norms(self, values: dict[str, float]) -> None:
         progress = self._context.progress
         self._reporter.record(values, progress.global_step, progress.epoch)

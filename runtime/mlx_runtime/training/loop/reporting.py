@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime.data.loaders import Loader
@@ -181,8 +181,8 @@ class Reporter:
         if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
-    def end_epoch(self, draw: Callable[[], Any], values: Mapping[str, float], epoch: int | None = None) -> None:
-        """Report the numbers recorded since the end of the last epoch, if any, with the figure that `draw` may return.
+    def end_epoch(self, values: Mapping[str, float], epoch: int | None = None) -> None:
+        """Report the numbers recorded since the end of the last epoch, if any.
 
         `values` are numbers that user code logs for the whole epoch, and `epoch` is its number, if user code gives it.
         """
@@ -192,14 +192,11 @@ class Reporter:
             self.collect(values)
         if self._of_epoch:
             cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
-            picture = draw()
             epochs = cfg.num_epochs if progress.epochs is None else progress.epochs
             ended = EpochEnded(self._epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
             self.events.send(ended)
             self.record({**values, "time/epoch_s": seconds}, progress.global_step, self._epoch)
             if self.tracking is not None:
-                if picture is not None and self.tracking.tensorboard is not None:
-                    self.tracking.tensorboard.add_figure("gradient_flow", picture, progress.global_step)
                 self.tracking.trackers.handle(ended)
         self._of_epoch, self._input_speed = {}, {}
         self._epoch_started = time.monotonic()

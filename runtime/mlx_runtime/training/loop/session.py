@@ -131,7 +131,7 @@ class Session:
         if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
             self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
         self.metrics.receive()
-        self.reporter.end_epoch(self.optimization.picture, values or {}, epoch)
+        self.reporter.end_epoch(values or {}, epoch)
 
     # -- a pass and its steps: called by loaders
 

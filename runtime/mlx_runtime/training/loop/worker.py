@@ -68,7 +68,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
 
             stack.enter_context(at_breakpoint(no_pdb(sink)))
-        with loop_errors(topology.rank, job.project, partial(_needs, job, topology)):
+        with loop_errors(topology.rank, job.project, partial(_advice, job, topology)):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
@@ -83,7 +83,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         session = Session(context, strategy, sink, tracking, hooks)
         attach(experiment, session)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(_needs, job, topology, groups)):
+        with loop_errors(topology.rank, job.project, partial(_advice, job, topology)):
             if topology.writes:
                 sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
@@ -127,10 +127,10 @@ _NOT_MIXED = (
 
 
 @contextlib.contextmanager
-def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> Iterator[None]:
+def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> Iterator[None]:
     """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
 
-    `needed` returns further lines for the error if there is no memory left.
+    `advice` returns further lines for the error if there is no memory left.
 
     Raises:
         WorkerLoopError: user code failed; contains its frames in `project`.
@@ -161,13 +161,13 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
             error.args = (f"{error}\n{user_traceback(error, project)}".rstrip(),)
         if not out_of_memory(error):
             raise
-        raise type(error)(f"{error}\n{needed()}".rstrip()) from None
+        raise type(error)(f"{error}\n{advice()}".rstrip()) from None
 
 
-def _needs(job: Job, topology: Topology, groups: Mapping[str, Any] | None = None) -> str:
-    from mlx_runtime.training.loop.memory import describe_needs
+def _advice(job: Job, topology: Topology) -> str:
+    from mlx_runtime.training.loop.memory import advice
 
-    return describe_needs(job, topology, groups)
+    return advice(job, topology)
 
 
 def _run_loop(
