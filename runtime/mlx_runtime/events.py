@@ -167,7 +167,8 @@ class WorkerPosition(WorkerEvent):
     waits_in: str | None = None  # collective that the worker is waiting in
     seconds: float = 0.0  # since its last step
     gpu: bool = False  # True if it trains on a GPU, where Python does not see collectives wait
-    process: Mapping[str, Any] = field(default_factory=dict)  # where it runs, and what it uses: see `positions`
+    host: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True)

@@ -203,17 +203,16 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
 @group.command()
 @options.name()
 @options.run("latest")
-@click.option("--stacks", is_flag=True, help="Also print the Python stack of each worker.")
 @options.json
-def ps(name: str, run: str, stacks: bool, as_json: bool) -> None:
-    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, step, line, CPU, memory and GPU."""
+def ps(name: str, run: str, as_json: bool) -> None:
+    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, process, step and line of code."""
     from mlx_runtime.cli.verbs import positions
 
     found = positions.locate(name, run, lambda text: say(text, err=True))
     if as_json:
         click.echo(to_json(found), nl=False)
         return
-    for line in positions.lines(found, stacks=stacks):
+    for line in positions.lines(found):
         say(line)
     print_table(positions.table(found), sys.stdout)
 

@@ -1,6 +1,7 @@
 """Positions of workers in user code: for the detection of deadlocks, and for `mlx xp ps`."""
 
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -25,37 +26,21 @@ ANSWER_S = 5.0
 POSITIONS = "positions.json"
 """File in the run folder with the latest answer to `RunFolder.LOCATE`."""
 
-SAMPLE_S = 0.2
-"""Time over which the utilization of the CPU is measured."""
-
-MAX_FRAMES = 40
-
-_PROCESS = mapping_with(
-    {
-        **{"host": TEXT, "gpu": TEXT, "stack": list_of(TEXT)},
-        **dict.fromkeys(("pid", "cores", "memory", "free", "gpu_memory"), COUNT),
-        **dict.fromkeys(("cpu_pct", "load", "gpu_pct"), NUMBER),
-    }
-)
 _WORKER = mapping_with(
     {
         **{"rank": COUNT, "epoch": COUNT, "step": COUNT, "seconds": NUMBER, "gpu": FLAG, "at": TEXT},
-        **{"stage": TEXT.or_null(), "waits_in": TEXT.or_null(), "process": _PROCESS},
+        **{"stage": TEXT.or_null(), "waits_in": TEXT.or_null(), "host": TEXT, "pid": COUNT},
     },
-    needs=("rank", "epoch", "step", "seconds", "at", "stage", "waits_in", "process"),
+    needs=("rank", "epoch", "step", "seconds", "at", "stage", "waits_in", "host", "pid"),
 )
 SHAPE = {"time": TIME, "workers": list_of(_WORKER), "world_size": COUNT}
 
 
 class Place(NamedTuple):
-    """The position of a thread: line of user code, collective that it waits in, and frames, innermost first.
-
-    Frames that called user code are left out.
-    """
+    """Position of a thread: line of user code, and collective that it waits in."""
 
     at: str
     waits_in: str | None
-    frames: Sequence[FrameType]
 
 
 def place_of(thread: int, project: Path) -> Place:
@@ -65,33 +50,12 @@ def place_of(thread: int, project: Path) -> Place:
     if _collective(frames) is None:
         waiting = (item for item in stacks.values() if _collective(item) and _users_line(item, project))
         frames = next(waiting, frames)
-    ours = [index for index, frame in enumerate(frames) if _is_users(frame, project)]
-    return Place(_users_line(frames, project), _collective(frames), frames[: ours[-1] + 1] if ours else frames)
+    return Place(_users_line(frames, project), _collective(frames))
 
 
-def process_facts(place: Place) -> dict[str, Any]:
-    """Return where this process runs, and what it uses; sizes in bytes, utilization in percent."""
-    began, used = time.monotonic(), time.process_time()
-    time.sleep(SAMPLE_S)
-    facts = {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "cpu_pct": round(100 * (time.process_time() - used) / (time.monotonic() - began), 1),
-        "load": round(os.getloadavg()[0], 1),
-        "cores": os.cpu_count() or 1,
-        "stack": [_title(frame) for frame in place.frames[:MAX_FRAMES]],
-    }
-    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux has them
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        facts["memory"] = pages * os.sysconf("SC_PAGE_SIZE")
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        facts["free"] = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        facts |= {"gpu": torch.cuda.get_device_name(), "gpu_memory": torch.cuda.memory_reserved()}
-        with contextlib.suppress(Exception):  # nvidia-ml-py is optional, and has its own errors
-            facts["gpu_pct"] = float(torch.cuda.utilization())
-    return facts
+def located(position: WorkerPosition, place: Place, seconds: float = 0.0) -> WorkerPosition:
+    """Return the position of this process: a worker's progress, at a place."""
+    return dataclasses.replace(position, **place._asdict(), seconds=seconds, host=socket.gethostname(), pid=os.getpid())
 
 
 def answer_request(folder: RunFolder, positions: Iterable[WorkerPosition], world_size: int) -> None:
@@ -105,7 +69,7 @@ def answer_request(folder: RunFolder, positions: Iterable[WorkerPosition], world
 def answer_here(folder: RunFolder) -> None:
     """Store the position of a run that trains in the main thread of this process, or has no workers yet."""
     place = place_of(threading.main_thread().ident or 0, Path.cwd())
-    answer_request(folder, [WorkerPosition(0, at=place.at, waits_in=place.waits_in, process=process_facts(place))], 1)
+    answer_request(folder, [located(WorkerPosition(0), place)], 1)
 
 
 def read_answer(folder: RunFolder) -> dict[str, Any]:
@@ -123,18 +87,17 @@ def collect(ask: Callable[[], None], positions: dict[int, WorkerPosition], world
     return [positions[rank] for rank in sorted(positions)]
 
 
-def _title(frame: FrameType, folder: Path | None = None) -> str:
-    file = frame.f_code.co_filename.rpartition("/site-packages/")[2]
-    return f"{Path(file).relative_to(folder) if folder else file}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
 def _is_users(frame: FrameType, project: Path) -> bool:
     file = Path(frame.f_code.co_filename)
     return file.is_relative_to(project) and "site-packages" not in file.parts
 
 
 def _users_line(frames: Sequence[FrameType], project: Path) -> str:
-    return next((_title(frame, project) for frame in frames if _is_users(frame, project)), "")
+    for frame in frames:
+        if _is_users(frame, project):
+            file = Path(frame.f_code.co_filename).relative_to(project)
+            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
 
 
 def _collective(frames: Sequence[FrameType]) -> str | None:

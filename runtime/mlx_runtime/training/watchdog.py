@@ -4,7 +4,6 @@ Every worker notes each of its steps. If it has taken none for `cfg.elastic.hang
 driver then asks all workers for their positions, and decides.
 """
 
-import dataclasses
 import math
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from mlx_runtime.errors import HangError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.training.positions import ANSWER_S, answer_request, collect, place_of, process_facts
+from mlx_runtime.training.positions import ANSWER_S, answer_request, collect, located, place_of
 
 
 class Watchdog:
@@ -41,13 +40,7 @@ class Watchdog:
     def position(self) -> WorkerPosition:
         """Return the position of the watched thread, or of another one in which user code waits for other workers."""
         place = place_of(self._thread, self._project)
-        return dataclasses.replace(
-            self._progress(),
-            at=place.at,
-            waits_in=place.waits_in,
-            seconds=time.monotonic() - self._last_step,
-            process=process_facts(place),
-        )
+        return located(self._progress(), place, time.monotonic() - self._last_step)
 
     def _watch(self) -> None:
         last_sent = self._last_step

@@ -60,7 +60,7 @@ def test_a_run_whose_driver_died_is_not_asked(run: RunFolder) -> None:
 )
 def test_it_says_who_waits_for_whom(run: RunFolder, others: dict[int, str | None], summary: str | None) -> None:
     found = [
-        WorkerPosition(rank, 0, "train", 5, "src/a.py:3 in f", waits, 70.0, process={"host": "a", "pid": rank})
+        WorkerPosition(rank, 0, "train", 5, "src/a.py:3 in f", waits, 70.0, host="a", pid=rank)
         for rank, waits in {0: "all_reduce", **others}.items()
     ]
     run.ask(run.LOCATE)

@@ -256,7 +256,7 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     )
     found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
     assert (found["run"], found["status"], found["world_size"]) == ("faults/run_001", "RUNNING", 1)
-    assert found["workers"][0]["process"]["pid"] == process.pid
+    assert found["workers"][0]["pid"] == process.pid
     assert found["workers"][0]["at"].startswith("src/experiment.py:")
     stopped = mlx(folder, "xp", "stop", "faults", "run_001")
     assert (stopped.returncode, stopped.stdout) == (0, "faults run_001 is STOPPED\n"), stopped.stderr
@@ -290,13 +290,12 @@ class TestTwoWorkers:
         process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG)
         wait_for(lambda: len(steps_of(folder)) > 4)
         found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
-        pids = [worker["process"]["pid"] for worker in found["workers"]]
+        pids = [worker["pid"] for worker in found["workers"]]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        assert found["workers"][1]["process"]["stack"][-1].startswith(f"{folder}/src/experiment.py:")
+        assert found["workers"][1]["at"].startswith("src/experiment.py:")
         os.kill(pids[1], signal.SIGSTOP)
-        shown = mlx(folder, "xp", "ps", "faults", "--stacks").stdout.splitlines()
+        shown = mlx(folder, "xp", "ps", "faults").stdout.splitlines()
         assert "rank 1 did not answer within 5 s: stopped processes, or unreachable nodes" in shown
-        assert shown[shown.index("rank 0, innermost call last") + 1].startswith(f"  {folder}/src/experiment.py:")
         assert re.match(rf"0 +\S+ +{pids[0]} +\d+: \w+ \d+ ", shown[-1])
         os.kill(pids[1], signal.SIGCONT)
         process.send_signal(signal.SIGTERM)

@@ -1,6 +1,5 @@
 """`mlx xp ps`: where each worker of a run is, according to its driver."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.listing import Row
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.tables import format_duration
-from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.leases import holder
 from mlx_runtime.training.positions import ANSWER_S, read_answer
 
@@ -73,7 +71,7 @@ def _ask(folder: RunFolder, record: Mapping[str, Any], notify: Callable[[str], o
         raise MlxError(f"the answer of the driver of {folder.title} cannot be read: {error}") from error
 
 
-def lines(found: Mapping[str, Any], *, stacks: bool = False) -> Iterator[str]:
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines that describe a run and, unless there is a table to print, why no worker is shown."""
     record = found["record"]
     parts = [f"{found['run']} {found['status']} for {format_duration(found['duration_s'])}"]
@@ -91,9 +89,6 @@ def lines(found: Mapping[str, Any], *, stacks: bool = False) -> Iterator[str]:
         yield f"waits for {record['waits_for']}"
     if summary := _summary(found):
         yield summary
-    for worker in found.get("workers", ()) if stacks else ():
-        yield f"rank {worker['rank']}, innermost call last"
-        yield from (f"  {line}" for line in reversed(worker["process"].get("stack", ())))
 
 
 def _summary(found: Mapping[str, Any]) -> str:
@@ -120,31 +115,16 @@ def _ranks(ranks: list[int]) -> str:
 
 def table(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return one row per worker, as text by column."""
-    rows = []
-    for item in found.get("workers", ()):
-        process = item["process"]
-        stage = f"{item['stage']} {item['step']}" if item["stage"] else "before the first pass"
-        row = {
+    return [
+        {
             "rank": str(item["rank"]),
-            "node": process.get("host", ""),
-            "pid": str(process.get("pid", "")),
-            "step": f"{item['epoch'] + 1}: {stage}",
+            "node": item["host"],
+            "pid": str(item["pid"]),
+            "step": f"{item['epoch'] + 1}: "
+            + (f"{item['stage']} {item['step']}" if item["stage"] else "before the first pass"),
             "since": format_duration(item["seconds"]) if item["stage"] else "",
             "waits in": (item["waits_in"] or "").partition(" (")[0],
             "line": item["at"],
-            "CPU": _percent(process, "cpu_pct"),
-            "memory": size_text(process["memory"]) if "memory" in process else "",
-            "node free": size_text(process["free"]) if "free" in process else "",
-            "load": f"{process['load']:g}/{process['cores']}" if {"load", "cores"} <= {*process} else "",
         }
-        if "gpu" in process:
-            row |= {"GPU": _percent(process, "gpu_pct"), "GPU memory": size_text(process.get("gpu_memory", 0))}
-        rows.append(row)
-    columns = [name for name in max(rows, key=len, default={}) if any(row.get(name) for row in rows)]
-    return [{name: row.get(name, "") for name in columns} for row in rows]
-
-
-def _percent(process: Mapping[str, Any], name: str) -> str:
-    with contextlib.suppress(KeyError, TypeError):
-        return f"{process[name]:.0f} %"
-    return ""
+        for item in found.get("workers", ())
+    ]

@@ -620,7 +620,7 @@ class TestALongRun:
         assert done.returncode == 0, done.stderr
         workers = json.loads(done.stdout)["workers"]
         assert [worker["rank"] for worker in workers] == list(range(len(workers)))
-        assert all(worker["at"].startswith("src/") and worker["process"]["memory"] > 1e7 for worker in workers)
+        assert all(worker["at"].startswith("src/") and worker["pid"] > 0 for worker in workers)
 
     def test_one_without_room_says_what_it_waits_for(
         self, long_run: Proxy, user: User, ray_cluster: RayCluster
