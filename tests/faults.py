@@ -1,6 +1,6 @@
 """Kill a run of `tests/experiments/faults` repeatedly, on one machine or on a cluster of several raylets.
 
-`make chaos` calls `main`; `tests/runtime/training/test_faults.py` uses the other functions.
+`make chaos` calls `main`; `tests/runtime/workers/test_faults.py` uses the other functions.
 """
 
 import argparse

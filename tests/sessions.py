@@ -9,13 +9,13 @@ import torch
 
 from mlx_runtime import BaseModule
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.loop.channel import Direct
+from mlx_runtime.loop.context import Groups, RunContext
+from mlx_runtime.loop.experiment import attach as attach_session
+from mlx_runtime.loop.session import Session
+from mlx_runtime.loop.strategies.base import Strategy
+from mlx_runtime.loop.strategies.ddp import DDP
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.training.loop.channel import Direct
-from mlx_runtime.training.loop.context import Groups, RunContext
-from mlx_runtime.training.loop.experiment import attach as attach_session
-from mlx_runtime.training.loop.session import Session
-from mlx_runtime.training.strategies.base import Strategy
-from mlx_runtime.training.strategies.ddp import DDP
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 

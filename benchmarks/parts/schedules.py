@@ -17,8 +17,8 @@ from torch.distributed import pipelining
 
 import mlx_runtime
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.loop.strategies.selection import strategy_of
 from mlx_runtime.sections import Fragments
-from mlx_runtime.training.strategies.selection import strategy_of
 
 TITLE = "Schedules of pipelines"
 

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from mlx_runtime.distributed.randomness import set_seed
     from mlx_runtime.distributed.topology import get_device
     from mlx_runtime.distributed.wrapping import prepare_model, unwrap
+    from mlx_runtime.driver.job_options import DataConfig
+    from mlx_runtime.driver.planning import connect
+    from mlx_runtime.driver.request import load_config
+    from mlx_runtime.driver.terminal import fit
     from mlx_runtime.errors import MlxError
     from mlx_runtime.exits import clean_exit
+    from mlx_runtime.loop.experiment import BaseModule
+    from mlx_runtime.loop.options import TrainConfig
     from mlx_runtime.runs.queries.reader import open_run
-    from mlx_runtime.training.job_options import DataConfig
-    from mlx_runtime.training.loop.experiment import BaseModule
-    from mlx_runtime.training.options import TrainConfig
-    from mlx_runtime.training.planning import connect
-    from mlx_runtime.training.request import load_config
-    from mlx_runtime.training.terminal import fit
 
 __version__ = "0.1.0"
 
@@ -81,24 +81,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BaseModule": "training.loop.experiment",
+    "BaseModule": "loop.experiment",
     "DUMMY_PARAMS": "config.building",
-    "DataConfig": "training.job_options",
+    "DataConfig": "driver.job_options",
     "DataJob": "companions.ray.datajob",
     "MlxError": "errors",
-    "TrainConfig": "training.options",
+    "TrainConfig": "loop.options",
     "Trainer": "companions.notebook.function_runs",
     "accelerate": "companions.notebook.functions",
     "clean_exit": "exits",
     "clusterize": "companions.fragments.clusterizing",
-    "connect": "training.planning",
+    "connect": "driver.planning",
     "defer_loading": "config.constructors.declarations",
-    "fit": "training.terminal",
+    "fit": "driver.terminal",
     "get_dataset_shard": "companions.notebook.functions",
     "get_device": "distributed.topology",
     "kfold": "companions.sweeps.api",
     "load_checkpoint": "companions.notebook.functions",
-    "load_config": "training.request",
+    "load_config": "driver.request",
     "load_export": "companions.serving.exports.exported",
     "local_rank": "companions.notebook.functions",
     "open_run": "runs.queries.reader",

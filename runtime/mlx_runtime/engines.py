@@ -4,18 +4,18 @@ from typing import TYPE_CHECKING
 
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.training.engines.base import Cluster, Job, lost
-from mlx_runtime.training.engines.placement import changing_size, this_machine
-from mlx_runtime.training.engines.protocol import Engine, EngineClass, Group
-from mlx_runtime.training.engines.worker import WorkerJob, load_results, run_worker
-from mlx_runtime.training.loop.connections import Remote
-from mlx_runtime.training.loop.worker import train_to
+from mlx_runtime.loop.job import Cluster, Job, lost
+from mlx_runtime.workers.connections import Remote
+from mlx_runtime.workers.placement import changing_size, this_machine
+from mlx_runtime.workers.process import WorkerJob, load_results, run_worker
+from mlx_runtime.workers.protocol import Engine, EngineClass, Group
+from mlx_runtime.workers.worker import train_to
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.engines.base import STOP, SweepEngine, SweepEngineClass, Trials
     from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
-    from mlx_runtime.training.engines.local import Local
-    from mlx_runtime.training.processes.links import PRUNE, Link
+    from mlx_runtime.driver.links import PRUNE, Link
+    from mlx_runtime.workers.local import Local
 
 _SWEEPS = "mlx_runtime.companions.sweeps"
 
@@ -51,7 +51,7 @@ __getattr__ = imports_on_use(
     {
         **dict.fromkeys(("STOP", "SweepEngine", "SweepEngineClass", "Trials"), f"{_SWEEPS}.engines.base"),
         **dict.fromkeys(("TrialJob", "record_end", "run_trial"), f"{_SWEEPS}.trial"),
-        **dict.fromkeys(("PRUNE", "Link"), "mlx_runtime.training.processes.links"),
-        "Local": "mlx_runtime.training.engines.local",
+        **dict.fromkeys(("PRUNE", "Link"), "mlx_runtime.driver.links"),
+        "Local": "mlx_runtime.workers.local",
     },
 )

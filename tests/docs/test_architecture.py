@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 REFERENCE = re.compile(r"`([\w/<>.]+\.py)(?:: ([\w.]+))?`")
-"""A file, such as `training/driver.py`, or something it defines, such as `training/driver.py: Driver.run`."""
+"""A file, such as `driver/driver.py`, or something it defines, such as `driver/driver.py: Driver.run`."""
 STEP = re.compile(r"^( *)(?:\d+\.|-) `([\w/<>.]+\.py): ([\w.]+)`", re.MULTILINE)
 """An item of a list that starts with a function; its callees are indented below it."""
 

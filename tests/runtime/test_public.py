@@ -17,7 +17,7 @@ def test_all_is_sorted_and_importable() -> None:
 
 
 def test_the_class_is_the_one_from_its_module() -> None:
-    from mlx_runtime.training.loop.experiment import BaseModule
+    from mlx_runtime.loop.experiment import BaseModule
 
     assert mlx_runtime.BaseModule is BaseModule
 

@@ -22,8 +22,8 @@ MAX_MODULES, MAX_LINES = 98, 15_200
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
     *("runs.outputs", "runs.queries", "runs.remote"),
-    *("tracking.tables", "training.engines.local", "training.processes", "training.watchdog"),
-    *("training.loop.leftovers", "training.loop.weighting"),
+    *("tracking.tables", "workers.local", "training.processes", "workers.watchdog"),
+    *("loop.leftovers", "loop.weighting"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""
 

@@ -14,7 +14,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.runs.folder import names_run
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.driver.request import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Context settings of commands with overrides, some of which begin with a dash."""
@@ -93,7 +93,7 @@ def load_config(
     Further fields are those of `Request`. Rejects a run that is in use, and a data job whose output is in use or
     exists. Without torch, the code is not imported, and its job checks the config.
     """
-    from mlx_runtime.training.request import Request, load_config
+    from mlx_runtime.driver.request import Request, load_config
 
     if seen := find_spec("torch") is not None:
         projects.bind_first(kind, folder)

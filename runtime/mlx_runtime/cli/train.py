@@ -85,7 +85,7 @@ def run(
     resume, overrides = commands.split_resume(resume, overrides)
     if code and not resume:
         raise UsageError("--code=stored goes with --resume: it is the code of that run")
-    from mlx_runtime.training.request import Request
+    from mlx_runtime.driver.request import Request
 
     given = {"--prepare-batches": make, "--no-prepared": never, f"--overfit={overfit}": overfit, "--profile": profile}
     implied = Request.parse([option for option, value in given.items() if value]).overrides

@@ -21,8 +21,8 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import FIRST_SETTINGS, Binding, bind, header, merge
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build
+from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError
-from mlx_runtime.training.request import load_config
 
 pytestmark = pytest.mark.pure
 

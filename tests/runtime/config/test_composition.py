@@ -29,10 +29,10 @@ from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError
-from mlx_runtime.training.loop.assembly import build_experiment
-from mlx_runtime.training.request import load_config
-from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.loop.assembly import build_experiment
+from mlx_runtime.loop.strategies.ddp import DDP
 
 pytestmark = pytest.mark.pure
 

@@ -27,7 +27,7 @@ from mlx_runtime.config.constructors.declarations import Declaration, defer_load
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.training.loop.assembly import silence_load_reports
+from mlx_runtime.loop.assembly import silence_load_reports
 
 pytestmark = pytest.mark.process
 

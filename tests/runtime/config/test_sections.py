@@ -11,11 +11,11 @@ import yaml
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.constructors.suggestions import MOVED
+from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import ConfigError
+from mlx_runtime.loop import resuming
+from mlx_runtime.loop.options import minimums
 from mlx_runtime.sections import CrossValidation, Elastic, Hub, Section, Sharding
-from mlx_runtime.training import resuming
-from mlx_runtime.training.options import minimums
-from mlx_runtime.training.request import load_config
 
 pytestmark = pytest.mark.pure
 

@@ -19,9 +19,9 @@ from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.composition import Config, check, read
 from mlx_runtime.config.constructors.signatures import settings_of
+from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError, UsageError
 from mlx_runtime.runs.uploads import Upload
-from mlx_runtime.training.request import load_config
 
 pytestmark = pytest.mark.pure
 

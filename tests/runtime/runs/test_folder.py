@@ -12,6 +12,7 @@ from mlx_runtime import BaseModule, DataConfig, TrainConfig
 from mlx_runtime.companions.ray.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.driver import request
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
@@ -21,7 +22,6 @@ from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.runs.records import load_record
 from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
-from mlx_runtime.training import request
 
 pytestmark = pytest.mark.pure
 

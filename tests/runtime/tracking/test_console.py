@@ -14,6 +14,9 @@ from typing import Any, cast
 import pytest
 
 from mlx_runtime.companions.notebook.functions import FunctionConfig
+from mlx_runtime.driver.console_lines import ConsoleLines
+from mlx_runtime.driver.planning import RunPlan
+from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.events import (
     EpochEnded,
     Notice,
@@ -24,16 +27,13 @@ from mlx_runtime.events import (
     WorkersStarted,
     WorkersWaiting,
 )
+from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.job import Cluster
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.loop.resuming import Change
 from mlx_runtime.sections import Elastic
 from mlx_runtime.tracking import console
 from mlx_runtime.tracking.console import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
-from mlx_runtime.training.console_lines import ConsoleLines
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.loop.experiment import BaseModule
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.planning import RunPlan
-from mlx_runtime.training.request import RunConfig
-from mlx_runtime.training.resuming import Change
 
 pytestmark = pytest.mark.pure
 

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
+from mlx_runtime.loop.passes import Pass
 from mlx_runtime.tracking.metric_sync import (
     BUFFER_BYTES,
     MetricSync,
@@ -29,7 +30,6 @@ from mlx_runtime.tracking.metric_sync import (
     numbers,
     snapshots,
 )
-from mlx_runtime.training.loop.passes import Pass
 
 pytestmark = pytest.mark.pure
 

@@ -22,9 +22,9 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.processes.children import die_with_parent, unsafe_to_fork
-from mlx_runtime.training.stop_requests import StopRequests, Terminated, sigterm_stops
+from mlx_runtime.workers.children import die_with_parent, unsafe_to_fork
+from mlx_runtime.workers.placement import JOB_FLAG
+from mlx_runtime.workers.stop_requests import StopRequests, Terminated, sigterm_stops
 
 if TYPE_CHECKING:
     from mlx_runtime.config.binding.conf_file import Binding
@@ -157,7 +157,7 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     from mlx_runtime.config.constructors.signatures import base_of, groups, settings_of
     from mlx_runtime.config.constructors.suggestions import describe_move
     from mlx_runtime.config.constructors.targets import object_at
-    from mlx_runtime.training.options import minimums
+    from mlx_runtime.loop.options import minimums
 
     experiment = main_class(AN_EXPERIMENT, folder)
     texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
@@ -195,7 +195,7 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
         main = folder / "main.py"
         if not main.is_file():
             raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-        from mlx_runtime.training.request import Request
+        from mlx_runtime.driver.request import Request
 
         sys.path.insert(0, str(folder))
         function = runpy.run_path(str(main), run_name="main").get("main")
@@ -233,7 +233,7 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
         folder = snapshots.unpack(code_of)
     cls = main_class(kind, folder)
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
-        from mlx_runtime.training.engines.local import warm_up
+        from mlx_runtime.workers.local import warm_up
 
         warm_up()
     return folder, cls
@@ -259,7 +259,7 @@ def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
     for command in group.list_commands(context):
         if (other := group.get_command(context, command)) and any(name in item.opts for item in other.params):
             return f"it belongs to: {kind.command} {command} {name}"
-    from mlx_runtime.training.options import TrainConfig
+    from mlx_runtime.loop.options import TrainConfig
 
     settings = [item.name for item in dataclasses.fields(TrainConfig)] if kind == AN_EXPERIMENT else []
     if setting not in settings:

@@ -18,15 +18,15 @@ from mlx_runtime.data.definitions import construction, stream_names
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.topology import Topology, device_here
+from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
+from mlx_runtime.loop.experiment import BaseModule, attach
+from mlx_runtime.loop.optimization import prepare_models
+from mlx_runtime.loop.stopping import LoopStopped
+from mlx_runtime.loop.strategies.building import build_models
+from mlx_runtime.loop.strategies.ddp import DDP
 from mlx_runtime.runs.checkpoints.groups import members
-from mlx_runtime.training.loop.experiment import BaseModule, attach
-from mlx_runtime.training.loop.optimization import prepare_models
-from mlx_runtime.training.loop.stopping import LoopStopped
-from mlx_runtime.training.loop.worker import enter_ray_train, loop_errors
-from mlx_runtime.training.request import RunConfig
-from mlx_runtime.training.strategies.building import build_models
-from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.workers.worker import enter_ray_train, loop_errors
 
 SHARE_FOR_MODELS = 0.25
 """Share of free memory above which models are built on the meta device."""

@@ -62,7 +62,7 @@ def train_clusterize(
     from mlx_runtime.companions.fragments.planning import FILE, plan
     from mlx_runtime.companions.fragments.tracing import trace
     from mlx_runtime.config.projects import CONF
-    from mlx_runtime.training.request import load_config
+    from mlx_runtime.driver.request import load_config
 
     config = load_config(experiment, words)
     cfg = config.cfg

@@ -38,7 +38,7 @@ from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S, heartbeat, is_alive
 from mlx_runtime.storage.publishing import create_whole
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.engines.base import Job
+    from mlx_runtime.loop.job import Job
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, Kind, from_json, list_of, misfit
 from mlx_runtime.storage.local import read_regular
-from mlx_runtime.training.engines.local import NODE_NAME
+from mlx_runtime.workers.local import NODE_NAME
 
 FILE_BYTES = 16 << 20
 

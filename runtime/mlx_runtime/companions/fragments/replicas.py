@@ -27,13 +27,13 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
+from mlx_runtime.loop.strategies.aliasing import raw
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.storage.files import storage_root
-from mlx_runtime.training.strategies.aliasing import raw
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.fragments.meeting import Meeting
-    from mlx_runtime.training.engines.base import Job
+    from mlx_runtime.loop.job import Job
 
 
 _STARTS_OVER = (

@@ -24,8 +24,8 @@ from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError
+from mlx_runtime.loop.strategies.aliasing import alias
 from mlx_runtime.runs.metric_states import AnyMetric, keeps_rows, load_state, state_of
-from mlx_runtime.training.strategies.aliasing import alias
 
 LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
 """Returns the loss of a part of a batch, and its weight; None counts rows."""

@@ -21,12 +21,9 @@ from mlx_runtime.distributed.randomness import load_random_state_dict, random_st
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
-from mlx_runtime.runs.checkpoints.groups import members
-from mlx_runtime.runs.tables import plural
-from mlx_runtime.storage.files import size_text
-from mlx_runtime.training.strategies.aliasing import raw
-from mlx_runtime.training.strategies.blocks import blocks_of, select_modules
-from mlx_runtime.training.strategies.building import (
+from mlx_runtime.loop.strategies.aliasing import raw
+from mlx_runtime.loop.strategies.blocks import blocks_of, select_modules
+from mlx_runtime.loop.strategies.building import (
     allocate,
     build_models,
     check_values,
@@ -34,8 +31,11 @@ from mlx_runtime.training.strategies.building import (
     initialize,
     place,
 )
-from mlx_runtime.training.strategies.recomputation import recompute_blocks
-from mlx_runtime.training.strategies.selection import own_strategies, problems
+from mlx_runtime.loop.strategies.recomputation import recompute_blocks
+from mlx_runtime.loop.strategies.selection import own_strategies, problems
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.tables import plural
+from mlx_runtime.storage.files import size_text
 
 _CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from mlx_runtime.companions.fragments.wire import Wire
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import USER_ERRORS, ConfigError, short_message
-from mlx_runtime.training.strategies.blocks import repeated_blocks
+from mlx_runtime.loop.strategies.blocks import repeated_blocks
 
 ROUNDS = 3
 """Number of timed forward and backward passes; one before them is not timed."""

@@ -26,12 +26,12 @@ from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, SWEEP_PAGE, 
 from mlx_runtime.companions.hub.repository import File
 from mlx_runtime.companions.hub.screening import screen
 from mlx_runtime.errors import MlxError
+from mlx_runtime.loop.examples import EXAMPLES
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import ABOUT, list_checkpoints
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.storage.files import Storage, join_path, storage_at, to_json
-from mlx_runtime.training.loop.examples import EXAMPLES
 
 STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""

@@ -7,12 +7,12 @@ from typing import Any
 from mlx_runtime.companions.hub import restoring
 from mlx_runtime.companions.hub.mirror import WITHOUT, Mirror
 from mlx_runtime.companions.hub.repository import UnreachableError
+from mlx_runtime.driver.extensions import AccompaniedRun, Listener
+from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import CheckpointSaved, Event, Notice
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.training.extensions import AccompaniedRun, Listener
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.request import RunConfig
 
 
 class Mirroring:

@@ -51,7 +51,7 @@ def run_of(job: str, root: str, experiment: str) -> RunFolder | None:
 
 
 def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
-    from mlx_runtime.training.request import Request
+    from mlx_runtime.driver.request import Request
 
     request = Request.parse(words)
     folder, before = run_of(job["id"], root, experiment), dict[str, Any]()

@@ -24,7 +24,7 @@ from mlx_runtime.storage.files import is_uri, storage_root
 from mlx_runtime.storage.secrets.redaction import secret_keys
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.driver.request import RunConfig
 
 DRIVER = "mlx_runtime.companions.kubernetes.driver"
 """Module that the job runs."""
@@ -66,7 +66,7 @@ class KubeLaunch:
 
     def submit_run(self) -> AppliedJob:
         """Apply the RayJob of a run."""
-        from mlx_runtime.training.request import Request
+        from mlx_runtime.driver.request import Request
 
         config = self.config
         resume = config.run.name if config.run else None

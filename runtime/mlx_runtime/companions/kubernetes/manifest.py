@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import to_yaml
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.workers.placement import JOB_FLAG
 
 NAME_LETTERS = 47
 """Maximum length of a RayJob's name: KubeRay appends to it for the names of the cluster, its pods and services."""

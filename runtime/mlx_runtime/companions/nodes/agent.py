@@ -22,14 +22,14 @@ from mlx_runtime.companions.nodes.rendezvous import RESTORED, versions
 from mlx_runtime.companions.nodes.store import NetworkStore
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.errors import MlxError, short_message
+from mlx_runtime.loop.job import Job
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.documents import stays_below
-from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.engines.local import start_workers
-from mlx_runtime.training.engines.scratch import Scratch
-from mlx_runtime.training.engines.worker import WorkerJob
-from mlx_runtime.training.processes.fork_server import ForkServer
+from mlx_runtime.workers.fork_server import ForkServer
+from mlx_runtime.workers.local import start_workers
+from mlx_runtime.workers.process import WorkerJob
+from mlx_runtime.workers.scratch import Scratch
 
 AGAIN_S = 1.0
 """Interval between attempts to connect."""

@@ -22,16 +22,16 @@ from mlx_runtime.companions.nodes.roster import KEY_BYTES, Node, nodes_of
 from mlx_runtime.companions.nodes.store import NetworkStore, Values
 from mlx_runtime.errors import ConfigError, MlxError, WorkerLostError
 from mlx_runtime.events import Notice
+from mlx_runtime.loop.channel import address_towards
+from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
+from mlx_runtime.loop.strategies.selection import own_strategies, strategy_class
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, attempt_name
 from mlx_runtime.storage.files import Storage, is_uri, join_path, parent_of, storage_at
-from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked, backend_of
-from mlx_runtime.training.engines.local import Local, LocalGroup
-from mlx_runtime.training.engines.placement import this_machine
-from mlx_runtime.training.loop.channel import address_towards
-from mlx_runtime.training.stop_requests import Terminated
-from mlx_runtime.training.strategies.selection import own_strategies, strategy_class
+from mlx_runtime.workers.local import Local, LocalGroup
+from mlx_runtime.workers.placement import this_machine
+from mlx_runtime.workers.stop_requests import Terminated
 
 KEY = "MLX_JOIN_KEY"
 """Environment variable with the key of the run, on all its machines."""

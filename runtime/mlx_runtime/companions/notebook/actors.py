@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
-from mlx_runtime.training.engines.base import backend_of
-from mlx_runtime.training.loop.worker import loop_errors
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.job import backend_of
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.workers.worker import loop_errors
 
 ROOM_S = 60
 """Time to wait for room on a cluster."""

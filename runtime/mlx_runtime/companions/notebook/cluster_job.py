@@ -19,6 +19,10 @@ from typing import Any
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.notebook.returned import write_value
 from mlx_runtime.config.projects import project_module
+from mlx_runtime.driver.background import load_bound_config
+from mlx_runtime.driver.planning import connect
+from mlx_runtime.driver.request import Request
+from mlx_runtime.driver.terminal import fit
 from mlx_runtime.errors import MlxError, full_message
 from mlx_runtime.events import (
     Event,
@@ -34,10 +38,6 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
 from mlx_runtime.storage.secrets.redaction import redact
-from mlx_runtime.training.planning import connect
-from mlx_runtime.training.processes.background import load_bound_config
-from mlx_runtime.training.request import Request
-from mlx_runtime.training.terminal import fit
 
 END = "End"
 """Kind of the last line, with `status` and `error`, the text of an error or null."""

@@ -21,6 +21,7 @@ from mlx_runtime.companions.notebook import cluster_job
 from mlx_runtime.companions.notebook.cluster_job import END, events_name, returned_name
 from mlx_runtime.companions.notebook.returned import UnknownClassError, read_value
 from mlx_runtime.config.projects import project_module
+from mlx_runtime.driver.background import RunJob, load_bound_config
 from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
 from mlx_runtime.runs import records
@@ -29,7 +30,6 @@ from mlx_runtime.runs.queries.lookup import conf_value, resolve_run
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import join_path, storage_at
-from mlx_runtime.training.processes.background import RunJob, load_bound_config
 
 POLL_S = 0.5
 """Interval for reading the events of a run, and the state of its job; four times as long on an object store."""

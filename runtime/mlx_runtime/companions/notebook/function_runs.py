@@ -23,18 +23,18 @@ from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
 from mlx_runtime.config.constructors.suggestions import describe_move
 from mlx_runtime.config.overrides import override
+from mlx_runtime.driver.background import RunJob
+from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.queries.reader import Run, open_run
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.storage.files import join_path
-from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gpus
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.processes.background import RunJob
-from mlx_runtime.training.request import Request
+from mlx_runtime.workers.placement import JOB_FLAG, engine_for, uses_gpus
 
 Results = list[dict[str, Any]]
 """Reports of all workers, by rank."""

@@ -30,10 +30,10 @@ from mlx_runtime.distributed.wrapping import prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
 from mlx_runtime.importing import after_import
+from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.optimization import prepare_models
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.storage.files import size_text
-from mlx_runtime.training.loop.experiment import BaseModule
-from mlx_runtime.training.loop.optimization import prepare_models
-from mlx_runtime.training.options import TrainConfig
 
 CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
 """Steps that all workers must take together, in words for errors."""

@@ -15,16 +15,16 @@ from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_noteboo
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.sources import MODULE
 from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.driver.background import RunJob, work
+from mlx_runtime.driver.links import RunProcess
+from mlx_runtime.driver.request import Request
+from mlx_runtime.driver.standby import get_server
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted, WorkersLost
+from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.queries.reader import Run, open_run
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.loop.experiment import BaseModule
-from mlx_runtime.training.processes.background import RunJob, work
-from mlx_runtime.training.processes.children import exit_reason
-from mlx_runtime.training.processes.links import RunProcess
-from mlx_runtime.training.processes.standby import get_server
-from mlx_runtime.training.request import Request
+from mlx_runtime.workers.children import exit_reason
 
 Listener = Callable[[Event], None]
 

@@ -13,7 +13,7 @@ from ray import tune
 from mlx_runtime.companions.notebook.functions import FunctionConfig, load_function
 from mlx_runtime.companions.notebook.sources import ENVIRONMENT
 from mlx_runtime.runs.queries.reader import open_run
-from mlx_runtime.training.engines.placement import JOB_FLAG, uses_gpus
+from mlx_runtime.workers.placement import JOB_FLAG, uses_gpus
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.notebook.function_runs import FunctionRun

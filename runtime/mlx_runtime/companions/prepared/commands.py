@@ -24,6 +24,6 @@ def _prepare(overrides: Sequence[str]) -> None:
     projects.bind_first(AN_EXPERIMENT, folder)
     experiment = main_class(AN_EXPERIMENT, folder)
     from mlx_runtime.companions.prepared.display import prepare
-    from mlx_runtime.training.request import load_config
+    from mlx_runtime.driver.request import load_config
 
     prepare(load_config(experiment, [*overrides, "cfg.preparation.mode=make"]))

@@ -15,10 +15,10 @@ from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.constructors.declarations import Declaration
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.data.definitions import dataset_nodes, stream_names
+from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Event, Notice, PreparationProgress
 from mlx_runtime.storage.files import is_uri, storage_root
-from mlx_runtime.training.request import RunConfig
 
 
 def prepare_datasets(

@@ -7,9 +7,9 @@ from pathlib import Path
 from mlx_runtime import companions
 from mlx_runtime.companions.prepared.datasets import prepare_datasets
 from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.driver.planning import check_datasets
+from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.planning import check_datasets
-from mlx_runtime.training.request import RunConfig
 
 
 def prepare(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.launch import SubmittedJob
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.driver.request import RunConfig
 
 
 ELSEWHERE = {"kubernetes": ("ray_address", "retries", "pip", "follow"), "slurm": ("ray_address", "retries", "pip")}

@@ -14,6 +14,7 @@ from typing import Any, TextIO, TypeVar, cast
 from mlx_runtime.companions.ray.items import FinishedItems, fingerprints, interrupted
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import Config
+from mlx_runtime.driver.job_options import DataConfig
 from mlx_runtime.errors import (
     ConfigError,
     DataJobError,
@@ -24,6 +25,7 @@ from mlx_runtime.errors import (
     short_message,
     user_errors,
 )
+from mlx_runtime.loop.job import Cluster
 from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import claim_run, named_run
 from mlx_runtime.runs.logs import Log
@@ -38,9 +40,7 @@ from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import join_path, size_text, storage_root
 from mlx_runtime.storage.secrets.redaction import redact
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.job_options import DataConfig
-from mlx_runtime.training.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
+from mlx_runtime.workers.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
 
 CLAIMED = "MLX_DATA_JOB"
 """Variable with the folder that the launcher of a job has claimed for its record."""

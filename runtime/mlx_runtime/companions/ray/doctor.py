@@ -49,7 +49,7 @@ def _experiment() -> Iterator[Check]:
     """Check the config and the storage of the working directory."""
     storage = Settings.read().storage
     if projects.EXPERIMENT.is_file():
-        from mlx_runtime.training.request import load_config
+        from mlx_runtime.driver.request import load_config
 
         try:
             config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)

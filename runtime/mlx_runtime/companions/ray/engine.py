@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.ray.start import on_ray
-from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
+from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.group import RayGroup

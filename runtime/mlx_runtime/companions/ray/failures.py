@@ -5,7 +5,7 @@ import re
 import ray.exceptions
 
 from mlx_runtime.errors import MlxError, full_message, short_message
-from mlx_runtime.training.engines.recovery import WorkerDied
+from mlx_runtime.workers.recovery import WorkerDied
 
 LARGEST = 3  # processes named after a lack of memory
 

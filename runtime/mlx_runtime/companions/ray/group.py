@@ -20,11 +20,11 @@ from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
 from mlx_runtime.events import Notice
-from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked, backend_of
-from mlx_runtime.training.engines.local import NODE_NAME
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.engines.recovery import RestartingGroup, WorkerDied
-from mlx_runtime.training.strategies.selection import strategy_class
+from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
+from mlx_runtime.loop.strategies.selection import strategy_class
+from mlx_runtime.workers.local import NODE_NAME
+from mlx_runtime.workers.placement import JOB_FLAG
+from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied
 
 RESIZE_S = 10.0
 """Minimum time between two changes of the size of an elastic group."""

@@ -29,10 +29,10 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import storage_root
 from mlx_runtime.storage.secrets.redaction import redact
-from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.workers.placement import JOB_FLAG
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.driver.request import RunConfig
 
 STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
 FAILED_LOG_LINES = 40
@@ -83,7 +83,7 @@ class Launch:
 
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
-        from mlx_runtime.training.request import Request
+        from mlx_runtime.driver.request import Request
 
         config = self.config
         origin = path_there(config.origin.location) if config.origin else None

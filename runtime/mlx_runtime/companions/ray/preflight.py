@@ -18,18 +18,18 @@ from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
+from mlx_runtime.driver.job_options import DataConfig
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
+from mlx_runtime.loop.options import ENGINES
 from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.storage.secrets.redaction import redact_override, secret_keys
-from mlx_runtime.training.engines import ENGINES
-from mlx_runtime.training.engines.placement import engine_class, shortage, uses_gpus
-from mlx_runtime.training.job_options import DataConfig
+from mlx_runtime.workers.placement import engine_class, shortage, uses_gpus
 
 if TYPE_CHECKING:
     from mlx_runtime.config.composition import Config
-    from mlx_runtime.training.options import TrainConfig
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.driver.request import RunConfig
+    from mlx_runtime.loop.options import TrainConfig
 
 MIN_RAY = 2, 60  # as in pyproject.toml
 LIMIT_BYTES = 100 << 20  # maximum size of an upload

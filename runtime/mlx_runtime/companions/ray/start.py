@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 
 from mlx_runtime.companions.ray.autoscaler import room
+from mlx_runtime.driver.job_options import DataConfig
 from mlx_runtime.errors import ClusterError, short_message
+from mlx_runtime.loop.job import Cluster
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.engines.placement import JOB_FLAG, check_room, uses_gpus
-from mlx_runtime.training.job_options import DataConfig
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.workers.placement import JOB_FLAG, check_room, uses_gpus
 
 EMBEDDED_RAY = {
     "RAY_prestart_worker_first_driver": "0",  # a run needs only its own workers

@@ -18,8 +18,8 @@ from mlx_runtime.importing import many_imports
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from mlx_runtime.loop.job import Job
     from mlx_runtime.runs.folder import RunFolder
-    from mlx_runtime.training.engines.base import Job
 
 
 class Seat(NamedTuple):
@@ -39,7 +39,7 @@ class RayWorker:
         with many_imports():
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            from mlx_runtime.training.engines.worker import train_in_group  # noqa: F401 - and all that it needs
+            from mlx_runtime.workers.process import train_in_group  # noqa: F401 - and all that it needs
 
             self._job: Job = pickle.loads(job)
         host = ray.util.get_node_ip_address()
@@ -49,7 +49,7 @@ class RayWorker:
 
     def train(self, rank: int, variables: Mapping[str, str], **options: Any) -> bytes:
         """Train as one of the workers; see `WorkerJob` for options. Return the pickled error of its loop, or None."""
-        from mlx_runtime.training.engines.worker import WorkerJob, train_in_group
+        from mlx_runtime.workers.process import WorkerJob, train_in_group
 
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray raises SystemExit, as if user code had done so
         os.environ.update(variables)

@@ -28,16 +28,16 @@ from mlx_runtime.data.loaders import DatasetShard, LoaderOptions, trains
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
+from mlx_runtime.loop.examples import EXAMPLES
+from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.optimization import prepare_models
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.checkpoints.groups import load_into, members
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.runs.queries.lookup import find_checkpoint, resolve_checkpoint
 from mlx_runtime.runs.queries.reader import Run, matching_code
 from mlx_runtime.storage.files import join_path
-from mlx_runtime.training.loop.examples import EXAMPLES
-from mlx_runtime.training.loop.experiment import BaseModule
-from mlx_runtime.training.loop.optimization import prepare_models
-from mlx_runtime.training.options import TrainConfig
 
 PREDICT_HINT = (
     'write it in src/experiment.py, like: def predict(self, batch): return {"logits": self.models.net(batch["image"])}'

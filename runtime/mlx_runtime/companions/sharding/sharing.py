@@ -16,7 +16,7 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import MlxError
-from mlx_runtime.training.strategies.aliasing import raw
+from mlx_runtime.loop.strategies.aliasing import raw
 
 Contents = dict[str, dict[str, torch.Tensor]]
 """Parameters and buffers, by model and by name."""

@@ -31,18 +31,18 @@ from mlx_runtime.distributed.torch_private import ShardedGradScaler, drop_unredu
 from mlx_runtime.distributed.wrapping import by_mesh, is_sharded, local_part, total_norm
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
+from mlx_runtime.loop.forward import HALF, compile_forward
+from mlx_runtime.loop.strategies.aliasing import alias
+from mlx_runtime.loop.strategies.blocks import blocks_of, without_shared
+from mlx_runtime.loop.strategies.building import build_models, check_values, deferred_models, initialize, place
+from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies.recomputation import recompute_blocks
+from mlx_runtime.loop.strategies.selection import own_strategies, strategy_class
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.storage.files import size_text
-from mlx_runtime.training.loop.forward import HALF, compile_forward
-from mlx_runtime.training.strategies.aliasing import alias
-from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
-from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
-from mlx_runtime.training.strategies.ddp import DDP
-from mlx_runtime.training.strategies.recomputation import recompute_blocks
-from mlx_runtime.training.strategies.selection import own_strategies, strategy_class
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.strategies.base import StrategyClass
+    from mlx_runtime.loop.strategies.base import StrategyClass
 
 _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 

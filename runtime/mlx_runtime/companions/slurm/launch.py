@@ -15,18 +15,18 @@ from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_reco
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
+from mlx_runtime.loop.options import ENGINES
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
 from mlx_runtime.storage.secrets.redaction import redact
-from mlx_runtime.training.engines import ENGINES
-from mlx_runtime.training.engines.placement import engine_class
+from mlx_runtime.workers.placement import engine_class
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.dashboard import Dashboard
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.driver.request import RunConfig
 
 NOT_LINKED = {".git", "__pycache__"}
 

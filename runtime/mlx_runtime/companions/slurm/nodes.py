@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from mlx_runtime.loop.channel import address_towards
 from mlx_runtime.settings import prepare_ray
 from mlx_runtime.storage.local import write_atomic
-from mlx_runtime.training.loop.channel import address_towards
 
 OWN_NAME = "127.0.1.1"  # of a machine's own name, in Debian's /etc/hosts
 JOIN_S = 300.0  # maximum time until all nodes have joined

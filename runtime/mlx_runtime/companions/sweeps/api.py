@@ -18,11 +18,11 @@ from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_t
 from mlx_runtime.companions.sweeps.terminal import engine_for
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import storage_root
-from mlx_runtime.training.engines.local import warm_up
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.workers.local import warm_up
+from mlx_runtime.workers.placement import JOB_FLAG
 
 
 def sweep(

@@ -16,7 +16,7 @@ from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RUN, RunFolder, claim_run, run_folder
-from mlx_runtime.training.stop_requests import StopRequests
+from mlx_runtime.workers.stop_requests import StopRequests
 
 Listener = Callable[[Event], None]
 

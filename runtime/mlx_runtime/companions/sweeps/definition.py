@@ -8,11 +8,11 @@ from mlx_runtime import companions
 from mlx_runtime.companions.sweeps.folds import Fold, fold_rows
 from mlx_runtime.companions.sweeps.space import Space, check, fold_overrides, parse, trial_count
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.driver.background import conf_of
+from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.secrets.redaction import redact_override
-from mlx_runtime.training.processes.background import conf_of
-from mlx_runtime.training.request import RunConfig, load_config
 
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.companions.sweeps.starting import find_sweep, resumed_plan
+from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.storage.documents import is_name
-from mlx_runtime.training.request import RunConfig
 
 
 @dataclass

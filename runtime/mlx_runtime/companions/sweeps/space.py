@@ -15,8 +15,8 @@ from typing import Any
 
 from mlx_runtime.config.composition import parse_overrides, raise_if
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import ConfigError, UsageError, short_message
-from mlx_runtime.training.request import load_config
 
 Values = dict[str, str]
 """Values of a trial by key, as text: `f"{key}={text}"` is the override of a value."""

@@ -24,8 +24,8 @@ from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines import placement
-from mlx_runtime.training.engines.local import cool_down
+from mlx_runtime.workers import placement
+from mlx_runtime.workers.local import cool_down
 
 MAX_TIME = "--max-time"
 """Reason of a stop that does not count as a failure."""

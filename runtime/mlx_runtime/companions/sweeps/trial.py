@@ -13,8 +13,16 @@ from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.scores import plain_keys
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.driver.background import conf_of
+from mlx_runtime.driver.console_lines import ConsoleLines
+from mlx_runtime.driver.driver import Driver
+from mlx_runtime.driver.planning import connect, prepare_run
+from mlx_runtime.driver.request import Request, RunConfig, load_config
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, full_message
 from mlx_runtime.events import Event, RunEnded, RunStarted
+from mlx_runtime.loop.breakpoints import at_breakpoint, no_pdb
+from mlx_runtime.loop.channel import Direct
+from mlx_runtime.loop.job import Cluster
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.logs import LogFile, log_name
@@ -22,15 +30,7 @@ from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import split_options
 from mlx_runtime.storage.secrets.redaction import redact
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.console_lines import ConsoleLines
-from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
-from mlx_runtime.training.loop.channel import Direct
-from mlx_runtime.training.planning import connect, prepare_run
-from mlx_runtime.training.processes.background import conf_of
-from mlx_runtime.training.request import Request, RunConfig, load_config
-from mlx_runtime.training.stop_requests import StopRequests, held_signals, sigterm_stops
+from mlx_runtime.workers.stop_requests import StopRequests, held_signals, sigterm_stops
 
 BEGUN = ("++cfg.resume=null",)
 """Overrides for resuming a run that has begun; its own conf.yaml contains all others."""

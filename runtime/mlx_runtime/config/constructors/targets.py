@@ -12,8 +12,8 @@ from typing import Any
 from mlx_runtime.errors import BindError, ConfigError
 
 PUBLIC = {
-    "mlx_runtime.training.loop.losses": "mlx_runtime.losses",
-    "mlx_runtime.training.options": "mlx_runtime",
+    "mlx_runtime.loop.losses": "mlx_runtime.losses",
+    "mlx_runtime.loop.options": "mlx_runtime",
     "mlx_runtime.companions.services.mlflow": "mlx_runtime.trackers",
     "mlx_runtime.tracking.tables": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",

@@ -156,7 +156,7 @@ import shutil
 from pathlib import Path
 from mlx_runtime.companions.fragments import capturing
 from mlx_runtime.companions.fragments.tracing import trace
-from mlx_runtime.training.request import load_config
+from mlx_runtime.driver.request import load_config
 from src.experiment import Experiment
 
 capturing.SHARE_FOR_MODELS = {share}

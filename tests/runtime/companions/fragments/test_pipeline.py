@@ -35,11 +35,11 @@ from mlx_runtime.companions.fragments.replicas import Averages
 from mlx_runtime.distributed.collectives import data_parallel_group
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.loop.context import Groups
+from mlx_runtime.loop.strategies.base import Strategy
+from mlx_runtime.loop.strategies.selection import problems, strategy_of
+from mlx_runtime.loop.weighting import WeightedLosses
 from mlx_runtime.sections import Fragments, Replicas
-from mlx_runtime.training.loop.context import Groups
-from mlx_runtime.training.loop.weighting import WeightedLosses
-from mlx_runtime.training.strategies.base import Strategy
-from mlx_runtime.training.strategies.selection import problems, strategy_of
 
 pytestmark = pytest.mark.local
 

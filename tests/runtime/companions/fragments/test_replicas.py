@@ -17,8 +17,8 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.companions.fragments import replicas
 from mlx_runtime.companions.fragments.averaging import Tensors, outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor
+from mlx_runtime.loop.context import Groups
 from mlx_runtime.sections import Replicas
-from mlx_runtime.training.loop.context import Groups
 
 SHAPES = [(12, 30), (12,), (7, 6, 3)]
 SIZE = 12 * 30 + 12 + 7 * 6 * 3

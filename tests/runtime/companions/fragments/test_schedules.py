@@ -31,8 +31,8 @@ from mlx_runtime.companions.fragments.schedules import split
 from mlx_runtime.distributed.collectives import mean_of
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.loop.strategies.selection import problems, strategy_class, strategy_of
 from mlx_runtime.sections import Fragments
-from mlx_runtime.training.strategies.selection import problems, strategy_class, strategy_of
 
 pytestmark = pytest.mark.local
 

@@ -32,6 +32,7 @@ from mlx_runtime.companions.hub.downloads import MirroredRun
 from mlx_runtime.companions.hub.mirror import Allowance, Mirror, SupersededError
 from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError
 from mlx_runtime.config import composition
+from mlx_runtime.driver import request
 from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, StorageError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records, snapshots
@@ -42,7 +43,6 @@ from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import list_rows
 from mlx_runtime.storage.files import Storage, storage_at
 from mlx_runtime.storage.leases import this_process
-from mlx_runtime.training import request
 
 pytestmark = pytest.mark.process
 
@@ -1145,7 +1145,7 @@ def test_a_hub_that_falls_silent_holds_up_neither_steps_nor_the_end(
 INTERRUPTED = """
 import os, signal, sys
 from mlx_runtime.cli import main
-from mlx_runtime.training.run_recorder import RunRecorder
+from mlx_runtime.driver.run_recorder import RunRecorder
 
 succeed = RunRecorder.succeed
 

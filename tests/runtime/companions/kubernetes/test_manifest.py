@@ -11,10 +11,10 @@ from kube import problems
 
 from mlx_runtime.companions.kubernetes.commands import LEAST_GRACE_S
 from mlx_runtime.companions.kubernetes.manifest import Pods, job_name, rayjob
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.sections import Elastic
 from mlx_runtime.storage.documents import to_yaml
-from mlx_runtime.training import stop_requests
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.workers import stop_requests
 
 pytestmark = pytest.mark.pure
 

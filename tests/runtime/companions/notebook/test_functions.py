@@ -39,7 +39,7 @@ from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.sections import Elastic
-from mlx_runtime.training.loop.worker import loop_errors
+from mlx_runtime.workers.worker import loop_errors
 
 SCRIPT = """
 import json, os, sys, traceback

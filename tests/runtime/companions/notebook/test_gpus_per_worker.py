@@ -20,7 +20,7 @@ import ray
 from mlx_runtime import Trainer
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.companions.ray import engine, group, worker
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
 
 for module in (actors, group):
     module.backend_of = lambda use_gpu: "gloo"  # there is no NCCL without GPUs

@@ -14,7 +14,7 @@ from mlx_runtime.companions.notebook.calls import in_own_words
 from mlx_runtime.companions.notebook.function_runs import OWN
 from mlx_runtime.config.constructors.signatures import parameters
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
 
 pytestmark = pytest.mark.pure
 

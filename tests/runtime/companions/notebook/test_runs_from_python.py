@@ -14,15 +14,15 @@ from conftest import Script
 from hub_server import Hub
 
 from mlx_runtime import BaseModule, open_run, run
+from mlx_runtime.driver.standby import libraries
 from mlx_runtime.errors import UsageError
-from mlx_runtime.training.processes.standby import libraries
 
 SCRIPT = """
 import json, os, signal, threading, time
 from pathlib import Path
 from mlx_runtime import MlxError, run
 from mlx_runtime.events import StepProgress
-from mlx_runtime.training.processes import standby
+from mlx_runtime.driver import standby
 from src.experiment import Experiment
 
 

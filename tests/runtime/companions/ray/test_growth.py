@@ -17,8 +17,8 @@ from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.preflight import capacity_check
 from mlx_runtime.companions.ray.worker import check_storage
 from mlx_runtime.errors import StorageError
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.training.options import TrainConfig
 
 GROWS = Room([{"CPU": 0}], {"CPU": 0}, [NodeType("cpu", 3, {"CPU": 2}), NodeType("gpu", 1, {"CPU": 4, "GPU": 1})], 3)
 STATIC = Room([{"CPU": 2}, {"CPU": 1}], {"CPU": 1})

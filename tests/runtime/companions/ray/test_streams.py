@@ -16,7 +16,7 @@ from mlx_runtime.data.loaders import DatasetShard, Loader
 from mlx_runtime.data.sampling import ShardPlan
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
 
 pytestmark = pytest.mark.cluster
 

@@ -22,12 +22,12 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded, raised_by_sharded_tensors
 from mlx_runtime.errors import MlxError
+from mlx_runtime.loop.gradients import GradientMonitor
+from mlx_runtime.loop.optimization import prepare_models
+from mlx_runtime.loop.strategies.base import Strategy
+from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies.selection import strategy_of
 from mlx_runtime.sections import Sharding
-from mlx_runtime.training.loop.gradients import GradientMonitor
-from mlx_runtime.training.loop.optimization import prepare_models
-from mlx_runtime.training.strategies.base import Strategy
-from mlx_runtime.training.strategies.ddp import DDP
-from mlx_runtime.training.strategies.selection import strategy_of
 
 pytestmark = pytest.mark.local
 

@@ -12,7 +12,7 @@ from faults import reports
 
 from mlx_runtime.companions.sweeps.engines.local import slots
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
 
 SCRIPT = """
 import contextlib, json, os, signal, sys, time
@@ -28,7 +28,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import claim_run
 from mlx_runtime.companions.sweeps.engines import local
 from mlx_runtime.companions.sweeps.trial import TrialJob
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
 
 
 local.EXIT_S = 60  # more than any of these trials takes

@@ -13,8 +13,8 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.companions.sweeps.definition import Definition, plan
 from mlx_runtime.companions.sweeps.space import Dimension, Space, check, parse, trial_count
 from mlx_runtime.config.binding.conf_file import bind
+from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import ConfigError, MlxError, UsageError
-from mlx_runtime.training.request import load_config
 
 pytestmark = pytest.mark.pure
 

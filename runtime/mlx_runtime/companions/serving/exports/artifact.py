@@ -37,6 +37,7 @@ from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch, dtype_name
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
+from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RunFolder
@@ -46,7 +47,6 @@ from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import parent_of, size_text, storage_errors, to_json
 from mlx_runtime.storage.publishing import Publication, recover
 from mlx_runtime.storage.secrets.redaction import redact_tree
-from mlx_runtime.training.loop.experiment import BaseModule
 
 LIBRARIES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"),

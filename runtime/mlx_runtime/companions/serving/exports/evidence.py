@@ -21,7 +21,7 @@ from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.data.loaders import trains
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS
-from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.loop.experiment import BaseModule
 
 SIZES = (1, 2, 7, 64)
 """Numbers of rows at which outputs are compared."""

@@ -10,8 +10,8 @@ from torch import nn
 
 from mlx_runtime.companions.serving.loading import by_preference
 from mlx_runtime.errors import USER_ERRORS
+from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.checkpoints.groups import members
-from mlx_runtime.training.loop.experiment import BaseModule
 
 
 def origin(experiment: BaseModule, nodes: Mapping[str, Any], project: Path) -> str | None:

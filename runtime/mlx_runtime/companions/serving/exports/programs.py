@@ -17,8 +17,8 @@ from mlx_runtime.companions.serving.predictor import Outputs
 from mlx_runtime.companions.serving.schema import STRING, Schema
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, UsageError, short_message
+from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.checkpoints.groups import members
-from mlx_runtime.training.loop.experiment import BaseModule
 
 ROWS = 3
 """Rows of the batch that is traced. A batch of one row would fix the number of rows."""

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.events import Event
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
 
 STOP = "the sweep stops"
 """Reason with which trials are asked to stop with a checkpoint."""

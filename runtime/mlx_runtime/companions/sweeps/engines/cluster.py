@@ -18,13 +18,13 @@ from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob, record_end, run_trial
+from mlx_runtime.driver.links import PRUNE
 from mlx_runtime.errors import full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs import drivers
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.processes.links import PRUNE
-from mlx_runtime.training.stop_requests import StopRequests
+from mlx_runtime.workers.stop_requests import StopRequests
 
 POLL_S = 0.5
 """Interval at which requests to stop are noticed, and between two looks at the driver of a run."""

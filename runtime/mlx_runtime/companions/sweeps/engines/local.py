@@ -16,15 +16,15 @@ from typing import Any
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
+from mlx_runtime.driver.links import PRUNE, Link, RunProcess
 from mlx_runtime.errors import ConfigError, full_message
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.logs import LogFile, log_name
-from mlx_runtime.training.engines.local import cool_down, take_server, warm_up
-from mlx_runtime.training.engines.placement import shortage
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.processes.children import exit_reason
-from mlx_runtime.training.processes.links import PRUNE, Link, RunProcess
+from mlx_runtime.workers.children import exit_reason
+from mlx_runtime.workers.local import cool_down, take_server, warm_up
+from mlx_runtime.workers.placement import shortage
 
-PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
+PRELOADED = (__name__, "mlx_runtime.workers.in_process")
 """What trials import in addition to what workers do."""
 
 POLL_S = 0.2

@@ -1,8 +1,8 @@
 """The number of runs of a sweep that train at the same time."""
 
 from mlx_runtime.errors import UsageError
-from mlx_runtime.training.engines.placement import uses_gpus
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.workers.placement import uses_gpus
 
 
 def room(

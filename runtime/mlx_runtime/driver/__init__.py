@@ -1,0 +1,1 @@
+"""One run from the outside: request, plan, driver, record and display."""

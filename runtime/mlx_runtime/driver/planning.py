@@ -1,0 +1,233 @@
+"""Plans of runs: the choice of the engine, and all checks before anything is written."""
+
+import contextlib
+import dataclasses
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mlx_runtime import companions
+from mlx_runtime.config.building import build, build_cfg
+from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.data import batches
+from mlx_runtime.data.definitions import stream_names
+from mlx_runtime.data.loaders import reading_processes
+from mlx_runtime.driver.extensions import RunExtension
+from mlx_runtime.driver.request import RunConfig, new_run
+from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.job import Cluster
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.loop.strategies import selection
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import is_uri, storage_at
+from mlx_runtime.workers.placement import engine_class, engine_for, errors_of
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.sweeps.folds import Fold
+    from mlx_runtime.driver.job_options import DataConfig
+    from mlx_runtime.workers.protocol import Engine
+
+OPEN_FILES = 48, 16
+"""Number of files that a driver has open: without workers, and per worker."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that a driver needs to carry out a run."""
+
+    experiment: type[BaseModule]  # importable by name
+    config: RunConfig
+    cluster: Cluster
+    engine: "Engine"
+    project: Path  # folder of the experiment
+    launched: bool = False  # True in a job of a cluster; its record exists already
+    verbose: bool = False  # let Ray print
+    extensions: tuple[RunExtension, ...] = ()  # they accompany the run in its driver
+    fold: "Fold | None" = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
+
+
+@contextlib.contextmanager
+def connect(cfg: "TrainConfig | DataConfig") -> Iterator[Cluster]:
+    """Provide the machine or cluster that the run trains on.
+
+    Raises:
+        ConfigError: the workers do not fit, or `cfg.engine` cannot train them.
+    """
+    engine, why = engine_for(cfg)
+    with contextlib.ExitStack() as stack:
+        with errors_of(engine, "connect"):
+            cluster = stack.enter_context(engine_class(engine).connect(cfg, why))
+        if not isinstance(cluster, Cluster):
+            raise ConfigError(f"cfg.engine={engine} failed in connect: it yielded {cluster!r:.60} instead of a Cluster")
+        yield dataclasses.replace(cluster, engine=engine)
+
+
+@contextlib.contextmanager
+def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Iterator[RunPlan]:
+    """Check that a run can be carried out, and provide its plan within the block.
+
+    Call it in the main thread, before others are started: the engine may fork this process.
+
+    Raises:
+        DatasetError: a dataset cannot be batched.
+        ConfigError: the engine or the strategy cannot train this, the checkpoints of a run to resume are missing, or
+            the rows of `datasets.train` cannot be split into folds.
+        UsageError: the experiment has no `eval_loop` for an evaluation, or the limit of open files is too low.
+    """
+    refuse_too_few_files(config.cfg)
+    if problems := selection.problems(config.cfg):
+        raise ConfigError("\n".join(problems))
+    if config.cfg.cross_validation.fold is not None:
+        folds = companions.part("sweeps.folds")
+        config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.cross_validation.fold))
+    check_datasets(config)
+    check_optimizers(config)
+    if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
+        raise UsageError(
+            f"{experiment.__name__} has no eval_loop(self, dataset_shards), which mlx train eval calls; "
+            "write it in src/experiment.py, like worker_loop without the training"
+        )
+    project, settings = snapshots.project_of(experiment), Settings.read()
+    if config.kept and not snapshots.is_unpacked(project):
+        snapshots.refuse_unmatched(project, config.cfg.code_files)
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(_able_to_read(config, cluster, project))
+        engine = _engine(config, cluster)
+        stack.callback(engine.close)
+        if config.run is not None:
+            _require_checkpoint(config.run, config.cfg)
+        elif path := config.cfg.restore_checkpoint_path:
+            before = store.read(path, whole=False).get("config")
+            if before and config.cfg.restore_strict and config.checkpoint is None:
+                from mlx_runtime.loop.resuming import changes_since
+
+                config = dataclasses.replace(config, changes=changes_since(before, config))
+        if not config.kept:
+            config = stack.enter_context(_in_temporary_storage(config))
+        launched = settings.job is not None
+        fold = _fold(config)
+        extensions = tuple(_extensions(config)) if config.kept else ()
+        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, extensions, fold)
+
+
+def check_datasets(config: RunConfig) -> None:
+    """Refuse datasets and a `cfg.loader` that no worker could read."""
+    for name, node in config.tree.get("datasets", {}).items():
+        target = object_at(node["_target_"]) if isinstance(node, dict) else None
+        if isinstance(target, type):
+            batches.check(target, f"datasets.{name}")
+        if isinstance(node, dict) and isinstance(size := node.get("batch_size"), int) and size < 1:
+            raise ConfigError(f"datasets.{name}.batch_size is {size}; the minimum is 1")
+    reading_processes(config.cfg.loader)
+
+
+def check_optimizers(config: RunConfig) -> None:
+    """Refuse values that torch's optimizers refuse, like a negative lr. Other optimizers may need real parameters."""
+    for name, node in config.tree.get("optimizers", {}).items():
+        if isinstance(node, dict) and str(node.get("_target_")).startswith("torch.optim."):
+            values = {key: value for key, value in node.items() if key != "params"}
+            build(values, f"optimizers.{name}", params=[torch.nn.Parameter(torch.zeros(1, 1))])
+
+
+def may_be_prepared(config: RunConfig) -> bool:
+    """Return False if the run certainly neither reads nor makes prepared datasets."""
+    how, root = config.cfg.preparation.mode, config.prepared_root
+    return how == "make" or (how == "auto" and (is_uri(root) or Path(storage_at(root).path).is_dir()))
+
+
+def refuse_too_few_files(cfg: TrainConfig) -> None:
+    """Raise UsageError if the limit of open files is too low for a run, because it could fail anywhere."""
+    needed, (limit, _) = OPEN_FILES[0] + OPEN_FILES[1] * cfg.start_workers, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != limit < needed:
+        cure = f"run ulimit -n {max(1024, needed)} first"
+        raise UsageError(f"a process may open {limit} files here, and the run needs {needed}: {cure}")
+
+
+@contextlib.contextmanager
+def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
+    """Yield a cluster that can read the datasets: an embedded Ray if the engine cannot read streams."""
+    with contextlib.ExitStack() as stack:
+        streams = []
+        if not cluster.reads_streams and stream_names(config.tree):
+            prepared, ray = companions.part("prepared.datasets"), companions.part("ray.start")
+            streams = prepared.unprepared_streams(
+                config, project, lambda: stack.enter_context(ray.start_ray(config.cfg))
+            )
+        if streams:
+            why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
+            if config.cfg.engine != "auto":
+                raise ConfigError(
+                    f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
+                    "or use cfg.engine=auto"
+                )
+            cluster = stack.enter_context(companions.part("ray.start").on_ray(config.cfg, why))
+        yield cluster
+
+
+def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
+    """Create the engine. It may start a fork server, which must happen before any threads are started."""
+    cfg = config.cfg
+    timeout_s = max(1800.0, 2 * cfg.elastic.hang_timeout_s)  # of collectives, longer than deadlock detection
+    with errors_of(cluster.engine, "its constructor"):
+        engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
+    if (local := sys.modules.get("mlx_runtime.workers.local")) is not None:
+        local.cool_down()  # the command may have started it needlessly
+    return engine
+
+
+def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
+    """Refuse to resume a run whose checkpoints are missing, instead of starting it from scratch."""
+    latest = records.load_record(run).get("latest")
+    if latest and not store.CheckpointStore(run.checkpoints).any():
+        raise ConfigError(
+            f"{run.title} has saved checkpoints, the last one as {latest.get('path')}, but none is left in "
+            f"{run.checkpoints}. Put one back, or start over in a new run: {new_run(run, cfg)}"
+        )
+
+
+def _extensions(config: RunConfig) -> Iterator[RunExtension]:
+    """Yield the extensions of a run: those of companions, which may refuse it, and callbacks that are extensions."""
+    for companion in companions.extensions_of(config.tree["cfg"]):
+        yield companion.extension(config)
+    yield from (item for item in config.cfg.callbacks.values() if hasattr(item, "accompany"))
+
+
+def _fold(config: RunConfig) -> "Fold | None":
+    """Return the rows of a run in a cross-validation. Refuse to resume a run with different rows."""
+    if (number := config.cfg.cross_validation.fold) is None:
+        return None
+    folds = companions.part("sweeps.folds")
+    fold: Fold = folds.fold_rows(config)[number]
+    run = config.run
+    recorded = (records.load_record(run).get("fold") or {}).get("rows") if run is not None else None
+    if run is not None and recorded not in (None, folds.rows_digest([fold])):
+        raise ConfigError(
+            f"fold {number} has different rows than when {run.title} started: the data, its labels or the splitter has "
+            f"changed. Start over in a new run: {new_run(run, config.cfg)}"
+        )
+    return fold
+
+
+@contextlib.contextmanager
+def _in_temporary_storage(config: RunConfig) -> Iterator[RunConfig]:
+    """Provide the same config without trackers and callbacks, in temporary storage that is removed after the block.
+
+    Prepared datasets are still read from the real one.
+    """
+    mode = config.cfg.preparation.mode
+    preparation = {"path": config.prepared_root, "mode": "auto" if mode == "make" else mode}  # it prepares nothing
+    with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
+        changed: dict[str, Any] = {"storage_path": storage, "trackers": {}, "callbacks": {}}
+        changed["preparation"] = config.tree["cfg"]["preparation"] | preparation
+        tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
+        yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))

@@ -1,0 +1,225 @@
+"""A run in a terminal: the driver with signals, a log and a display."""
+
+import contextlib
+import errno
+import os
+import select
+import stat
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from mlx_runtime.driver.console_lines import ConsoleLines, resume_command
+from mlx_runtime.driver.driver import Driver
+from mlx_runtime.driver.planning import RunPlan, prepare_run
+from mlx_runtime.driver.request import RunConfig
+from mlx_runtime.errors import (
+    HangError,
+    MlxError,
+    RunStopped,
+    StorageError,
+    WorkerLoopError,
+    WorkerLostError,
+    full_message,
+)
+from mlx_runtime.events import Event, RunEnded, RunInfo, RunStarted
+from mlx_runtime.loop.breakpoints import at_breakpoint
+from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.job import Cluster
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.logs import Log
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.workers.stop_requests import (
+    OUTPUT_CLOSED,
+    StopRequests,
+    Terminated,
+    hangup_ignored,
+    held_signals,
+    interrupt_main,
+    sigterm_stops,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run that has succeeded.
+
+    Attributes:
+        folder: folder of the run.
+        metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
+    """
+
+    folder: RunFolder
+    metrics: dict[str, float]
+    best: dict[str, Any] | None = None
+
+
+def fit(
+    experiment: type[BaseModule],
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    listeners: Sequence[Callable[[Event], None]] = (),
+    control: StopRequests | None = None,
+) -> Result:
+    """Train an experiment in a new run, or resume the run that the config names.
+
+    Call it in the main thread. From other threads, use a `Driver`.
+
+    Args:
+        experiment: class to train, importable by name.
+        config: config returned by `load_config`.
+        cluster: cluster returned by `connect`.
+        listeners: called with each event of the run (`mlx_runtime.events`).
+        control: lets other threads end the run; it interrupts the main thread.
+
+    Raises:
+        DatasetError: a dataset cannot be batched; nothing was started.
+        UsageError: another driver is training the run.
+        StorageError: the run folder cannot be written.
+        WorkerLoopError: user code raised an exception.
+        WorkerLostError: workers were lost more than `cfg.elastic.max_failures` times.
+        HangError: the workers deadlocked.
+        RunStopped: Ctrl-C, SIGTERM, a closed terminal or pipe, or `mlx xp stop`; the run is marked STOPPED.
+    """
+    with prepare_run(experiment, config, cluster) as plan:
+        terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main))
+        ended = terminal.run()
+        return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
+
+
+def _lost_reader(stream: TextIO) -> str:
+    """Return `pipe` or `terminal` if the reader of a stream is gone, otherwise an empty string."""
+    try:
+        descriptor = stream.fileno()
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        gone = any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
+        return "" if not gone else "pipe" if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else "terminal"
+    except (OSError, ValueError):  # the stream has no descriptor, as in a notebook
+        return ""
+
+
+class _Terminal:
+    """Adds the parts of a terminal to a driver: signals, a log, a display, and the next command to type."""
+
+    def __init__(self, plan: RunPlan, listeners: Sequence[Callable[[Event], None]], control: StopRequests) -> None:
+        self.driver = Driver(plan, [self._handle, *listeners], control=control, guard=held_signals)
+        self._plan = plan
+        self._stack = contextlib.ExitStack()
+        self._lines: ConsoleLines | None = None
+
+    def run(self) -> RunEnded:
+        """Train, and return the last event of a run that succeeded."""
+        with self._stack:
+            try:
+                with sigterm_stops(self.driver.control):
+                    (ended,) = deque(self.driver.run(), maxlen=1)
+            except KeyboardInterrupt as error:
+                if self.driver.recorder is None:
+                    raise  # before there was a run to stop
+                code = self._exit_code if isinstance(error, Terminated) else 130
+                raise RunStopped(self._message(), code, self.driver.control.reason) from None
+            except MlxError as error:
+                error.hint = error.hint or self._hint(error)
+                if self.driver.stopped:  # its end could not be recorded
+                    error.exit_code = self._exit_code if self.driver.control.reason else RunStopped.exit_code
+                raise
+            assert isinstance(ended, RunEnded)
+            if ended.status == "STOPPED":
+                raise RunStopped(self._message(), self._exit_code, self.driver.control.reason)
+            return ended
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._open(event.run)
+        self._follow_output()
+        if self._lines is not None:
+            try:
+                self._lines.handle(event)
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
+                self._follow_output()
+
+    def _follow_output(self) -> None:
+        """Stop the run when its output pipe is closed, as SIGPIPE stops other commands.
+
+        A closed terminal sends SIGHUP instead, and a run that ignores that signal continues.
+        """
+        for stream in (sys.__stderr__, sys.__stdout__):  # the message about the second goes to the first
+            if stream is not None and (closed := _lost_reader(stream)):
+                with Path(os.devnull).open("w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
+                if closed == "pipe" and stream is sys.__stdout__ and not hangup_ignored():
+                    text = f"{OUTPUT_CLOSED}; stopping with a checkpoint. Redirect it to a file to train on"
+                    print(text, file=sys.stderr)
+                    self.driver.control.request(OUTPUT_CLOSED)
+
+    @property
+    def _exit_code(self) -> int:
+        self._follow_output()
+        return self.driver.control.exit_code
+
+    def _open(self, run: RunInfo) -> None:
+        """Open the log and the display."""
+        log = self._stack.enter_context(Log(self.driver.folder))
+        if run.attempt > 1:
+            log.write(f"\n--- {documents.now()}: attempt {run.attempt}\n")
+        cfg = self._plan.config.cfg
+        epochs = cfg.num_epochs if cfg.max_steps is None and self._plan.config.checkpoint is None else None
+        if Settings.read().quiet:
+            display = Display(log.screen, cast(TextIO, log), epochs=epochs, quiet=True)
+        else:
+            display = Display(sys.stdout, log.copy, epochs=epochs)
+        self._stack.callback(display.close)
+        if self._plan.cluster.in_driver:
+            self._stack.enter_context(at_breakpoint(display.step_aside))
+        self._lines = ConsoleLines(display, self._plan)
+
+        def log_error(_: Any, error: BaseException | None, __: Any) -> None:
+            if error is not None:
+                log.write(f"error: {full_message(error)}\n")
+
+        self._stack.push(log_error)
+
+    def _message(self) -> str:
+        """Return a message about the state of a run that was stopped."""
+        if not self._plan.config.kept:
+            return "stopped; nothing of this run is kept"
+        if self.driver.resuming:
+            return f"stopped before {self._title} was resumed; it is unchanged"
+        if self.driver.recorder is not None and not self.driver.recorder.record["latest"]:
+            left = f"has no checkpoint yet. Start it over: {self._resume_command}"
+        else:
+            left = f"keeps its checkpoints. Resume: {self._resume_command}"
+        return f"stopped; {self._title} is marked STOPPED and {left}"
+
+    def _hint(self, error: MlxError) -> str:
+        """Return the next command to type after an error, or an empty string."""
+        if self.driver.recorder is None or self.driver.control.taken_over:
+            return ""
+        if self.driver.resuming:
+            return f"{self._title} was not resumed and is unchanged."
+        if self._plan.config.kept and isinstance(error, StorageError):
+            return f"Once the storage can be written again, resume: {self._resume_command}"
+        if self._plan.config.kept and isinstance(error, WorkerLoopError | WorkerLostError | HangError):
+            with contextlib.suppress(StorageError):
+                if CheckpointStore(self.driver.folder.checkpoints).all():
+                    return f"Resume from the last checkpoint: {self._resume_command}"
+        return ""
+
+    @property
+    def _title(self) -> str:
+        return f"{self.driver.folder.experiment} {self.driver.folder.name}"
+
+    @property
+    def _resume_command(self) -> str:
+        return resume_command(self.driver.folder, self._plan.config.overrides)

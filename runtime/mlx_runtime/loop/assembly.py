@@ -1,0 +1,158 @@
+"""The objects that a worker builds from the config: models, optimizers and other groups, and the dataset shards."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from mlx_runtime import companions
+from mlx_runtime.config.building import build, build_group, build_optimizers
+from mlx_runtime.config.constructors.declarations import is_pretrained
+from mlx_runtime.config.constructors.targets import object_at, targets_of
+from mlx_runtime.data.definitions import construction, stream_names
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.randomness import set_seed
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.loop.job import Job
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from mlx_runtime.loop.strategies.base import Strategy
+
+
+def build_experiment(
+    job: Job, topology: Topology, cfg: Any, strategy: "Strategy", stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], BaseModule]:
+    """Build the groups of conf.yaml, and return them and the experiment that contains them.
+
+    `stack` is closed at the end of the run.
+
+    Raises:
+        ConfigError: an object cannot be built, or there is no GPU for `cfg.use_gpu=true`.
+    """
+    cls = object_at(job.experiment)
+    if cfg.use_gpu and topology.device.type == "cpu":
+        hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
+        raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
+    if topology.device.type == "cuda":
+        stack.enter_context(matmul_precision(cfg.matmul_precision))
+    if cfg.deterministic:
+        stack.enter_context(deterministic())
+    if not topology.writes:
+        silence_load_reports()
+    groups: dict[str, Any] = {"cfg": cfg}
+    set_seed(cfg.seed)
+    for name, node in job.tree.items():
+        if name == "datasets":
+            groups[name] = build_group(node, name, lambda item: construction(job.tree["datasets"][item], cfg.seed))
+        elif name == "models":
+            make = partial(strategy.build, node)
+            groups[name] = _built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
+        elif name not in ("cfg", "optimizers"):
+            groups[name] = build(node, name)
+    if "optimizers" in job.tree:
+        groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
+        strategy.prepare_optimizers(members(groups["optimizers"], Optimizer))
+    return groups, cls(**groups)
+
+
+def silence_load_reports() -> None:
+    """Silence transformers' reports of missing and unexpected weights here; another worker prints the same ones."""
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+
+
+def _built_to_be_restored(make: Callable[[], Any]) -> Any:
+    from mlx_runtime.config.pretrained import built_to_be_restored
+
+    return built_to_be_restored(make)
+
+
+def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
+    """Return True if a checkpoint will overwrite the pretrained weights of models. Every worker must call this."""
+    if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
+        return False
+    some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
+    return bool(some or (cfg.restore_checkpoint_path and cfg.restore_strict))
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of float32 matrix products inside the block.
+
+    The newer `torch.backends.cuda.matmul.fp32_precision` is not used, because in torch 2.13 it breaks `allow_tf32`,
+    which torch.compile reads.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Restrict torch to deterministic algorithms inside the block."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is initialized
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def dataset_shards(
+    cfg: TrainConfig, datasets: Any, job: Job, strategy: "Strategy", follow: Callable[[Loader], Loader]
+) -> DatasetShards:
+    """Return one shard per argument of `Datasets`, in order. Every worker must call this.
+
+    `follow` is called with each new loader, and returns the loader to use.
+    """
+    topology = strategy.topology
+    nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
+    streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
+    arguments = streamed, job.project, topology, cfg.seed, job.cluster.in_driver
+    streams = companions.part("ray.stream_reader").stream_readers(*arguments) if streamed else {}
+    keeps_global_batch = cfg.elastic.keep_global_batch and not job.cluster.in_driver
+    wanted = cfg.start_workers // strategy.model_parallel_size(cfg, cfg.start_workers) if keeps_global_batch else None
+    limits = [limit for limit in (cfg.debug.limit_batches, cfg.debug.overfit_batches) if limit is not None]
+    options = LoaderOptions(
+        seed=cfg.seed,
+        prefetch=cfg.prefetch_batches,
+        processes=reading_processes(cfg.loader),
+        accumulate=cfg.accumulate_grad_batches,
+        wanted_workers=wanted,
+        limit=min(limits, default=None),
+        train_limit=cfg.debug.limit_train_batches,
+        eval_limit=cfg.debug.limit_eval_batches,
+        repeats=cfg.debug.overfit_batches is not None,
+    )
+    return DatasetShards(
+        {
+            name: DatasetShard(
+                name=name,
+                group=datasets,
+                topology=topology,
+                options=options,
+                prepared=job.prepared.get(name),
+                stream=streams.get(name),
+                subset=job.subsets.get(name),
+                node=nodes[name],
+                follow=follow,
+            )
+            for name in nodes
+        }
+    )

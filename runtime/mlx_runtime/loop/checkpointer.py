@@ -1,0 +1,441 @@
+"""The content of checkpoints: saving and restoring an experiment."""
+
+import contextlib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from mlx_runtime import companions
+from mlx_runtime.data.loaders import Loader
+from mlx_runtime.data.sampling import mix_seeds
+from mlx_runtime.distributed import randomness
+from mlx_runtime.distributed.collectives import broadcast, gather
+from mlx_runtime.errors import MlxError, StorageError
+from mlx_runtime.events import CheckpointSaved
+from mlx_runtime.loop.context import RunContext, is_per_worker
+from mlx_runtime.loop.optimization import Optimization
+from mlx_runtime.loop.reporting import Reporter
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.checkpoints.groups import (
+    DamagedError,
+    State,
+    copy_to_cpu,
+    has_sharded_tensors,
+    has_unread,
+    load_into,
+    load_what_fits,
+    members,
+    merge_ranks,
+    on_device,
+    state_of,
+)
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver
+from mlx_runtime.runs.metric_states import is_mergeable, is_metric
+from mlx_runtime.storage.secrets.redaction import hidden_texts, unredact
+
+SAVED_ONCE = ("models", "optimizers", "tools", "own")
+"""Groups saved from rank 0; `own` contains the objects that `worker_loop` assigns to the experiment itself."""
+
+SAVED_PER_RANK = ("metrics", "losses")
+"""Groups saved for every rank; `per_worker` contains the objects of `tools` and `own` with this attribute."""
+
+MADE_BY_LOOP = ("tools", "own")
+"""Groups to which `worker_loop` may add objects; these are restored when the first pass begins."""
+
+EVERYTHING = dict.fromkeys(SAVED_ONCE)
+"""All members of these groups."""
+
+
+class _Unfinished(NamedTuple):
+    """A restored checkpoint until its first pass begins, when `resume` restores what the loop has made by then."""
+
+    state: State  # without models
+    names: dict[str, set[str]]  # members that `restore` found, by group of `MADE_BY_LOOP`
+    regrouped: set[str]  # optimizers to which the loop adds parameter groups before they are restored
+
+
+class Checkpointer:
+    """Saves and restores an experiment. Every worker must make the same calls."""
+
+    def __init__(self, context: RunContext, reporter: Reporter, optimization: Optimization) -> None:
+        self._context, self._reporter, self._optimization = context, reporter, optimization
+        self.loaders: dict[str, Loader] = {}  # by name of the dataset
+        self.positions: dict[str, Any] = {}  # positions of loaders that the loop has not used since the restore
+        self.requested = False  # a checkpoint is saved as soon as the current update is complete
+        self.step: int | None = None  # global step of the checkpoint saved or restored last
+        self._values: dict[str, float] = {}  # numbers by which that checkpoint is ranked
+        self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
+        self._unfinished: _Unfinished | None = None
+        self._from_sharded = False  # the checkpoint to restore has shards
+        self._saver: BackgroundSaver | None = None
+        if context.topology.writes:
+            context.checkpoints.clean()
+            allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
+            self._saver = BackgroundSaver(context.checkpoints, self._complete, allowed)
+
+    # -- saving
+
+    def check(self) -> None:
+        """Raise a ConfigError before training if attributes of tools would be refused by `save`."""
+        tools = self._context.groups.members("tools").items()
+        # A state_dict may be slow, or expect that training has begun.
+        state_of(SimpleNamespace(**{name: item for name, item in tools if not hasattr(item, "state_dict")}))
+
+    def save(self, epoch: int, *, finished: bool) -> None:
+        """Gather the state of all ranks, and store it in the background.
+
+        The checkpoint is ranked only by numbers recorded since the checkpoint of an earlier step.
+        """
+        before, self._valued_at = self._valued_at, (epoch, self._context.progress.global_step)
+        self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
+        self._reporter.unsaved = {}
+        self.requested, self.step = False, self._context.progress.global_step
+        parts = companions.part("sharding.shards").Parts() if self._has_sharded_tensors() else None
+        own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
+        for name in SAVED_PER_RANK:
+            own_parts[name] = state_of(self._context.groups[name])[0]
+        own_parts["per_worker"] = self._states("per_worker")
+        if parts is not None:
+            own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
+        ranks = gather(copy_to_cpu(own_parts))  # on the CPU: rank 0 may not have their GPU
+        checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
+        ends: State = {"epoch": epoch, "finished": finished}
+        groups: State = {}
+        if parts is not None or self._optimization.strategy.shards:
+            groups = self._optimization.strategy.consolidate(self._group_states())
+        elif self._saver is not None:
+            groups = self._group_states()
+        if parts is not None:
+            groups = {name: parts.without(part, name) for name, part in groups.items()}
+            if self._saver is None:
+                self._saver = BackgroundSaver(self._context.checkpoints, lambda checkpoint: None, lambda: None)
+            state = None if ranks is None else self._state(ranks, groups) | ends
+            self._saver.save_sharded(state, checkpoint, parts)
+        elif self._saver is not None and ranks is not None:
+            self._saver.save(self._state(ranks, groups) | ends, checkpoint)
+
+    def _has_sharded_tensors(self) -> bool:
+        return has_sharded_tensors(*(self._context.groups.members(name) for name in SAVED_ONCE))
+
+    def _group_states(self) -> State:
+        """Return the states of the groups that are saved from rank 0."""
+        return {
+            group: {name: state for name, state in self._states(group).items() if name not in self._of_workers(group)}
+            for group in SAVED_ONCE
+        }
+
+    def _states(self, group: str) -> State:
+        """Return the states of the members of a group, and report members that cannot be part of a checkpoint."""
+        context = self._context
+        secrets = hidden_texts(context.config, context.shown_config)
+        states, left_out = state_of(context.groups[group], secrets)
+        titles = ", ".join(f"{group}.{name}".removeprefix("own.").removeprefix("per_worker.") for name in left_out)
+        if titles and group in ("models", "optimizers"):
+            raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
+        if titles:
+            verb = "are" if len(left_out) > 1 else "is"
+            saved = "only numbers, text and untrained tensors are"
+            self._reporter.events.notice(f"{titles} {verb} not part of checkpoints: {saved}")
+        return states
+
+    def _of_workers(self, group: str) -> set[str]:
+        """Return the names of the members of a group whose state differs by worker."""
+        return {name for name, item in self._context.groups.members(group).items() if is_per_worker(item)}
+
+    def _state(self, ranks: list[Any], groups: State) -> State:
+        """Return the content of a checkpoint, given the states of each rank and of groups."""
+        context = self._context
+        replicas = context.topology.replicas
+        state: State = {"ranks": [ranks[rank] for item in replicas for rank in item], "world_size": len(ranks)}
+        state |= {"replica_sizes": [*map(len, replicas)], "seed": context.cfg.seed} | groups
+        state["global_step"] = context.progress.global_step
+        state["config"] = dict(context.shown_config)
+        state["on_device"] = on_device(context.groups["tools"])
+        state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
+        return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
+
+    def _complete(self, checkpoint: CheckpointInfo) -> None:
+        """Report a complete checkpoint, and remove those that are not kept. Called in the background."""
+        saved, cfg = self._context.checkpoints, self._context.cfg
+        saved.prune(cfg.keep_checkpoints, cfg.monitor, cfg.mode)
+        path, step = saved.path(checkpoint), checkpoint.global_step
+        event = CheckpointSaved(checkpoint.epoch, checkpoint.finished, step, path, checkpoint.metrics)
+        self._reporter.events.send(event)
+        if self._reporter.tracking is not None:
+            self._reporter.tracking.trackers.handle(event)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is stored. Raise a `StorageError` if it could not be."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def settle(self) -> None:
+        """After a failure of the loop, wait until the last checkpoint is stored, and ignore errors."""
+        with contextlib.suppress(MlxError):
+            self.wait()
+
+    # -- restoring
+
+    def restore(self) -> int | None:
+        """Restore the latest checkpoint, or else the one in `cfg`; see `BaseModule.restore_checkpoint`."""
+        found = self._find()
+        if found is None:
+            return None
+        state, prepared = found
+        context, progress = self._context, self._context.progress
+        regrouped = self._regrouped_by_loop(state)
+        for name in SAVED_ONCE:
+            others = {*state[name], *context.groups.members(name)} - regrouped if name == "optimizers" else None
+            self._load(name, prepared, only=others, owned=prepared is not state)
+        self._set_group_values(state)
+        self._load_per_worker(prepared, self._context.groups.members("per_worker"))
+        names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
+        self._load_rank(prepared, metrics=True)
+        self._optimization.load_state_dict(state["scaler"])
+        self._reporter.restore(state)
+        self.step = progress.global_step = state["global_step"]
+        context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]
+        self.positions = dict(state["loaders"])
+        for name in self.loaders.keys() & self.positions.keys():
+            self.loaders[name].load_state_dict(self.positions[name])
+        rest = {name: part for name, part in state.items() if name != "models"}
+        self._unfinished = _Unfinished(rest, names, regrouped)
+        if context.evaluates:
+            context.cfg.start_epoch = state["epoch"] + 1  # also if that epoch had not ended
+            progress.epoch, progress.epochs = state["epoch"], 0
+            self._unfinished, self.positions = None, {}
+            self._reporter.forget()
+        elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: the training function decides
+            epochs = f"{context.cfg.start_epoch} of {context.cfg.num_epochs}"
+            self._reporter.events.notice(f"already at epoch {epochs}; raise cfg.num_epochs to train further")
+        return int(state["epoch"])
+
+    def resume(self, loader: str | None) -> None:
+        """Restore objects that `worker_loop` created or changed before its first pass, as if it had not been
+        interrupted.
+
+        It may have created a scheduler, drawn random numbers, and reset the metrics. The reset is right before a whole
+        pass, and is undone before the rest of an interrupted one. An evaluation before the interrupted pass restores
+        nothing. `loader` is the name of the loader whose pass begins; None for the first update of a loop that reads
+        none, which begins an interrupted epoch again, and may have drawn random numbers since the restore.
+        """
+        if self._unfinished is None:
+            return
+        state, names_before, regrouped = self._unfinished
+        begun = {name for name, position in state["loaders"].items() if position.get("steps")}
+        if not (state["finished"] or loader in begun or (loader is None and not begun)):
+            return
+        within = loader is not None and not state["finished"]
+        self._unfinished = None
+        added = {name: set(self._context.groups.members(name)) - names_before[name] for name in MADE_BY_LOOP}
+        wanted: dict[str, Collection[str] | None] = {**added}
+        if any(added.values()) or regrouped:
+            wanted["optimizers"] = None
+        prepared = self._prepare(state, wanted)
+        for name, names in wanted.items():
+            only = None if names is None else {*names} & set(state[name])
+            self._load(name, prepared, only=only, owned=prepared is not state)
+        if "optimizers" in wanted:
+            self._set_group_values(state)
+        for name in MADE_BY_LOOP:
+            for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
+                self._reporter.events.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
+        if loader is not None:
+            self._load_rank(prepared, metrics=within)
+        new = added["own"] | {f"tools.{item}" for item in added["tools"]}
+        self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
+        if within:
+            self._reporter.states |= state["numbers"]["states"]
+        self._context.progress.interrupted = within
+
+    def check_resumed(self) -> None:
+        """Raise an MlxError if objects that the loop has made are not restored, because nothing has called `resume`."""
+        if self._unfinished is None:
+            return
+        for group in MADE_BY_LOOP:
+            made = set(self._context.groups.members(group)) - self._unfinished.names[group]
+            for name in sorted(made & set(self._unfinished.state[group])):
+                title = f"{group}.{name}".replace("own.", "self.")
+                raise MlxError(
+                    f"{title} was not restored before the loop saved it; call self.restore_checkpoint() "
+                    "after the loop has made it"
+                )
+
+    def _regrouped_by_loop(self, state: State) -> set[str]:
+        """Return the optimizers that had other parameter groups at save time, without those of sharded models."""
+        if self._from_sharded or self._has_sharded_tensors():
+            return set()
+        optimizers = self._context.groups.members("optimizers")
+        return {
+            name
+            for name, saved in state["optimizers"].items()
+            if name in optimizers
+            and len(saved.get("param_groups", ())) != len(getattr(optimizers[name], "param_groups", ()))
+        }
+
+    def _find(self) -> tuple[State, State] | None:
+        """Return the state to restore, as saved and as prepared for loading, or None if there is no checkpoint."""
+        saved, path = self._context.checkpoints, self._context.cfg.restore_checkpoint_path
+        notice = self._reporter.events.notice
+        while True:
+            newest = saved.newest(notice) if self._context.topology.writes else None
+            fields = broadcast(None if newest is None else asdict(newest))
+            if fields is None:
+                break
+            latest = CheckpointInfo(**fields)
+            state = saved.load(latest, whole=False)
+            self._from_sharded = has_unread(state)
+            try:
+                prepared = self._prepare(state)
+            except DamagedError as error:
+                saved.reject(latest, str(error))
+                continue
+            self._reporter.rewind(state)
+            self._values, self._valued_at = dict(latest.metrics), (latest.epoch, latest.global_step)
+            notice(f"restored  {saved.path(latest)} (epoch {state['epoch'] + 1}, step {state['global_step']})")
+            return state, prepared
+        if not path:
+            return None
+        state = store.read(path, whole=False)
+        self._from_sharded = has_unread(state)
+        if not self._context.cfg.restore_strict:
+            for line in self._load_what_fits(state["models"]):
+                notice(f"          {line}")
+            notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
+            return None
+        notice(f"restored  {path} (epoch {state['epoch'] + 1}, step {state['global_step']})")
+        return state, self._prepare(state)
+
+    def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
+        """Return a state in the form that the members of groups load: each worker reads the parts that it holds.
+
+        Raises:
+            DamagedError: a worker has read a damaged file. All workers raise it.
+            StorageError: the storage does not answer a worker. All workers raise it.
+        """
+        layouts = self._layouts()
+        if layouts is None:
+            return state
+        prepared = state | {"ranks": layouts.of_values(state["ranks"])}
+        for name, names in wanted.items():
+            present = self._context.groups.members(name)
+            prepared[name] = {
+                item: layouts.of_member(present[item], saved)
+                if item in present and (names is None or item in names)
+                else saved
+                for item, saved in state[name].items()
+            }
+        error = None
+        try:
+            layouts.reads.run()
+        except MlxError as caught:
+            error = isinstance(caught, DamagedError), str(caught)
+        errors = [item for item in gather(error) or () if item is not None]
+        if (first := broadcast(errors[0] if errors else None)) is not None:
+            damaged, text = first
+            raise (DamagedError if damaged else StorageError)(text)
+        return prepared
+
+    def _layouts(self) -> Any:
+        """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
+        if not self._from_sharded and not self._has_sharded_tensors():
+            return None
+        layouts = companions.part("sharding.layouts").Layouts
+        return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
+
+    def _load_what_fits(self, saved: State) -> list[str]:
+        """Load the weights that fit; see `checkpoints.load_what_fits`."""
+        layouts = self._layouts()
+
+        def prepared(fits: State, own: State) -> State:
+            assert layouts is not None
+            made: State = layouts.of_values(fits, own)
+            layouts.reads.run()
+            return made
+
+        options = {} if layouts is None else {"prepared": prepared}
+        return load_what_fits(self._context.groups["models"], saved, **options)
+
+    def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
+        return unredact(state["config"], self._context.shown_config, self._context.config), self._context.config
+
+    def _load(self, name: str, state: State, *, only: set[str] | None = None, owned: bool) -> None:
+        """Restore the members of a group; tools get the settings that the config has changed."""
+        saved, moved = state[name], {}
+        if name == "tools":
+            moved = dict.fromkeys(state["on_device"], self._context.topology.device)
+            saved = {item: self._with_settings(state, item, part) for item, part in saved.items()}
+        if of_workers := self._of_workers(name):
+            only = ({*self._context.groups.members(name), *saved} if only is None else only) - of_workers
+        for text in load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
+            self._reporter.events.notice(text)
+
+    def _with_settings(self, state: State, name: str, part: State) -> State:
+        """Return the state of a tool with the settings that the config has changed."""
+        before, now = (config.get("tools") or {} for config in self._configs(state))
+        if name not in before or name not in now:
+            return part
+        from mlx_runtime.loop.resuming import with_settings
+
+        return with_settings(part, before[name], now[name], f"tools.{name}")
+
+    def _load_per_worker(self, state: State, names: Collection[str]) -> None:
+        """Restore the objects whose state differs by worker, unless the number of workers has changed."""
+        topology, group = self._context.topology, self._context.groups["per_worker"]
+        only = {*names} & set(members(group))
+        if not self._has_sizes_of(state):
+            for name in sorted(only):
+                text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
+                self._reporter.events.notice(text)
+            return
+        own = states_by_replica(state)[topology.data_parallel_rank][topology.model_parallel_rank]
+        saved = {
+            name: self._with_settings(state, name.removeprefix("tools."), part) if name.startswith("tools.") else part
+            for name, part in own.get("per_worker", {}).items()
+        }
+        moved = {f"tools.{name}": topology.device for name in state["on_device"]}
+        for text in load_into(group, saved, "per_worker", only=only, moved=moved):
+            self._reporter.events.notice(text.removeprefix("per_worker."))
+
+    def _has_sizes_of(self, state: State) -> bool:
+        """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
+        return [*map(len, self._context.topology.replicas)] == [*map(len, states_by_replica(state))]
+
+    def _set_group_values(self, state: State) -> None:
+        """Apply changed values of the config to optimizers, and to schedulers."""
+        before, now = (config.get("optimizers") for config in self._configs(state))
+        kept = [item for name in MADE_BY_LOOP for item in self._context.groups.members(name).values()]
+        from mlx_runtime.loop.resuming import set_group_values
+
+        set_group_values(self._context.groups.optimizers, kept, before, now)
+
+    def _load_rank(self, state: State, *, metrics: bool) -> None:
+        """Restore random numbers and, if `metrics`, metrics of this rank; after a change of size, mergeable ones."""
+        topology, before = self._context.topology, states_by_replica(state)
+        number, position = topology.data_parallel_rank, topology.model_parallel_rank
+        if self._has_sizes_of(state):
+            randomness.load_random_state_dict(before[number][position]["random"], topology.device)
+        else:
+            randomness.set_seed(mix_seeds(state["seed"], number, state["global_step"]))
+        of_replicas = [ranks[position % len(ranks)] for ranks in before]
+        mine = of_replicas[number :: topology.data_parallel_size]
+        for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
+            saved, group = mine[0][name], self._context.groups[name]
+            if topology.data_parallel_size < len(of_replicas):
+                saved = merge_ranks([part[name] for part in mine], group)
+                for item, metric in members(group).items():
+                    if item in of_replicas[0][name] and is_metric(metric) and not is_mergeable(metric):
+                        saved.pop(item, None)  # on all workers, or its value would cover only some
+                        text = f"{name}.{item} starts over: its states of several workers cannot be merged"
+                        self._reporter.events.notice(text)
+            load_into(group, saved, name, only=set(saved))
+
+
+def states_by_replica(state: State) -> list[list[State]]:
+    """Return the states of the workers of each replica."""
+    ranks, size = iter(state["ranks"]), state.get("model_parallel_size", 1)  # in checkpoints of earlier versions
+    sizes = state.get("replica_sizes") or [size] * (len(state["ranks"]) // size)
+    return [[next(ranks) for _ in range(count)] for count in sizes]

@@ -1,0 +1,263 @@
+"""Metrics of a pass: read at one step, exchanged between workers in the background, and reported some steps later."""
+
+import math
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.loop.context import RunContext
+from mlx_runtime.loop.passes import Pass
+from mlx_runtime.loop.reporting import Reporter
+from mlx_runtime.runs.metric_states import State, check_metric, is_metric, is_updated, load_state, state_of, state_since
+from mlx_runtime.tracking.metric_sync import (
+    UPDATED_ON_SOME,
+    MetricSync,
+    Snapshot,
+    SyncedMetric,
+    SyncMessage,
+    numbers,
+    snapshots,
+)
+
+
+@dataclass
+class PassRecord:
+    """The saved metrics of a pass."""
+
+    sent_step: int = 0  # step of the last record
+    sent_at: float = field(default_factory=time.monotonic)
+    groups: set[str] = field(default_factory=set)  # saved since the pass began, of `losses` and `metrics`
+    new: set[str] = field(default_factory=set)  # those saved since numbers were last recorded
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)  # taken when user code saved the metrics
+    values: dict[str, float] = field(default_factory=dict)  # latest recorded values
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange in flight: the pass it belongs to, when it started, and numbers that are already known."""
+
+    item: Pass
+    name: str
+    step: int
+    epoch: int
+    rates: Mapping[str, float]
+    ends: bool  # True for the last exchange of the pass
+
+
+class MetricRecorder:
+    """Records the metrics and losses of an experiment over all workers. Every worker must make the same calls."""
+
+    def __init__(self, context: RunContext, reporter: Reporter) -> None:
+        self._context, self._reporter = context, reporter
+        self._sync = MetricSync(context.topology)
+        self._metrics: dict[str, SyncedMetric] = {}
+        self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
+        self.unfinished: Pass | None = None
+        self._in_flight: Exchange | None = None
+        self._steps_left = 0  # until its numbers are reported
+        self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
+        self._evaluated = False  # an evaluation has run since that reset
+        self._before = reporter.states  # of averages of training, when they were recorded last
+
+    def check(self) -> None:
+        """Raise a ConfigError if metrics cannot be recorded, before any of them is updated."""
+        losses, metrics = map(self._context.groups.members, ("losses", "metrics"))
+        for name in losses.keys() & metrics.keys():
+            if is_metric(losses[name]) and is_metric(metrics[name]):
+                raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
+        self._of(("losses", "metrics"))
+
+    def begin(self, item: Pass) -> None:
+        """Begin a pass at its current step, which a restart may have moved."""
+        self._evaluated |= not item.training
+        self._records[item] = PassRecord(item.step)
+
+    def values(self, item: Pass) -> Mapping[str, float]:
+        """Return the latest recorded values of a pass."""
+        return self._records[item].values
+
+    def is_due(self, item: Pass) -> bool:
+        """Return True if numbers are recorded at the current step."""
+        every = self._context.cfg.log_every_steps * item.accumulate
+        return item.finished or (item.training and item.step % every == 0)
+
+    def turn_to(self, item: Pass) -> None:
+        """Record the saved metrics of another pass, before those of this one are saved."""
+        if self.unfinished is not item:
+            self.flush()
+        if item.training:
+            self.restore(item)
+        self._evaluated |= not item.training
+
+    def before_reset(self, around: Pass | None) -> None:
+        """Record saved metrics. Within a step of a pass, set them aside, because an evaluation may follow."""
+        self.receive()
+        self.flush()
+        self._evaluated = False
+        if around is None:
+            self._before.clear()
+        elif self._set_aside is None:
+            metrics = self._of(("losses", "metrics")).items()
+            self._set_aside = around, {name: state_of(item.metric) for name, item in metrics}
+
+    def restore(self, item: Pass) -> None:
+        """Continue a training pass with its own metrics, unless the loop reset them after evaluating within a step."""
+        if self._set_aside is None:
+            return
+        if self.unfinished is not item:
+            self.flush()  # an evaluation that was left early
+        (before, states), self._set_aside = self._set_aside, None
+        if before is item and self._evaluated:
+            for name, metric in self._of(("losses", "metrics")).items():
+                load_state(metric.metric, states[name])
+        else:
+            self._before.clear()
+
+    def save(self, item: Pass, groups: tuple[str, ...]) -> None:
+        """Record groups of metrics of a pass, now or when numbers are recorded next."""
+        self.unfinished = item
+        record = self._records.setdefault(item, PassRecord())
+        record.groups.update(groups)
+        record.new.update(groups)
+        if not self.is_due(item):
+            return
+        if item.loader is None:  # no loader reports the end of the step
+            self.send(item, last=False)
+            self.receive()
+        else:
+            record.snapshots |= snapshots(self._of(groups), whole_pass=item.finished)
+
+    def step_finished(self, item: Pass, lag: int) -> None:
+        """Record numbers at the current step if they are due.
+
+        The numbers of an exchange are reported `lag` steps after its start, or when the next one starts: waiting for
+        other workers already at the next step would cost time if steps are short. `lag` is the same on all workers.
+        """
+        if item.training:
+            self.restore(item)
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self.receive()
+        if self.is_due(item):
+            self.send(item, last=item.finished)
+            self._steps_left = lag if self._may_lag() else 1
+        if item.finished:
+            self.receive()  # user code may ask for the values of the pass next
+            item.recorded = True
+            if self.unfinished is item:
+                self.unfinished = None
+
+    def flush(self) -> None:
+        """Record the saved metrics of a pass that the loop has left, before they are discarded."""
+        item, self.unfinished = self.unfinished, None
+        if item is None or item.recorded:
+            return
+        record = self._records[item]
+        if record.new or item.loader is None or not item.active:
+            self.send(item, last=True)
+            self.receive()
+        if item.loader is None or not item.active:
+            item.recorded = True
+
+    def send(self, item: Pass, *, last: bool) -> None:
+        """Start exchanging the metrics of a pass; `last` is True at its end."""
+        self.receive()
+        record = self._records.setdefault(item, PassRecord())
+        groups = frozenset(record.new)
+        late = {name: metric for name, metric in self._of(groups).items() if name not in record.snapshots}
+        if last and not groups:  # the numbers are already recorded, except those computed once per pass
+            late = {name: metric for name, metric in self._of(record.groups).items() if metric.keeps_rows}
+            groups = frozenset(record.groups) if late else groups
+        taken = snapshots(late, whole_pass=last) | record.snapshots
+        rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
+        waited = 100 * item.part.waited_s / item.part.seconds if item.part is not None and item.training else 0.0
+        progress = self._context.progress
+        ends = item.finished or not item.active
+        self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates, ends)
+        device = self._context.topology.device
+        numbers = waited, torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+        self._sync.send(SyncMessage((item.name, item.step), groups, numbers, taken))
+        record.new, record.snapshots = set(), {}
+        record.sent_at, record.sent_step = time.monotonic(), item.step
+
+    def receive(self) -> None:
+        """Finish an exchange in flight, and report its numbers."""
+        exchange, self._in_flight = self._in_flight, None
+        if exchange is None:
+            return
+        messages = self._sync.receive()
+        if not messages[0].groups:
+            return
+        item = exchange.item
+        values: dict[str, float] = {}
+        intervals: dict[str, float] = {}
+        for name, metric in self._of(messages[0].groups).items():
+            title = f"{exchange.name}/{name}"
+            found: dict[str, float] | None = {}
+            if metric.syncs_itself:
+                found = self._value_synced_by_itself(title, metric)
+            elif self._context.topology.writes and name in messages[0].snapshots:
+                state = metric.merge(title, [message.snapshots[name] for message in messages])
+                found = None if state is None else metric.value(title, state)
+                if state is not None and item.training and metric.is_average:
+                    since = metric.value(f"{title}_interval", state_since(state, self._before.get(name)))
+                    intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
+                    self._before[name] = state
+            if found is None:
+                self._reporter.events.notice(f"{title} is skipped: it was not updated")
+            values |= found or {}
+        self._records[item].values |= values
+        self._reporter.collect(values)
+        if not self._context.topology.writes:
+            return
+        rates = dict(exchange.rates)
+        waited, peak_gb = map(max, zip(*(message.numbers for message in messages), strict=True))
+        if item.training and self._context.topology.device.type == "cuda":
+            rates["gpu/memory"] = peak_gb
+        if item.training and item.loader is not None:
+            rates["time/data_wait_pct"] = waited
+            # A single step mostly measures the start of reading.
+            if exchange.ends and item.step > 1:
+                self._reporter.input_speed(item, rates["samples_per_s"], waited)
+        self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
+
+    def _may_lag(self) -> bool:
+        """Return False if there are no other workers, or if metrics that synchronize themselves keep changing."""
+        alone = self._context.topology.data_parallel_size == 1
+        return not alone and not any(item.syncs_itself for item in self._metrics.values())
+
+    def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
+        """Return the metrics of some groups by name, in the same order on all workers."""
+        members = {group: self._context.groups.members(group) for group in sorted(groups)}
+        found = {name: (group, item) for group, items in members.items() for name, item in items.items()}
+        for name, (group, item) in found.items():
+            if name not in self._metrics or self._metrics[name].metric is not item:
+                check_metric(f"{group}.{name}", item)
+                if is_metric(item):
+                    self._metrics[name] = SyncedMetric(item)
+        return {name: self._metrics[name] for name in found if name in self._metrics}
+
+    def _value_synced_by_itself(self, title: str, metric: SyncedMetric) -> dict[str, float] | None:
+        (updated,) = agree([is_updated(metric.metric)], self._context.topology.device)
+        if updated is None:
+            raise MlxError(UPDATED_ON_SOME.format(title))
+        return numbers(title, metric.metric.compute()) if updated else None
+
+    def _rates(self, item: Pass, record: PassRecord) -> dict[str, float]:
+        """Return the numbers that are recorded for training in addition to metrics: learning rates, speed, memory."""
+        optimizers = self._context.groups.members("optimizers").items()
+        rates = {
+            f"lr/{name}": float(item.param_groups[0]["lr"])
+            for name, item in optimizers
+            if hasattr(item, "param_groups")
+        }
+        if item.loader is not None:
+            rates |= item.part.rates
+        if item.step > record.sent_step:
+            rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
+        return rates

@@ -1,0 +1,212 @@
+"""Settings of every experiment."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast
+
+from mlx_runtime.errors import suggest
+from mlx_runtime.loop.strategies import STRATEGIES
+from mlx_runtime.sections import (
+    CrossValidation,
+    Debug,
+    Elastic,
+    Fragments,
+    Hub,
+    Preparation,
+    Replicas,
+    Section,
+    Sharding,
+    at_least,
+)
+from mlx_runtime.storage.documents import LARGEST, name_problem
+from mlx_runtime.tracking.callbacks import HOOKS
+from mlx_runtime.tracking.trackers import TensorBoard
+
+ENGINES = {
+    "in_process": "mlx_runtime.workers.in_process.InProcess",
+    "local": "mlx_runtime.workers.local.Local",
+    "nodes": "mlx_runtime.companions.nodes.engine.Nodes",
+    "ray": "mlx_runtime.companions.ray.engine.OnRay",
+}
+"""Import paths of engine classes by name. Other classes are named by their import path in `cfg.engine`."""
+
+
+class CheckedSettings:
+    """Settings whose values have ranges."""
+
+    @staticmethod
+    def out_of_range(cfg: Any) -> list[str]:
+        """Return one line per setting that is out of range. A user's own class of `cfg` may lack settings."""
+        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
+        for name, minimum in minimums().items():
+            value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
+            if value is not None and value < minimum:
+                problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
+            elif value is not None and value >= LARGEST:
+                problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
+        least, most = (size or cfg.start_workers for size in (cfg.elastic.min_workers, cfg.elastic.max_workers))
+        if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
+            limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
+            problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
+        engines = ("auto", *(name for name in ENGINES if name != "in_process"))
+        problems += [*_name_problems("engine", cfg.engine, engines), *_strategy_problems(cfg)]
+        clip = getattr(cfg, "gradient_clip", None)
+        if clip is not None and not clip > 0:  # NaN is refused, too
+            problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
+        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation():
+            from mlx_runtime.loop.contradictions import contradictions
+
+            problems += contradictions(cfg.cross_validation)
+        for kind, hooks in HOOKS.items():
+            for name, item in (getattr(cfg, kind, None) or {}).items():
+                if item is not None and not any(hasattr(item, hook) for hook in hooks):
+                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
+                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
+        start, epochs = (getattr(cfg, name, 0) for name in ("start_epoch", "num_epochs"))
+        if 0 < epochs <= start:
+            problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
+        return problems
+
+
+def _strategy_problems(cfg: Any) -> list[str]:
+    """Return one line per setting that contradicts `cfg.strategy`. Other packages' strategies are checked later."""
+    if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
+        return [] if name is None else _name_problems("strategy", name, STRATEGIES)
+    from mlx_runtime.loop.strategies.selection import problems  # here, because data jobs have no strategy
+
+    return problems(cfg)
+
+
+def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
+    """Return a line if a setting is neither a known word nor an import path."""
+    if name in known or "." in name:
+        return []
+    return [f"cfg.{setting} is {name!r}; write {', '.join(known)}, or an import path.{suggest(name, known)}"]
+
+
+@dataclass
+class TrainConfig(CheckedSettings):
+    """Settings of a run, `cfg` in conf.yaml. Add your own by inheriting in `src/config.py`.
+
+    Attributes:
+        name: experiment name, and folder of its runs in the storage.
+        resume: `auto` resumes the latest run of this name, does nothing if it has succeeded, and starts a new run if
+            there is none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one.
+            Runs of sweeps are never the latest, because a sweep has its own `--resume`.
+        restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from, or the mirror of a run, like
+            `hf://user/name` or `hf://user/name/checkpoints/epoch_0004`; None starts from scratch.
+        restore_strict: everything must match that checkpoint; `false` loads only weights whose names and shapes match,
+            and lists the others.
+        start_epoch: first epoch; set by the runtime when a checkpoint is restored.
+        num_epochs: total number of epochs; a run that resumes after 3 of 10 trains 7 more.
+        max_steps: maximum number of training steps, in all epochs and attempts. The run then ends successfully, with a
+            checkpoint, even within an epoch. Counts updates, like `global_step`; None means no limit.
+        evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
+        engine: starts the workers. `local`: as processes on this machine; `nodes`: on several machines without a
+            cluster; `ray`: on a cluster, or in a Ray embedded on this machine; `auto`: `local` on one machine unless
+            only Ray can train the run. May also be the import path of your own engine.
+        nodes: machines for `engine=nodes`: a file like `nodes.json`, or their number, including this one.
+        start_workers: number of workers; 0 trains in this process, where a debugger works.
+        loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
+            per worker.
+        prefetch_batches: batches that are read while the loop trains on earlier ones. None means 2 for each process of
+            `workers=N` and for streams of Ray Data, and 0 for datasets that the worker itself reads. With a number, a
+            thread of the worker reads the latter, unless the first batch of a pass draws from the global random
+            generators, because that would change the random numbers of the loop.
+        strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
+            `sharding.shard_size` of them, with replicas; `pipeline` cuts them into stages, one per worker.
+            `Models.strategies = {"net": "ddp"}` overrides it. May also be the import path of your own strategy.
+        activation_checkpointing: recompute activations in the backward pass instead of storing them: true for repeated
+            blocks, or a pattern of module paths like `layers.*`.
+        precision: `bf16` or `fp16` runs each model's `forward` under autocast, and all of a sharded model in that type;
+            outputs are float32.
+        accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
+        gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
+            not clip.
+        compile: compile the models: true, the name of a backend of `torch.compile`, or some of its arguments, like
+            `{mode: max-autotune, dynamic: false}`.
+        matmul_precision: precision of float32 matrix products on GPUs. `high`: TF32 on tensor cores, with 10 bits of
+            mantissa; `highest`: full float32, with 23 bits; `medium` may use bfloat16. Without effect on CPUs.
+        deterministic: use only deterministic algorithms of torch, and fail if there is none; slower on GPUs.
+        seed: seeds Python, NumPy and torch on every worker, and the order of the data.
+        storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
+        code_files: further files for `code.zip` of a run, which contains those that git tracks or the code imports;
+            patterns as in a .gitignore.
+        log_every_steps: training steps between two reductions of the metrics over all workers.
+        trackers: objects by name that receive the recorded numbers, in addition to `metrics.jsonl`: classes of
+            `mlx_runtime.trackers`, or any class with methods of `mlx_runtime.tracking.callbacks`; `null` removes one.
+        callbacks: objects by name with the same methods, called in the driver.
+        monitor: metric by which the best checkpoints are chosen, like `val/accuracy`; None keeps the newest ones.
+        mode: `max` or `min`, whether larger or smaller values of `monitor` are better.
+        checkpoint_every_steps: training steps between two checkpoints within an epoch; with None, only the loop saves
+            checkpoints.
+        keep_checkpoints: number kept per run: the best by `monitor`, and always the latest; with 0, none after success.
+        cpus_per_worker: CPU cores and torch threads per worker.
+        runtime_env: additions to the environment of jobs on a cluster, as in Ray:
+            `{"pip": [...], "env_vars": {...}}`.
+        secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
+        use_gpu: train on GPUs; None means only if there are enough.
+        gpus_per_worker: GPUs per worker, if it trains on GPUs. With several, the loop distributes the model over them.
+        cross_validation: one fold of a cross-validation.
+        debug: quick looks and debugging.
+        elastic: workers that are lost, replaced or added while a run trains.
+        fragments: models cut into stages by `strategy=pipeline`.
+        hub: the mirror of the run on the Hugging Face Hub.
+        preparation: datasets that are prepared before training.
+        replicas: replicas of the models that are averaged from time to time.
+        sharding: sharding of models by `strategy`.
+    """
+
+    name: str = "experiment"
+    resume: str | None = None
+    restore_checkpoint_path: str | None = None
+    restore_strict: bool = True
+    start_epoch: int = at_least(0, 0)
+    num_epochs: int = at_least(0, 10)
+    max_steps: int | None = at_least(1, None)
+    evaluate_every_steps: int | None = at_least(1, None)
+    engine: str = "auto"
+    nodes: int | str | None = None
+    start_workers: int = at_least(0, 2)
+    loader: str = "auto"
+    prefetch_batches: int | None = at_least(0, None)
+    seed: int = at_least(0, 0)
+    strategy: str = "ddp"
+    activation_checkpointing: bool | str = False
+    precision: Literal[32, "bf16", "fp16"] = 32
+    accumulate_grad_batches: int = at_least(1, 1)
+    gradient_clip: float | None = None
+    compile: bool | str | dict[str, Any] = False
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    deterministic: bool = False
+    storage_path: str = "runs"
+    code_files: tuple[str, ...] = ()
+    log_every_steps: int = at_least(1, 50)
+    trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    monitor: str | None = None
+    mode: Literal["max", "min"] = "min"
+    checkpoint_every_steps: int | None = at_least(1, None)
+    keep_checkpoints: int = at_least(0, 3)
+    cpus_per_worker: int = at_least(1, 1)
+    runtime_env: dict[str, Any] | None = None
+    secrets: tuple[str, ...] = ()
+    use_gpu: bool | None = None
+    gpus_per_worker: int = at_least(1, 1)
+    cross_validation: CrossValidation = CrossValidation()
+    debug: Debug = Debug()
+    elastic: Elastic = Elastic()
+    fragments: Fragments = Fragments()
+    hub: Hub = Hub()
+    preparation: Preparation = Preparation()
+    replicas: Replicas = Replicas()
+    sharding: Sharding = Sharding()
+
+
+def minimums() -> dict[str, float]:
+    """Return the minimum of each setting that has one, by its key below `cfg`; a data job has some of them."""
+    items = {item.name: item for item in fields(TrainConfig)}
+    for name, section in [(name, item.default) for name, item in items.items() if isinstance(item.default, Section)]:
+        items |= {f"{name}.{item.name}": item for item in fields(cast(Any, section))}
+    return {name: item.metadata["minimum"] for name, item in items.items() if "minimum" in item.metadata}

@@ -1,0 +1,513 @@
+"""`Session`: one worker's part of a run, and the only place that defines the order of a step, a pass and an epoch.
+
+The loop belongs to user code. The session acts when a loader is iterated, when a batch is yielded, when the loop has
+finished a step and asks for the next batch, and when user code calls a method of `BaseModule`. It defines the order of
+actions; other modules implement them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.loaders import Loader, trains
+from mlx_runtime.data.sampling import WorkerPass
+from mlx_runtime.distributed.collectives import agree, broadcast, gather
+from mlx_runtime.distributed.randomness import set_seed
+from mlx_runtime.distributed.wrapping import is_sharded, whole
+from mlx_runtime.errors import MlxError
+from mlx_runtime.events import FunctionReport, WarningNotice
+from mlx_runtime.loop.channel import Sink
+from mlx_runtime.loop.checkpointer import Checkpointer
+from mlx_runtime.loop.context import RunContext
+from mlx_runtime.loop.metric_recording import MetricRecorder
+from mlx_runtime.loop.optimization import Optimization, prepare_models
+from mlx_runtime.loop.passes import Pass, PassTracker
+from mlx_runtime.loop.reporting import EventSender, Reporter
+from mlx_runtime.loop.stopping import LoopStopped, StopPoll
+from mlx_runtime.runs.tables import plural
+from mlx_runtime.tracking.callbacks import hooks_in_workers
+from mlx_runtime.tracking.report_writer import ReportWriter
+
+if TYPE_CHECKING:
+    from mlx_runtime.loop.strategies.base import Strategy
+
+
+class Session:
+    """One worker's part of a run. Every worker must construct it; only rank 0 has `tracking`.
+
+    `hooks` are objects like callbacks, by name.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        strategy: "Strategy",
+        sink: Sink,
+        tracking: ReportWriter | None = None,
+        hooks: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.context, self.passes, self.send = context, PassTracker(), sink.send
+        self.progress = context.progress
+        self.progress.epoch = context.cfg.start_epoch
+        self.reporter = Reporter(context, EventSender(context, sink), tracking)
+        self.metrics = MetricRecorder(context, self.reporter)
+        self.optimization = Optimization(context, self.reporter, strategy)
+        self.checkpoints = Checkpointer(context, self.reporter, self.optimization)
+        notice = self.reporter.events.notice
+        least = context.cfg.elastic.min_workers
+        self.stopping = StopPoll(
+            context.topology,
+            sink.stop_asked,
+            preempted=context.preempted,
+            resumable_by_fewer=least is not None and least < context.topology.world_size,
+            notice=notice,
+        )
+        self._call = hooks_in_workers(context.cfg.callbacks | hooks, context.groups.experiment, notice)
+        topology = context.topology
+        self.replicated = topology.data_parallel_size == topology.world_size > 1  # the models of all workers are equal
+        self._compared = False  # weights of models without a wrapper
+        self._trained = False  # there was a sign of training
+        self._calls_every = False  # user code has called `self.every`
+        self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
+        self.counts_updates = not context.evaluates  # in a loop that reads no loaders
+        self._stepped: set[int] = set()  # ids of the optimizers in the current step of such a loop
+        self._epoch_ended_at = 0  # global step
+        self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
+        self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
+        self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
+
+    # -- the run
+
+    def begin(self) -> None:
+        """Move everything to the device, and restore a checkpoint if there is one."""
+        cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
+        self.metrics.check()
+        self.checkpoints.check()
+        spread = topology.model_parallel_size > 1  # then the strategy has moved the parts of the models
+        for group in ("losses", "metrics") if spread else ("models", "losses", "metrics"):
+            for member in groups.members(group).values():
+                if isinstance(member, nn.Module) and not is_sharded(member):  # metrics are modules, too
+                    member.to(topology.device)
+        prepare_models(groups.members("models").values(), cfg, topology.device)
+        set_seed(cfg.seed + topology.data_parallel_rank)  # models are equal, but dropout differs by replica
+        if self.checkpoints.restore() is not None:
+            agree([True], topology.device)  # nothing is recorded before all workers have restored
+        else:
+            self.reporter.begin()
+        self._begins_at, self._epoch_ended_at = (cfg.start_epoch, self.progress.global_step), self.progress.global_step
+
+    def end(self) -> dict[str, float]:
+        """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
+        self.reporter.begin()
+        if not self.stopping.stopped:  # otherwise, a restart may resume an interrupted pass
+            self._warn_of_missing_update()
+            self.metrics.flush()
+            self._end_epoch()
+            if not self.context.evaluates:
+                self._explain_end()
+        self.checkpoints.wait()
+        return self.reporter.latest
+
+    def _explain_end(self) -> None:
+        """Explain a resumed run that has trained nothing, although epochs are left."""
+        cfg, optimization = self.context.cfg, self.optimization
+        is_left = 0 < cfg.start_epoch < cfg.num_epochs and self.context.steps_left != 0
+        if is_left and optimization.expected and not (optimization.knows_steps or optimization.stepped):
+            self.reporter.events.notice(
+                f"worker_loop has ended at epoch {cfg.start_epoch} of {cfg.num_epochs} without training, as its "
+                "restored state demands; after early stopping, raise the patience, too, like "
+                "tools.early_stopping.patience=20"
+            )
+
+    def _end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
+        cfg = self.context.cfg
+        trains = (self.optimization.knows_steps or self._stepped) and not self.context.evaluates
+        if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
+            self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
+        self.metrics.receive()
+        self.reporter.end_epoch(values or {}, epoch)
+
+    # -- a pass and its steps: called by loaders
+
+    def watch(self, loader: Loader) -> Loader:
+        """Follow a loader. Return the existing one if it reads the same dataset in the same way."""
+        name = loader.shard.name
+        known = self.checkpoints.loaders.get(name)
+        if known is not None and known.asked == loader.asked:
+            return known
+        if known is not None:
+            loader.epoch = known.epoch
+        elif name in self.checkpoints.positions:
+            loader.load_state_dict(self.checkpoints.positions[name])
+        loader.observer = self
+        self.checkpoints.loaders[name] = loader
+        return loader
+
+    def loader_iterated(self, loader: Loader) -> None:
+        self.passes.iterate(loader.shard.name)
+
+    def advances(self, loader: Loader) -> bool:
+        """Return False if the next pass reads a training dataset but, as far as is known, does not train."""
+        if not loader.shard.training:
+            return True
+        if self.passes.stage is not None or self.context.evaluates:
+            return False
+        if loader.continues_adopted or self.passes.restarts_beside(loader.shard.name):
+            return True
+        return not self.optimization.expected or (torch.is_grad_enabled() and self.context.groups.in_train_mode)
+
+    def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
+        """Record the remaining metrics of the previous pass, and restore the state of an interrupted one."""
+        loader.compare_rows()
+        self._warn_of_missing_update()
+        shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
+        in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
+        known = {"accumulate": loader.accumulate, "loader": loader, "part": part, "step": part.skip}
+        training = shard.training and advances
+        item = self.passes.begin(shard.name, training=training, in_doubt=in_doubt, steps=part.plan.steps, **known)
+        self.metrics.begin(item)
+        if self.passes.leads(item):
+            self.metrics.flush()
+            if not self.passes.is_within_training(item):
+                self.optimization.begin_pass()
+        if advances:
+            self.checkpoints.resume(shard.name)
+        self.reporter.begin()
+        self.reporter.events.pass_begun(loader)
+        if not self.passes.leads(item):
+            return item
+        if item.training:
+            self._begin_training(item, loader.epoch - 1, between_epochs=between_epochs)
+        elif not in_doubt:
+            self._call("on_evaluate_start", item.name)
+        return item
+
+    def _begin_training(self, item: Pass, epoch: int, *, between_epochs: bool) -> None:
+        """Begin a training pass that leads, unless the run is at `cfg.max_steps`."""
+        if self.context.steps_left == 0:
+            self._finish(item, finished=between_epochs)
+        if not self.passes.is_within_training(item):
+            epoch = self.progress.epoch if self.progress.interrupted else epoch
+            self.context.plan_epochs(epoch, item.updates_left, item.loader.updates)
+
+    def batch_given(self, item: Pass, batch: Batch) -> None:
+        """Count a step."""
+        self.beat()
+        if not self.passes.batch(item, item.part.taken):
+            return  # read alongside the pass that leads
+        if item.training or item.in_doubt:
+            self.optimization.forget_calls()
+        if item.training:
+            self._begin_step(item)
+        self.reporter.events.step(item, self.metrics.values(item))
+        self._call("on_batch_start", item.name, batch)
+
+    def _begin_step(self, item: Pass) -> None:
+        part: WorkerPass = item.part
+        if part.given == 1 and not self.passes.is_within_training(item):
+            self.begin_epoch(item.loader.epoch - 1)
+        self.optimization.begin_step(part, item.accumulate)
+        self.progress.global_step += self.optimization.accumulation.first
+        self._request_checkpoint()
+
+    def _request_checkpoint(self) -> None:
+        every = self.context.cfg.checkpoint_every_steps
+        if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
+            self.checkpoints.requested = True
+
+    @property
+    def reads_no_loader(self) -> bool:
+        """True if the loop trains on its own data, or on none, so that its updates are its steps."""
+        outside = self.passes.leading is None and self.passes.stage is None
+        return self.counts_updates and outside and not self.optimization.knows_steps
+
+    def _begin_own_step(self) -> None:
+        """Count a step of a loop that reads no loader, after saving or stopping at the end of the previous one."""
+        if self.checkpoints.requested:
+            self._store(self.progress.epoch, finished=False)
+        if self.context.steps_left == 0:
+            self._finish(None, finished=False)
+        if self.progress.global_step:
+            self.step_done(self.progress.global_step)
+        self.passes.step_on_own_data()
+        self.progress.global_step += 1
+        self._request_checkpoint()
+        for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
+            if getattr(self.context.cfg.debug, name) is not None:
+                text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
+                self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
+
+    def _end_own_epoch(self) -> None:
+        """Count an epoch as a step in a loop that reads no loader, if it has no other steps."""
+        if self.progress.global_step == self._epoch_ended_at and not self.optimization.expected:
+            self._begin_own_step()
+        self._epoch_ended_at = self.progress.global_step
+
+    def update_begins(self, optimizer: Optimizer | None = None) -> None:
+        """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
+        if not self._trained:
+            self._trained = True
+            if self.context.topology.data_parallel_size > 1 and self.passes.leading is None:
+                from mlx_runtime.loop.untrained import unsharded_data
+
+                for text in unsharded_data():
+                    self.reporter.events.send_once(WarningNotice(text))
+        if self.reads_no_loader and self._updates_models(optimizer):
+            self.checkpoints.resume(None)
+            if optimizer is not None and self._stepped and id(optimizer) not in self._stepped:
+                self._stepped.add(id(optimizer))  # several optimizers, one after another, take one step
+            elif optimizer is not None:
+                self._begin_own_step()
+                self._stepped = {id(optimizer)}
+        if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
+            return
+        self._without_update = None
+        stage, leading = self.passes.stage, self.passes.leading
+        reads_training_set = leading is not None and leading.loader.shard.training
+        if stage is not None and reads_training_set and self.progress.global_step == 0:
+            self.reporter.events.notice(
+                f"stage {stage!r} does not train, so its steps are not counted; if it does, write "
+                f"self.stage({stage!r}, training=True)"
+            )
+        for item in self.passes.update():
+            leads = self.passes.leads(item)
+            if leads:
+                self._begin_training(item, item.loader.epoch, between_epochs=True)
+            item.loader.adopt(item.part)
+            if leads:
+                skipped = item.part.given - 1  # steps without an update, like those of a loop that accumulates itself
+                self._begin_step(item)
+                self.progress.global_step += skipped
+
+    def _updates_models(self, optimizer: Optimizer | None) -> bool:
+        """Return False if an optimizer updates none of the experiment's models, but for example a probe."""
+        models = self.context.groups.modules
+        if optimizer is None or not models:
+            return True
+        own = {id(item) for model in models for item in model.parameters()}
+        return any(id(item) in own for group in optimizer.param_groups for item in group["params"])
+
+    def _warn_of_missing_update(self) -> None:
+        item, self._without_update = self._without_update, None
+        if item is not None and self.optimization.lacks_step:
+            self.reporter.events.notice(
+                f"no optimizer has stepped in a pass over {item.dataset}, so nothing was trained; call "
+                "self.optimizer_step() after self.backward(loss)"
+            )
+        elif item is not None:
+            self.reporter.events.notice(
+                f"{plural(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
+                f"optimizer updated a model; if it was not training, read it under torch.no_grad() or in a block "
+                f'`with self.stage("probe"):`'
+            )
+
+    def begin_epoch(self, epoch: int) -> None:
+        if not self.progress.interrupted:
+            self._end_epoch()
+            self.progress.epoch = epoch
+        if self.context.topology.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.topology.device)
+        self.progress.interrupted = False
+
+    def step_finished(self, item: Pass, batch: Batch) -> None:
+        """Record, save and stop; the last two only between two updates, when all workers are at the same step."""
+        self.beat()
+        if not self.passes.leads(item):
+            return
+        self._call("on_batch_end", item.name, batch)
+        self.metrics.step_finished(item, self.stopping.interval)
+        if item.finished:
+            self._end_pass(item)
+        if item.training:
+            self.step_done(self.progress.global_step)
+        if not item.training or item.finished:
+            return  # after the last step of training, evaluation follows, and then the checkpoint of the epoch
+        if self.stopping.step():
+            self.checkpoints.requested = True
+        if not self.optimization.step_completed_update():
+            return
+        if self.checkpoints.requested or self.stopping.agreed:
+            self._store(self.progress.epoch, finished=False)
+        if self.context.steps_left == 0:
+            self._finish(item, finished=False)
+        if self.stopping.agreed:
+            self._stop()
+
+    def pass_left(self, item: Pass) -> None:
+        if item.active:
+            self._end_pass(item)
+
+    def _end_pass(self, item: Pass) -> None:
+        if self.passes.leads(item):
+            updated = item.updated and not self.optimization.lacks_step
+            if item.training and not updated and item.part.given and self.optimization.expected:
+                self._without_update = item  # unless an update follows the pass
+            if not item.training and not item.in_doubt:
+                self._call("on_evaluate_end", item.name)
+        self.passes.end(item)
+
+    def update_finished(self) -> None:
+        """Note that an optimizer has stepped."""
+        self.beat()
+        self.optimization.after_update()
+
+    # -- called by user code
+
+    def save(self, groups: tuple[str, ...], batch_idx: int, epoch: int, name: str | None) -> None:
+        """Record metrics of the current pass; see `BaseModule.save_metrics_and_losses`."""
+        self.beat()
+        item = self.passes.to_record(name, evaluation=name is not None and not trains(name))
+        self.metrics.turn_to(item)
+        if item.training:
+            self._turn_to(epoch)
+        self.progress.epoch = epoch
+        if item.loader is None:  # the loop counts from 0, even after a restart
+            if item.training and not self._stepped and batch_idx + 1 != item.step:
+                self._begin_own_step()
+            item.step = batch_idx + 1
+        self.metrics.save(item, groups)
+
+    def _turn_to(self, epoch: int) -> None:
+        """Note the epoch of the loop, and in a loop that reads no loader, end the previous one."""
+        if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
+            (expected, _), self._begins_at = self._begins_at, None
+            if epoch != expected and self.counts_updates:
+                self.reporter.events.notice(
+                    f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
+                    "for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs)"
+                )
+        if self.reads_no_loader and epoch != self.progress.epoch:
+            self._end_own_epoch()
+            self.begin_epoch(epoch)
+
+    def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
+        """Record numbers that user code logged, with the values of rank 0."""
+        if epoch is not None:
+            self._turn_to(epoch)
+        values = {name: whole(item) for name, item in values.items()}
+        if values and self.context.topology.writes:
+            plain = {name: item.detach() if isinstance(item, torch.Tensor) else item for name, item in values.items()}
+            numbers = {name: float(item) for name, item in plain.items()}
+            self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
+
+    def report(self, values: Mapping[str, float], facts: Mapping[str, Any], *, may_stop: bool) -> None:
+        """Record the numbers of an epoch in a loop that reads no loaders; see `functions.report`.
+
+        `facts` are in results only. With `may_stop`, no checkpoint is about to follow, so the run may stop here.
+        """
+        self.beat()
+        self.progress.global_step += 1
+        self._end_epoch({name: float(value) for name, value in values.items() if name != "epoch"})
+        of_all = gather({**values, **facts})
+        if of_all is not None:
+            self.reporter.events.send(FunctionReport(tuple(of_all)))
+        self.stopping.step()
+        if may_stop and self.stopping.vote():
+            self._stop()
+
+    @contextmanager
+    def stage(self, name: str, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes in a block, which train only if `training` is True."""
+        self.metrics.flush()
+        with self.passes.scope(name, training=training):
+            yield
+            self.metrics.flush()
+
+    def every(self, steps: int | None) -> bool:
+        """Return True if the current training step completes a multiple of `steps`; see `BaseModule.every`."""
+        self._calls_every = True
+        if steps is None:
+            return False
+        if steps < 1:
+            raise MlxError(f"self.every({steps}) needs a number of steps, 1 or more, or None for never")
+        trains = self.passes.in_training_step(otherwise=self.reads_no_loader and bool(self._stepped))
+        return trains and self.optimization.accumulation.last and self.progress.global_step % steps == 0
+
+    def before_reset(self) -> None:
+        """Record metrics that are about to be reset."""
+        self.metrics.before_reset(self.passes.around)
+        self.passes.close()
+
+    def sync_buffers(self) -> None:
+        """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
+        if self.replicated:
+            from mlx_runtime.distributed.torch_private import saved_buffers, sync_buffers  # one worker does without
+
+            sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
+            others = {name: saved_buffers(item) for name, item in self.context.groups.shared_modules.items()}
+            first = broadcast(others)  # by name, because workers may have different objects of their own
+            for name, buffers in others.items():
+                for key, buffer in buffers.items():
+                    if key in first.get(name, {}):
+                        buffer.copy_(first[name][key])
+
+    def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
+        self.beat()
+        epoch = int(epoch)  # it may be a NumPy number
+        own = self.reads_no_loader
+        if own:
+            self.checkpoints.check_resumed()
+            self._end_own_epoch()
+            self.progress.epoch = epoch
+        self.metrics.flush()
+        self.passes.close()
+        self.log(metrics, epoch)
+        self.reporter.check_monitor(epoch)
+        finished = self.passes.training is None
+        if self.passes.training is not None:
+            self.metrics.restore(self.passes.training)
+        if not finished and not self.optimization.accumulation.last:
+            self.checkpoints.requested = True  # gradients are not part of checkpoints
+            return
+        in_last_step = finished and self.passes.around is not None  # the epoch may continue
+        if finished and not in_last_step:
+            self._end_epoch(epoch=epoch if own else None)
+            self._warn_of_untrained()
+        self._store(epoch, finished=finished)
+        if own:
+            self.progress.epoch = epoch + 1
+        if own and self.context.steps_left == 0:
+            self._finish(None, finished=True)
+        if not in_last_step and self.stopping.vote():
+            self._stop()
+
+    def _warn_of_untrained(self) -> None:
+        """Warn of optimizers that never step, and, once, of objects that differ between workers."""
+        groups = self.context.groups
+        if self.replicated or len(groups.optimizers) > 1:
+            from mlx_runtime.loop import untrained
+
+            found = [*untrained.idle_optimizers(groups.optimizers, self.optimization.stepped)]
+            if self.replicated and not self._compared:
+                self._compared = True
+                found += untrained.diverged(groups.members("models"), groups.shared)
+            for text in found:
+                self.reporter.events.send_once(WarningNotice(text))
+
+    def _store(self, epoch: int, *, finished: bool) -> None:
+        self.reporter.begin()
+        self.metrics.receive()
+        self.sync_buffers()
+        self.checkpoints.save(epoch, finished=finished)
+
+    def _finish(self, item: Pass | None, *, finished: bool) -> NoReturn:
+        """Leave the loop at `cfg.max_steps`, at a point from which a run with a higher limit can continue."""
+        step = self.progress.global_step
+        self.reporter.events.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
+        if self.checkpoints.step != step:
+            self._store(self.progress.epoch, finished=finished)
+        if item is not None:
+            self._end_pass(item)
+        raise LoopStopped
+
+    def _stop(self) -> NoReturn:
+        self.stopping.stopped = True
+        self.checkpoints.wait()
+        raise LoopStopped

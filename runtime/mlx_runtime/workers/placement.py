@@ -1,0 +1,136 @@
+"""The choice of an engine: in this process, on this machine, or on Ray, embedded or on an existing cluster."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from mlx_runtime.config.constructors.targets import named_class
+from mlx_runtime.errors import ConfigError, MlxError, located
+from mlx_runtime.loop.job import Cluster
+from mlx_runtime.loop.options import ENGINES
+
+if TYPE_CHECKING:
+    from mlx_runtime.driver.job_options import DataConfig
+    from mlx_runtime.loop.options import TrainConfig
+    from mlx_runtime.workers.protocol import EngineClass
+
+JOB_FLAG = "MLX_IN_JOB"
+"""Environment variable of submitted jobs, whose drivers join the cluster that they run on."""
+
+WORKERS_PER_CORE = 32
+"""How many workers may share a core of one machine; they are processes, which need memory even if they wait."""
+
+
+def engine_class(name: str) -> "EngineClass":
+    """Return the class of an engine, given its name or import path; raise ConfigError if there is none."""
+    found: EngineClass = named_class("engine", name, ENGINES, ("refusal", "connect", "start"))
+    return found
+
+
+@contextlib.contextmanager
+def errors_of(engine: str, method: str) -> Iterator[None]:
+    """Report an exception in a method of an engine of another package in one line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MlxError) or "." not in engine:
+            raise
+        raise MlxError(f"cfg.engine={engine} failed in {method}: {located(error)}") from error
+
+
+def engine_for(cfg: "TrainConfig | DataConfig") -> tuple[str, str]:
+    """Return the name of the engine to use, and the reason if it is not the default.
+
+    Raises:
+        ConfigError: there is no such engine, or it cannot train with these settings.
+    """
+    in_job, data_job = JOB_FLAG in os.environ, getattr(cfg, "is_data_job", False)
+    if cfg.start_workers == 0:
+        if cfg.engine != "auto" and not data_job:
+            raise ConfigError(
+                f"cfg.engine={cfg.engine} needs workers, but cfg.start_workers=0 starts none; "
+                "use cfg.engine=auto or cfg.start_workers=1"
+            )
+        return "in_process", ""
+    if cfg.engine != "auto":
+        with errors_of(cfg.engine, "refusal"):
+            reason = engine_class(cfg.engine).refusal(cfg, in_job=in_job)
+        if reason:
+            raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; use cfg.engine=auto")
+        return cfg.engine, "" if data_job else f"cfg.engine={cfg.engine}"
+    if in_job:
+        return "ray", ""
+    reason = engine_class("local").refusal(cfg, in_job=False)
+    return ("ray", reason) if reason else ("local", "")
+
+
+def changing_size(cfg: "TrainConfig | DataConfig") -> str | None:
+    """Return the reason why the number of workers may change during a run, or None if it is fixed."""
+    limits = {"min_workers": cfg.elastic.min_workers, "max_workers": cfg.elastic.max_workers}
+    changing = [
+        f"cfg.elastic.{name}={limit}" for name, limit in limits.items() if limit not in (None, cfg.start_workers)
+    ]
+    return f"{changing[0]} lets the number of workers change" if changing else None
+
+
+class Shortage(NamedTuple):
+    """The resources that the workers of a run lack, and a remedy; both without a final period."""
+
+    text: str
+    hint: str
+
+
+def shortage(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
+    """Return the resources that the smallest group of workers lacks, or None if it fits.
+
+    Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores, within `WORKERS_PER_CORE`.
+    """
+    holder = "the cluster" if cluster else "this machine"
+    name = "elastic.min_workers" if cfg.elastic.min_workers else "start_workers"
+    workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
+    if cluster and workers * cfg.cpus_per_worker > cpus:
+        text = f"cfg.{name}={workers} needs {workers * cfg.cpus_per_worker} CPUs; {holder} has {cpus:g} CPUs"
+        return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
+    if cfg.cpus_per_worker > cpus:
+        return Shortage(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {holder} has {cpus:g} cores", "Lower it")
+    if not (cluster or getattr(cfg, "is_data_job", False)) and workers > WORKERS_PER_CORE * cpus:
+        text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
+        return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
+    if cfg.use_gpu and workers * cfg.gpus_per_worker > gpus:
+        each = f"{cfg.gpus_per_worker} GPUs" if cfg.gpus_per_worker > 1 else "a GPU"
+        users = f"each of {workers} workers" if cfg.start_workers else "this process"
+        hint = "eave cfg.use_gpu at null to use what there is"
+        return Shortage(
+            f"cfg.use_gpu=true needs {each} for {users}; {holder} has {gpus:g}",
+            f"Lower cfg.{name}, or l{hint}" if cfg.start_workers > 1 else f"L{hint}",
+        )
+    return None
+
+
+def uses_gpus(cfg: "TrainConfig | DataConfig", gpus: float) -> bool:
+    """Return True if each worker gets GPUs: if `cfg.use_gpu` says so or, by default, if there are enough."""
+    workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
+    return gpus >= workers * cfg.gpus_per_worker if cfg.use_gpu is None else cfg.use_gpu
+
+
+def check_room(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, cluster: bool) -> None:
+    """Raise a ConfigError if the smallest group of workers does not fit; see `shortage`."""
+    lacking = shortage(cfg, cpus, gpus, cluster=cluster)
+    if lacking:
+        raise ConfigError(f"{lacking.text}. {lacking.hint}")
+
+
+def this_machine(cfg: "TrainConfig | DataConfig", why: str = "") -> Cluster:
+    """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
+    cores = os.cpu_count() or 1
+    if getattr(cfg, "is_data_job", False):  # user code chooses its device
+        check_room(cfg, cores, math.inf, cluster=False)
+        return Cluster("on this machine", cores, 0, why=why)
+    import torch
+
+    gpus = torch.cuda.device_count()
+    check_room(cfg, cores, gpus, cluster=False)
+    title, own = f"on {cores} cores", cfg.gpus_per_worker
+    return Cluster(title, cores, gpus, why=why, use_gpu=uses_gpus(cfg, gpus), gpus_per_worker=own)

@@ -1,0 +1,251 @@
+"""The work of one worker: build the experiment, apply the strategy, run the loop, and report the result."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mlx_runtime import companions
+from mlx_runtime.config.building import build_cfg
+from mlx_runtime.data.loaders import DatasetShards
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
+from mlx_runtime.errors import (
+    MlxError,
+    WorkerLoopError,
+    WorkerLostError,
+    note,
+    short_message,
+    user_errors,
+    user_traceback,
+)
+from mlx_runtime.events import LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
+from mlx_runtime.importing import after_import
+from mlx_runtime.loop.assembly import build_experiment, dataset_shards
+from mlx_runtime.loop.channel import Direct, Sink, address_towards
+from mlx_runtime.loop.context import Groups, RunContext
+from mlx_runtime.loop.examples import ExampleRecorder
+from mlx_runtime.loop.experiment import BaseModule, attach
+from mlx_runtime.loop.job import Job
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.loop.session import Session
+from mlx_runtime.loop.stopping import LoopStopped
+from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.logs import Log
+from mlx_runtime.tracking.report_writer import ReportWriter
+
+if TYPE_CHECKING:
+    from mlx_runtime.workers.connections import Remote
+
+
+def train_to(sink: Sink, job: Job, topology: Topology) -> None:
+    """Train, and send the result to the driver from rank 0."""
+    result = work(job, topology, sink)
+    if topology.writes:
+        sink.send(result)
+
+
+def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
+    """Build the experiment on this worker and run its loop."""
+    if not job.project.is_dir():  # on another machine, Ray has unpacked the project into the working directory
+        job = replace(job, project=Path.cwd())
+    if str(job.project) not in sys.path:
+        sys.path.insert(0, str(job.project))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(topology.entered())
+        if not job.cluster.captures_output:
+            stack.enter_context(Log(job.folder, topology.rank))
+        if not isinstance(sink, Direct):
+            from mlx_runtime.loop.breakpoints import at_breakpoint, no_pdb
+
+            stack.enter_context(at_breakpoint(no_pdb(sink)))
+        with loop_errors(topology.rank, job.project, partial(_advice, job, topology)):
+            cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
+            strategy = strategy_of(cfg, topology, job.tree.get("models"))
+            topology = stack.enter_context(strategy.topology.entered())
+            groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
+        torch.set_num_threads(cfg.cpus_per_worker)
+        preempted = job.cluster.preempted
+        context = RunContext(
+            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
+        )
+        tracking = stack.enter_context(_report_writer(job, cfg, sink)) if topology.writes else None
+        hooks = {"examples": ExampleRecorder(job.folder)} if tracking is not None and _predicts(experiment, job) else {}
+        session = Session(context, strategy, sink, tracking, hooks)
+        attach(experiment, session)
+        _observe(session, job, sink, stack)
+        with loop_errors(topology.rank, job.project, partial(_advice, job, topology)):
+            if topology.writes:
+                sink.send(_workers_started(groups, topology, strategy.described()))
+            if strategy.notice is not None:
+                session.reporter.events.notice(strategy.notice)
+            session.begin()
+            shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
+            _run_loop(experiment, shards, job, stack, session)
+            stopped = session.stopping.stopped
+            result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
+            checks = hooks and not (stopped or cfg.compile or strategy.shards)
+            if checks and (problem := hooks["examples"].problem(experiment, topology.device)):
+                session.reporter.events.send_once(WarningNotice(problem))
+            if tracking is not None:
+                tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
+            return result
+
+
+def _predicts(experiment: BaseModule, job: Job) -> bool:
+    """Return True if a run trains an experiment with `predict`, whose examples are recorded."""
+    predicts = type(experiment).predict is not BaseModule.predict
+    return predicts and not job.evaluate and "serving" in companions.COMPANIONS
+
+
+def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
+    """Make `ray.train` work in this process once user code imports it; `topology` is None in the driver."""
+
+    def enter() -> None:
+        companions.part("ray.private").enter_ray_train(job.run.experiment, topology, quiet=not job.verbose)
+
+    if "ray" in companions.COMPANIONS:
+        after_import("ray.train", enter)
+        if not job.cluster.reads_streams:  # the workers have no Ray
+            after_import("ray", lambda: companions.part("ray.private").refuse_ray())
+
+
+_NOT_MIXED = (
+    "sharded and whole tensors do not mix; call the model itself, not another of its methods, and do not wrap it in "
+    "DistributedDataParallel; on every worker, tensor.full_tensor() returns the whole of a sharded one; Adafactor, "
+    "Rprop and SGD with fused=True cannot take sharded parameters"
+)
+
+
+@contextlib.contextmanager
+def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> Iterator[None]:
+    """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
+
+    `advice` returns further lines for the error if there is no memory left.
+
+    Raises:
+        WorkerLoopError: user code failed; contains its frames in `project`.
+        WorkerLostError: user code failed because another worker was lost.
+    """
+
+    def translate(error: BaseException, summary: str, trace: str) -> MlxError:
+        from mlx_runtime.distributed.peers import lost_peer
+        from mlx_runtime.loop.memory import out_of_memory
+
+        if lost_peer(error):
+            return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
+        hint = " (return instead of exiting)" if isinstance(error, SystemExit) else ""
+        if isinstance(error, AttributeError) and isinstance(error.obj, DistributedDataParallel):
+            name = error.name
+            hint = f" (mlx_runtime.unwrap(model).{name} works; to train by {name}, call it in the model's forward)"
+        if raised_by_sharded_tensors(error) and not out_of_memory(error):
+            hint = f" ({_NOT_MIXED})"
+        return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
+
+    try:
+        with user_errors(project, translate):
+            yield
+    except MlxError as error:
+        from mlx_runtime.loop.memory import out_of_memory
+
+        if type(error) is MlxError:  # user code called a method wrongly, so its line is the place to look
+            error.args = (f"{error}\n{user_traceback(error, project)}".rstrip(),)
+        if not out_of_memory(error):
+            raise
+        raise type(error)(f"{error}\n{advice()}".rstrip()) from None
+
+
+def _advice(job: Job, topology: Topology) -> str:
+    from mlx_runtime.loop.memory import advice
+
+    return advice(job, topology)
+
+
+def _run_loop(
+    experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack, session: Session
+) -> None:
+    """Run user code's loop, to its end or until the session leaves it."""
+    streams = [shard.stream for shard in shards if shard.stream is not None]
+    for stream in streams:
+        stack.callback(stream.close)
+    try:
+        with contextlib.suppress(LoopStopped):
+            (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    except Exception as error:
+        item = session.passes.latest  # the error has ended its iteration
+        part = item.part if item is not None and item.training else None
+        if item is not None and part and part.left and part.sizes[part.given - 1] == 1 < part.plan.batch_size:
+            note(error, f"in step {item.step} of datasets.{item.dataset}, which has one row; drop_last leaves it out")
+        raise
+    if streams:
+        with contextlib.suppress(RuntimeError):  # another worker failed, and reports the error
+            broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
+
+
+def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
+    """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
+    cfg, topology = session.context.cfg, session.context.topology
+    if cfg.debug.profile and topology.device.type == "cuda":
+        from mlx_runtime.distributed.torch_private import recorded_allocations
+
+        stack.enter_context(recorded_allocations())
+    if cfg.debug.profile and topology.writes:
+        from mlx_runtime.loop.profiling import trace
+
+        notify = session.reporter.events.notice
+        session.step_done = stack.enter_context(trace(job.folder, topology.device, notify))
+    if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
+        observe(session)
+    if not isinstance(sink, Direct):
+        from mlx_runtime.workers.watchdog import Watchdog  # imported here, because a single process cannot deadlock
+
+        watchdog = Watchdog(cfg.elastic.hang_timeout_s, sink.send, partial(_position, session), job.project)
+        stack.callback(watchdog.close)
+        cast("Remote", sink).position, session.beat = watchdog.position, watchdog.beat
+
+    def before_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        session.update_begins(optimizer)
+        session.optimization.before_update(optimizer)
+
+    stack.callback(register_optimizer_step_pre_hook(before_update).remove)
+    stack.callback(register_optimizer_step_post_hook(lambda *_: session.update_finished()).remove)
+    if cfg.replicas.every is not None and not job.evaluate:
+        stack.enter_context(companions.part("fragments.replicas").averages(session, job, sink))
+    stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails
+
+
+def _report_writer(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
+    """Return the recorder of metrics, after copying those of previous attempts to the run folder."""
+    folder = job.folder
+    files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
+    folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
+    folder.path.mkdir(parents=True, exist_ok=True)
+    info = replace(job.run, folder=folder.path)
+    forward = sink.send if any(hasattr(item, "on_report") for item in cfg.callbacks.values()) else None
+    return ReportWriter(
+        info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), forward, address_towards(job.receiver[0])
+    )
+
+
+def _position(session: Session) -> WorkerPosition:
+    topology, latest = session.context.topology, session.passes.latest
+    name, step = (latest.name, latest.step) if latest is not None else (None, 0)
+    return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
+
+
+def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
+    models = members(groups.get("models"), torch.nn.Module)
+    parameters = [item for model in models.values() for item in model.parameters()]
+    total = sum(item.numel() for item in parameters)
+    trained = sum(item.numel() for item in parameters if item.requires_grad)
+    device = str(topology.device) if topology.device.type == "cpu" else torch.cuda.get_device_name(topology.device)
+    return WorkersStarted(device, total, topology.world_size, sharded, trained)

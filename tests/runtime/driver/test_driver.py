@@ -1,0 +1,209 @@
+"""A run driven from Python: no terminal, no main thread, typed events, and the record at the end."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import Mlx
+from forkserver import Commands
+
+from mlx_runtime.driver.driver import Driver
+from mlx_runtime.errors import WorkerLoopError
+from mlx_runtime.events import Event, Notice, WorkerConnected
+from mlx_runtime.sections import Elastic
+from mlx_runtime.workers.connections import Receiver, Remote
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import json, signal, sys, threading
+from mlx_runtime import connect, load_config
+from mlx_runtime.events import EpochEnded, RunEnded, StepProgress
+from mlx_runtime.driver.driver import Driver
+from mlx_runtime.driver.planning import prepare_run
+from src.experiment import Experiment
+
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+streams = sys.stdout, sys.stderr, sys.breakpointhook
+seen, heard, errors = [], [], []
+
+
+def drive(driver):
+    try:
+        for event in driver.run():
+            seen.append(event)
+            if STOP_AFTER == "start":
+                break
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+
+
+def stop(event):
+    heard.append(event)
+    if isinstance(event, EpochEnded) and str(event.epoch) == STOP_AFTER:
+        end("enough")
+
+
+VERB, STOP_AFTER, *overrides = sys.argv[1:]
+config = load_config(Experiment, overrides)
+with connect(config.cfg) as cluster, prepare_run(Experiment, config, cluster) as plan:
+    driver = Driver(plan, [stop])
+    end = getattr(driver, VERB)
+    if STOP_AFTER == "before":
+        end("enough")
+    thread = threading.Thread(target=drive, args=(driver,))
+    thread.start()
+    thread.join()
+assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+assert (sys.stdout, sys.stderr, sys.breakpointhook) == streams
+yielded, passed_on = ([event for event in events if not isinstance(event, StepProgress)] for events in (seen, heard))
+assert yielded == (passed_on[:1] if STOP_AFTER == "start" else passed_on)
+names = list(dict.fromkeys(type(event).__name__ for event in heard))
+ended = [event for event in heard if isinstance(event, RunEnded)]
+print(json.dumps({
+    "names": names, "epochs": [event.epoch for event in seen if isinstance(event, EpochEnded)],
+    "status": [event.status for event in ended], "metrics": dict(ended[0].metrics), "errors": errors,
+    "record": json.loads((driver.folder.path / "run.json").read_text()),
+}))
+"""
+
+
+Drive = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def drive(digits: Path, environment: dict[str, str], commands: Commands) -> Drive:
+    """`drive("never", ...)` returns what a script that drives a run in a thread has seen, which is all it prints."""
+
+    def driven(*arguments: str, verb: str = "stop") -> dict[str, Any]:
+        done = commands.run(digits, [verb, *arguments], environment, 300, SCRIPT)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return dict(json.loads(done.stdout))
+
+    return driven
+
+
+ENGINES = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
+
+
+INTERRUPTED = """
+import os, signal
+from mlx_runtime.cli import main
+from mlx_runtime.driver import driver
+from mlx_runtime.driver.run_recorder import RunRecorder
+
+end_early = RunRecorder.end_early
+
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminated(self, *arguments, signals=[signal.SIGTERM]):
+    if signals:
+        os.kill(os.getpid(), signals.pop())
+    return end_early(self, *arguments)
+
+
+driver.may_be_prepared, RunRecorder.end_early = interrupt, terminated
+main()
+"""
+
+
+@ENGINES
+def test_a_run_yields_its_events(drive: Drive, workers: int) -> None:
+    found = drive("never", f"cfg.start_workers={workers}", "cfg.num_epochs=2")
+    assert found["names"][0] == "RunStarted"
+    assert found["names"][-1] == "RunEnded"
+    assert {"WorkersStarted", "LoopStarted", "LoaderOpened", "CheckpointSaved", "LoopEnded"} < {*found["names"]}
+    assert found["epochs"][0] == 0
+    assert (found["status"], found["errors"]) == (["SUCCEEDED"], [])
+    assert found["record"]["status"] == "SUCCEEDED"
+    assert found["record"]["metrics"] == found["metrics"]
+
+
+@ENGINES
+def test_a_run_is_stopped_with_a_checkpoint(drive: Drive, workers: int) -> None:
+    found = drive("1", f"cfg.start_workers={workers}", "cfg.num_epochs=1000")
+    assert "StopRequested" in found["names"]
+    assert (found["status"], found["errors"]) == (["STOPPED"], [])
+    assert found["record"]["status"] == "STOPPED"
+    assert found["record"]["latest"]["epoch"] >= 1
+
+
+@pytest.mark.kills
+def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, mlx: Mlx) -> None:
+    here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
+    found = drive("1", *here, verb="prune")
+    assert (found["status"], found["errors"], found["record"]["status"]) == (["PRUNED"], [], "PRUNED")
+    assert found["record"]["latest"]["epoch"] >= 1
+    again = mlx(digits, "train", "run", *here, "cfg.resume=auto")
+    assert (again.returncode, again.stdout) == (0, "loading   src/experiment.py\n")
+    assert again.stderr == "digits run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
+    named = drive("never", "--resume=run_001", "cfg.num_epochs=3")
+    assert (named["status"], named["record"]["status"]) == (["SUCCEEDED"], "SUCCEEDED")
+
+
+@pytest.mark.kills
+def test_a_run_that_is_pruned_before_it_resumes_is_pruned(drive: Drive) -> None:
+    here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
+    assert drive("0", *here)["record"]["status"] == "STOPPED"
+    before = drive("before", "--resume=run_001")
+    assert (before["status"], before["record"]["attempt"]) == (["STOPPED"], 1)  # as it was
+    found = drive("before", "--resume=run_001", verb="prune")
+    assert (found["status"], found["record"]["status"], found["record"]["attempt"]) == (["PRUNED"], "PRUNED", 3)
+
+
+def test_an_error_of_user_code_is_raised_after_the_last_event(drive: Drive, digits: Path) -> None:
+    file = digits / "src" / "experiment.py"
+    file.write_text(file.read_text().replace("self.train(train, val, epoch)", "self.train(train, val, 1 / 0)"))
+    found = drive("never", "cfg.start_workers=0")
+    assert found["status"] == ["FAILED"]
+    assert found["errors"][0].startswith("WorkerLoopError: ZeroDivisionError: division by zero (raised on rank 0)")
+    assert found["record"]["status"] == "FAILED"
+
+
+@pytest.mark.pure
+def test_what_workers_sent_before_an_error_is_received() -> None:
+    """Until the last of them has ended."""
+
+    class Group:
+        def poll(self) -> bool:
+            self.worker = Remote(receiver.address, receiver.key, 0)
+            raise WorkerLoopError("on purpose")
+
+        def close(self) -> None:
+            self.worker.send(Notice("the last words"))
+            self.worker.close()
+
+    heard: list[Event] = []
+    cfg = SimpleNamespace(callbacks={}, elastic=Elastic())
+    unused: Any = None
+    engine = SimpleNamespace(start=lambda *_: Group())
+    cluster = SimpleNamespace(in_driver=False, engine="local")
+    plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), cluster=cluster, engine=engine, extensions=())
+    with contextlib.closing(Receiver("127.0.0.1")) as receiver:
+        followed = Driver(plan, [heard.append]).follow(unused, receiver, unused)
+        with pytest.raises(WorkerLoopError, match="on purpose"):
+            next(followed)
+    assert heard == [WorkerConnected(0), Notice("the last words")]
+
+
+@pytest.mark.kills
+def test_a_second_interrupt_leaves_no_run_without_an_end(
+    digits: Path, environment: dict[str, str], commands: Commands
+) -> None:
+    """It comes while the end is recorded, like SIGTERM after Ctrl-C."""
+    done = commands.run(digits, ["train", "run", "cfg.start_workers=0"], environment, 300, INTERRUPTED)
+    assert json.loads((digits / "runs/digits/run_001/run.json").read_text())["status"] == "STOPPED"
+    assert done.returncode == 130, done.stderr
+
+
+def test_leaving_the_loop_over_the_events_stops_the_run(drive: Drive) -> None:
+    found = drive("start", "cfg.start_workers=0")
+    assert found["names"] == ["RunStarted", "RunEnded"]
+    assert found["record"]["status"] == "STOPPED"

@@ -1,0 +1,110 @@
+"""Requests: what a command line, `mlx train run` and a job on a cluster ask a main.py for."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import Mlx, edit
+
+from mlx_runtime import BaseModule
+from mlx_runtime.config import composition
+from mlx_runtime.driver import request
+from mlx_runtime.driver.console_lines import resume_command
+from mlx_runtime.driver.request import FAST, Request
+from mlx_runtime.errors import UsageError
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.runs.folder import RunFolder, claim_run
+
+
+class Plain(BaseModule):
+    cfg: TrainConfig
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", Request()),
+        ("cfg.seed=1 --variant=small", Request(("cfg.seed=1", "--variant=small"))),
+        ("--resume", Request(resume="latest")),
+        ("--resume run_003 cfg.seed=1", Request(("cfg.seed=1",), resume="run_003")),
+        ("--resume cfg.seed=1 run_003", Request(("cfg.seed=1", "run_003"), resume="latest")),
+        ("--resume --fast-dev-run", Request(resume="latest", fast=True)),
+        ("--from=digits/run_003 --eval=s3://a/b=c", Request(origin="digits/run_003", checkpoint="s3://a/b=c")),
+        ("--variant small --overfit=2", Request(("--variant=small", "++cfg.debug.overfit_batches=2"))),
+        ("--overfit 2 --profile", Request(("++cfg.debug.overfit_batches=2", "++cfg.debug.profile=true"))),
+        ("--prepare-batches cfg.seed=1", Request(("cfg.preparation.mode=make", "cfg.seed=1"))),
+        ("~tools.x --run=/runs/a/run_001", Request(("~tools.x",), claimed="/runs/a/run_001")),
+    ],
+)
+def test_arguments_of_main_are_a_request_and_back(line: str, expected: Request) -> None:
+    asked = Request.parse(shlex.split(line))
+    assert asked == expected
+    assert Request.parse(asked.words) == asked
+    more = Request.parse([*asked, "cfg.more=1"])  # as in a main.py that adds an override
+    assert more == replace(asked, overrides=(*asked.overrides, "cfg.more=1"))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("override", ["cfg.name=c2", "++cfg.name=c2"])
+def test_a_run_of_another_experiment_is_resumed_by_its_whole_name(
+    override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLX_STORAGE", raising=False)
+    run = RunFolder(tmp_path / "c2" / "run_001")
+    assert resume_command(run, (override,)) == "mlx train run --resume=c2/run_001"
+
+
+@pytest.mark.pure
+def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
+    with pytest.raises(UsageError, match="there is no option --overfitt=2; there are --run, .*--profile, --overfit, "):
+        Request.parse(["--overfitt=2"])
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("field", ["resume", "origin", "claimed"])
+def test_an_empty_name_is_refused(field: str) -> None:
+    with pytest.raises(UsageError, match="names no run: ''"):
+        Request(**{field: ""})
+
+
+@pytest.mark.pure
+def test_conf_yaml_is_composed_once_for_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "conf.yaml"
+    conf.write_text("cfg: {_target_: mlx_runtime.TrainConfig, name: plain, storage_path: runs}\n")
+    composed: list[object] = []
+
+    def read(*arguments: object) -> composition.Composition:
+        composed.append(arguments)
+        return composition.read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(request, "read", read)
+    config = request.load_config(Plain, Request(("cfg.seed=7",), fast=True), conf)
+    assert (config.cfg.seed, config.fast, config.overrides) == (7, True, (*FAST, "cfg.seed=7"))
+    assert len(composed) == 1
+
+
+@pytest.mark.pure
+def test_an_unknown_run_in_cfg_resume_is_answered_with_all_choices(tmp_path: Path) -> None:
+    conf = tmp_path / "conf.yaml"
+    conf.write_text(f"cfg: {{_target_: mlx_runtime.TrainConfig, name: plain, storage_path: {tmp_path}}}\n")
+    with pytest.raises(UsageError, match="no runs of 'plain'") as caught:
+        request.load_config(Plain, Request(("cfg.resume=maybe",)), conf)
+    assert "cfg.resume is auto (" in caught.value.hint
+    claim_run(str(tmp_path), "plain")
+    with pytest.raises(UsageError, match="plain has no run 'lates'. Did you mean 'latest'?") as caught:
+        request.load_config(Plain, Request(("cfg.resume=lates",)), conf)
+    assert ", latest, or " in caught.value.hint
+    with pytest.raises(UsageError, match="plain has no run 'maybe'. Available: latest, run_001.") as caught:
+        request.load_config(Plain, Request(resume="maybe"), conf)
+    assert not caught.value.hint  # --resume takes no auto
+
+
+@pytest.mark.process
+def test_a_main_py_without_main_is_refused_with_a_cure(digits: Path, mlx: Mlx) -> None:
+    edit(digits / "main.py", "def main(", "def train(")
+    edit(digits / "main.py", "        main(", "        train(")
+    done = mlx(digits, "train", "run", "cfg.start_workers=0")
+    cure = "has no function main(overrides); write one like that of a new experiment"
+    assert (done.returncode, cure in done.stderr) == (2, True), done.stderr

@@ -1,0 +1,171 @@
+"""A worker that runs out of memory reports the settings that save some."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.exceptions
+import torch
+from conftest import Mlx
+
+from mlx_runtime.companions.ray.failures import failure_of
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError, WorkerLoopError, WorkerLostError
+from mlx_runtime.loop.memory import out_of_memory, snapshot, ways_to_save
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.sections import Elastic, Sharding
+from mlx_runtime.workers import children as processes
+from mlx_runtime.workers.children import memory_kills
+from mlx_runtime.workers.local import ProcessDied
+from mlx_runtime.workers.recovery import RestartingGroup
+from mlx_runtime.workers.worker import loop_errors
+
+FULL = 1 << 50
+"""Bytes that no machine has."""
+
+
+def whole(error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException as cause:
+        raise ConfigError("models.net: cannot be built") from cause
+
+
+@pytest.mark.pure
+class TestErrors:
+    @pytest.mark.parametrize(
+        "fail",
+        [
+            lambda: torch.empty(FULL),
+            lambda: bytearray(FULL),
+            lambda: whole(torch.OutOfMemoryError("CUDA out of memory")),
+            lambda: whole(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
+        ],
+        ids=["torch", "python", "gpu", "shared memory"],
+    )
+    def test_kinds(self, fail: Callable[[], Any]) -> None:
+        with pytest.raises(Exception) as error:  # noqa: PT011 - any of them
+            fail()
+        assert out_of_memory(error.value)
+
+    @pytest.mark.parametrize("error", [RuntimeError("no memory"), OSError(errno.ENOSPC, "full"), ValueError("x")])
+    def test_others(self, error: Exception) -> None:
+        assert not out_of_memory(error)
+
+    @pytest.mark.timeout(10)
+    def test_a_cause_of_itself(self) -> None:
+        first, second = ValueError("one"), ValueError("two")
+        first.__cause__, second.__cause__ = second, first
+        assert not out_of_memory(first)
+
+    def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
+        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, lambda: "To save memory: …"):
+            torch.empty(FULL)
+        first, *_, ways = str(error.value).splitlines()
+        assert "tried to allocate" in first
+        assert first.endswith("(raised on rank 1)")
+        assert ways == "To save memory: …"
+
+    def test_other_messages_are_as_they_were(self, tmp_path: Path) -> None:
+        with pytest.raises(WorkerLoopError, match=r"^ValueError: x \(raised on rank 0\)"):  # noqa: SIM117
+            with loop_errors(0, tmp_path, lambda: pytest.fail("asked for what is needed")):
+                raise ValueError("x")
+
+
+@pytest.mark.pure
+def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, gpu = RunFolder(tmp_path / "digits" / "run_001"), Topology(1, 2, torch.device("cuda", 1))
+    assert snapshot(folder, Topology(0, 1, torch.device("cpu"))) == ""
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_text("snapshot"))
+    line = snapshot(folder, gpu)
+    (file,) = tmp_path.rglob("*.pickle")
+    assert file.read_text() == "snapshot"
+    assert (file.name, line.rsplit(": ", 1)[1]) == ("memory_rank_1.pickle", f"{file}")
+
+    def fail(file: str) -> None:
+        raise OSError(28, "No space left on device", file)
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
+    assert "could not be stored" in snapshot(folder, gpu)
+    assert "No space left" in snapshot(folder, gpu)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({}, "cfg.strategy=fsdp, to share parameters, gradients and optimizer states among the workers; "),
+        ({"start_workers": 1}, "cfg.strategy=fsdp and more workers, to share "),
+        ({"strategy": "fsdp"}, "a higher cfg.start_workers; cfg.sharding.offload=cpu, for the memory of GPUs; "),
+        (
+            {"strategy": "hsdp", "sharding": Sharding(2, "cpu")},
+            "a higher cfg.sharding.shard_size; cfg.activation",
+        ),
+        (
+            {
+                "strategy": "fsdp",
+                "sharding": Sharding(offload="cpu"),
+                "activation_checkpointing": "layers.*",
+                "precision": "bf16",
+            },
+            "a higher cfg.start_workers; a lower batch_size, with more cfg.accumulate_grad_batches",
+        ),
+    ],
+)
+def test_only_settings_that_would_help_are_named(settings: dict[str, Any], first: str) -> None:
+    assert ways_to_save(TrainConfig(**settings)).startswith(f"To save memory: {first}")
+
+
+@pytest.mark.pure
+class TestKilledWorkers:
+    """The kernel or Ray kills a process of a machine that has no memory left."""
+
+    @pytest.mark.parametrize(
+        ("code", "starved", "end"),
+        [
+            (-9, True, "SIGKILL: the kernel reports that memory ran out"),
+            (-9, False, "SIGKILL"),
+            (-11, True, "SIGSEGV"),
+        ],
+    )
+    def test_the_kernel_reports_it(self, code: int, starved: bool, end: str) -> None:
+        died = ProcessDied(1, code, starved)
+        assert str(died) == f"rank 1 was killed by {end}"
+        assert died.starved is (code == -9 and starved)
+
+    def test_its_count_is_that_of_the_cgroup(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """`memory.events` of version 2; version 1 has the same line. Without either, the machine counts."""
+        events = tmp_path / "memory.events"
+        monkeypatch.setattr(processes, "memory_events", lambda: [tmp_path / "missing", events])
+        assert f"oom_kill {memory_kills()}\n" in Path("/proc/vmstat").read_text()
+        events.write_text("low 0\nhigh 0\nmax 7\noom 4\noom_kill 30517\noom_group_kill 0\n")
+        assert memory_kills() == 30517
+
+    def test_the_cgroup_of_this_process_has_a_file_for_it(self) -> None:
+        files = [file for file in processes.memory_events() if file.exists()]
+        if not files:
+            pytest.skip("the root of all cgroups has none, and not all containers show theirs")
+        assert any("oom_kill " in file.read_text() for file in files)
+
+    @pytest.mark.parametrize("cause", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.NodeDiedError("gone")])
+    def test_ray_reports_it(self, cause: ray.exceptions.RayError) -> None:
+        group = RestartingGroup(TrainConfig(elastic=Elastic(max_failures=0)), lambda event: None)
+        with pytest.raises(WorkerLostError) as raised:
+            group.handle_failure({1: failure_of(1, cause)}, all_ended=False)
+        message = str(raised.value)
+        assert message.startswith(f"a worker was lost: {cause!s}")
+        assert message.endswith(ways_to_save(TrainConfig())) is isinstance(cause, ray.exceptions.OutOfMemoryError)
+
+
+@pytest.mark.process
+def test_models_that_cannot_be_built(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    width = 1 << 46
+    done = mlx(experiment("steps"), "train", "run", "cfg.start_workers=0", f"models.net.width={width}")
+    assert done.returncode == 1
+    first, ways = done.stderr.splitlines()[:2]
+    assert first.startswith("error: models.net: src.experiment.Net cannot be built: RuntimeError: ")
+    assert ways == ways_to_save(TrainConfig(start_workers=0))

@@ -1,0 +1,124 @@
+"""Settings of `cfg` that contradict each other."""
+
+import resource
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+from mlx_runtime.driver import planning
+from mlx_runtime.errors import UsageError
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.sections import Elastic, Sharding
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"sharding": Sharding(2)},
+            "cfg.strategy=ddp cannot train this: cfg.sharding.shard_size=2 is for cfg.strategy=hsdp",
+        ),
+        (
+            {"strategy": "fsdp", "sharding": Sharding(2)},
+            "cfg.strategy=fsdp cannot train this: cfg.sharding.shard_size=2 is for cfg.strategy=hsdp",
+        ),
+        (
+            {"strategy": "hsdp"},
+            "cfg.strategy=hsdp cannot train this: it needs cfg.sharding.shard_size; set the number of workers that "
+            "share one replica of the models, or use cfg.strategy=fsdp",
+        ),
+        ({"strategy": "hsdp", "sharding": Sharding(0)}, "cfg.sharding.shard_size is 0; the minimum is 1"),
+        (
+            {"strategy": "hsdp", "sharding": Sharding(4), "start_workers": 6},
+            "cfg.start_workers=6 is not a multiple of 4, as cfg.strategy=hsdp needs; use 4 or 8",
+        ),
+        (
+            {"strategy": "hsdp", "sharding": Sharding(4), "start_workers": 2},
+            "cfg.start_workers=2 is not a multiple of 4, as cfg.strategy=hsdp needs; use 4",
+        ),
+        (
+            {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(3)},
+            "cfg.elastic.min_workers=3 is not a multiple of 2, as cfg.strategy=hsdp needs; use 2 or 4",
+        ),
+        (
+            {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(max_workers=7)},
+            "cfg.elastic.max_workers=7 is not a multiple of 2, as cfg.strategy=hsdp needs; use 6 or 8",
+        ),
+        (
+            {"sharding": Sharding(offload="cpu")},
+            "cfg.strategy=ddp cannot train this: cfg.sharding.offload=cpu is for sharded models; use cfg.strategy=fsdp "
+            "or hsdp",
+        ),
+        (
+            {"strategy": "fdsp"},
+            "cfg.strategy is 'fdsp'; write ddp, fsdp, hsdp, pipeline, or an import path. Did you mean 'fsdp'?",
+        ),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_refused(settings: dict[str, Any], problem: str) -> None:
+    assert TrainConfig.out_of_range(TrainConfig(**settings)) == [problem]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "fsdp", "sharding": Sharding(offload="cpu"), "start_workers": 3},
+        {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(2, 8)},
+        {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 0},  # in the driver, for a debugger
+        {"activation_checkpointing": "layers.*"},
+    ],
+)
+def test_what_fits_is_accepted(settings: dict[str, Any]) -> None:
+    assert TrainConfig.out_of_range(TrainConfig(**settings)) == []
+
+
+def test_a_norm_that_is_not_a_number_is_refused() -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(gradient_clip=float("nan")))
+    assert problem == "cfg.gradient_clip is nan; write a norm above 0, or null for no clipping"
+
+
+METHODS = "on_run_start, on_report, on_epoch_end, on_checkpoint, on_exception, on_run_end"
+IN_DRIVER = f"{METHODS}, on_batch_start, on_batch_end, on_evaluate_start, on_evaluate_end, accompany"
+
+
+@pytest.mark.parametrize(
+    ("kind", "item", "problem"),
+    [
+        ("callbacks", {"_traget_": "src.tools.Beat"}, "is {'_traget_': 'src.tools.Beat'}, which has no _target_"),
+        ("trackers", {"a": 1}, "is {'a': 1}, which has no _target_"),
+        ("callbacks", 3, f"is 3, which has none of the methods {IN_DRIVER}"),
+        ("callbacks", OrderedDict(), f"is OrderedDict(), which has none of the methods {IN_DRIVER}"),
+        ("trackers", 3, f"is 3, which has none of the methods {METHODS}, on_rewind"),
+    ],
+)
+def test_what_follows_no_run_is_refused(kind: str, item: object, problem: str) -> None:
+    (found,) = TrainConfig.out_of_range(TrainConfig(**{kind: {"x": item}}))
+    assert found == f"cfg.{kind}.x {problem}"
+    assert TrainConfig.out_of_range(TrainConfig(**{kind: {"x": None}})) == []
+
+
+def test_a_start_behind_the_last_epoch_is_refused() -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(start_epoch=5, num_epochs=5))
+    assert problem == "cfg.start_epoch is 5, so cfg.num_epochs=5 leaves nothing to train; raise it"
+    assert TrainConfig.out_of_range(TrainConfig(start_epoch=5, num_epochs=6)) == []
+
+
+@pytest.mark.parametrize("name", ["seed", "num_epochs", "log_every_steps"])
+def test_numbers_that_no_record_can_hold_are_refused(name: str) -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(**{name: 10**23}))
+    assert problem == f"cfg.{name} is {10**23}; the maximum is {2**63 - 1}"
+    assert TrainConfig.out_of_range(TrainConfig(**{name: 2**63 - 1})) == []
+
+
+def test_too_low_a_limit_of_open_files_is_refused() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="may open 24 files here, and the run needs 80: run ulimit -n 1024 first"):
+            planning.refuse_too_few_files(TrainConfig(start_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    planning.refuse_too_few_files(TrainConfig(start_workers=2))

@@ -1,0 +1,695 @@
+"""The choice of the leading pass, and records of passes that end early, without any calls by user code."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sessions import ALONE, Events, attach
+from torch import nn
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import Dataset
+from torchmetrics import CatMetric, MeanMetric
+
+from mlx_runtime import BaseModule, MlxError, TrainConfig
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
+from mlx_runtime.errors import DatasetError
+from mlx_runtime.events import Notice
+from mlx_runtime.loop.passes import PassTracker
+from mlx_runtime.loop.stopping import LoopStopped
+
+pytestmark = pytest.mark.pure
+
+ROWS = {"train": 3, "extra": 5, "val": 2, "one": 1}
+"""Datasets by name, and their number of steps."""
+
+
+class Tracked:
+    """Loaders that report to a `PassTracker` and to nothing else."""
+
+    def __init__(self) -> None:
+        self.tracker, self.steps = PassTracker(), 0
+        for name in ROWS:
+            setattr(self, name, TrackedLoader(self, name))
+
+    def log(self, name: str | None = None) -> tuple[str, int]:
+        item = self.tracker.to_record(name, evaluation=name == "val")
+        return item.name, self.steps
+
+    def reset(self) -> None:
+        self.tracker.close()
+
+
+class TrackedLoader:
+    def __init__(self, loop: Tracked, name: str) -> None:
+        self.loop, self.name = loop, name
+
+    def __iter__(self) -> Iterator[int]:
+        self.loop.tracker.iterate(self.name)
+        return self.read()
+
+    def read(self) -> Iterator[int]:
+        tracker, name = self.loop.tracker, self.name
+        item = tracker.begin(name, training=name != "val", steps=ROWS[name], loader=self)
+        try:
+            for number in range(1, ROWS[name] + 1):
+                self.loop.steps += tracker.batch(item, number) and item.training
+                yield number
+                if tracker.leads(item) and item.finished:
+                    tracker.end(item)
+                    item.recorded = True
+        except GeneratorExit:
+            tracker.end(item)
+
+
+class Rows(Dataset):
+    def __init__(self, rows: int):
+        self.rows, self.batch_size = rows, 1
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"x": torch.stack(batch["item"])}
+
+
+class Real:
+    """The same, of a session in this process; the rows of each dataset are its steps."""
+
+    def __init__(self, tmp_path) -> None:
+        self.module = BaseModule(cfg=TrainConfig(log_every_steps=1), losses=None, metrics=SimpleNamespace())
+        self.session = attach(self.module, tmp_path)
+        group = SimpleNamespace(**{name: Rows(rows) for name, rows in ROWS.items()})
+        watch = self.session.watch
+        shards = {name: DatasetShard(name, group, ALONE, follow=watch) for name in ROWS}
+        self.shards = DatasetShards(shards)
+        loaders = self.module.generate_loaders(dataset_shards=self.shards)
+        self.train, self.extra, self.val, self.one = loaders
+
+    def log(self, name: str | None = None) -> tuple[str, int]:
+        self.module.save_metrics_and_losses(0, 0, stage=name)
+        return self.session.metrics.unfinished.name, self.module.global_step
+
+    def reset(self) -> None:
+        self.module.reset_all_metrics_and_losses()
+
+
+@pytest.fixture
+def loop(tmp_path) -> Real:
+    return Real(tmp_path)
+
+
+@pytest.fixture(params=["tracker", "session"])
+def either(request: pytest.FixtureRequest, tmp_path) -> Tracked | Real:
+    return Tracked() if request.param == "tracker" else Real(tmp_path)
+
+
+def forever(loader) -> Iterator[object]:
+    """Batches of a loader again and again, as many loops write it."""
+    while True:
+        yield from loader
+
+
+TRAIN = [("train", 1), ("train", 2), ("train", 3)]
+
+MEANS = [(0.0, 1), (0.5, 2), (1.0, 3)]
+
+
+class TestOneAfterTheOther:
+    """Passes that do not overlap."""
+
+    def test_each_leads(self, either) -> None:
+        seen = [either.log() for loader in (either.train, either.val, either.train) for _ in loader]
+        assert [name for name, _ in seen] == ["train"] * 3 + ["val"] * 2 + ["train"] * 3
+        assert [step for _, step in seen] == [1, 2, 3, 3, 3, 4, 5, 6]
+
+    def test_a_set_of_one_step_and_no_logging_in_training(self, either) -> None:
+        for _ in either.one:
+            pass
+        assert [either.log() for _ in either.val] == [("val", 1)] * 2
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_training_is_left_early(self, either, number: int) -> None:
+        for _ in itertools.islice(either.train, number):
+            either.log()
+        assert [either.log() for _ in either.val] == [("val", number)] * 2
+        assert [either.log() for _ in either.train] == [("train", number + step) for step in (1, 2, 3)]
+
+    def test_steps_counted_by_hand(self, either) -> None:
+        """The end of the pass is never asked for."""
+        for epoch in range(2):
+            batches = iter(either.train)
+            for step in range(1, 4):
+                next(batches)
+                assert either.log() == ("train", 3 * epoch + step)
+            either.reset()
+            assert [either.log() for _ in either.val] == [("val", 3 * epoch + 3)] * 2
+
+    def test_an_iterator_that_is_kept_and_not_read_on(self, either) -> None:
+        """The second training pass leads since the loop has reset the metrics."""
+        kept = iter(either.train)
+        next(kept)
+        either.log()
+        either.reset()
+        assert [either.log() for _ in either.extra] == [("extra", step) for step in range(2, 7)]
+
+    def test_a_loader_that_is_iterated_again_begins_a_new_pass(self, either) -> None:
+        kept = iter(either.train)
+        next(kept)
+        assert [either.log() for _ in either.train] == [("train", step) for step in (2, 3, 4)]
+        kept.close()
+        assert [either.log() for _ in either.val] == [("val", 4)] * 2
+
+
+class TestSideBySide:
+    """Several loaders within one step: the training pass that gave its first batch first leads."""
+
+    @pytest.mark.parametrize("longer", [True, False])
+    def test_zip(self, either, longer: bool) -> None:
+        pair = (either.train, either.extra) if longer else (either.extra, either.train)
+        name = "train" if longer else "extra"
+        assert [either.log() for _ in zip(*pair)] == [(name, step) for step in (1, 2, 3)]  # noqa: B905
+        assert [either.log()[0] for _ in either.train] == ["train"] * 3
+
+    @pytest.mark.parametrize("again", [itertools.cycle, forever])
+    def test_a_smaller_set_again_and_again(self, either, again) -> None:
+        for epoch in range(2):
+            seen = [either.log() for _ in zip(either.extra, again(either.train))]  # noqa: B905
+            assert seen == [("extra", 5 * epoch + step) for step in range(1, 6)]
+
+    def test_a_smaller_set_restarted_by_hand(self, either) -> None:
+        batches, seen = iter(either.one), []
+        for _ in either.train:
+            try:
+                next(batches)
+            except StopIteration:
+                batches = iter(either.one)
+                next(batches)
+            seen.append(either.log())
+        assert seen == TRAIN
+
+    def test_the_first_runs_out_and_the_loop_reads_on(self, either) -> None:
+        """`cycle` remembers the batches of a loader, and reads it only once."""
+        seen = [either.log() for _ in zip(itertools.cycle(either.train), either.extra)]
+        assert seen == [*TRAIN, ("extra", 4), ("extra", 5)]
+
+    def test_an_iterator_that_is_kept_over_epochs(self, either) -> None:
+        beside, seen = iter(either.extra), []
+        for _ in range(2):
+            for _ in either.train:
+                next(beside, None)
+                seen.append(either.log())
+        assert seen == [("train", step) for step in range(1, 7)]
+
+    def test_alternating_with_a_reset_and_a_pass_between(self, either) -> None:
+        """Like a GAN that reads two sets, and is evaluated within its steps."""
+        first, second, seen = iter(either.train), forever(either.one), []
+        for _ in range(3):
+            next(first)
+            next(second)
+            seen.append(either.log())
+            either.reset()
+            assert {either.log()[0] for _ in either.val} == {"val"}
+            either.reset()
+            next(second)
+            seen.append(either.log())
+        assert seen == [("train", step) for step in (1, 1, 2, 2, 3, 3)]
+
+    @pytest.mark.parametrize("order", [("train", "val"), ("val", "train")])
+    def test_an_evaluation_set_never_leads_beside_a_training_set(self, either, order: tuple[str, str]) -> None:
+        pair = zip(*(getattr(either, name) for name in order))  # noqa: B905 - the shorter ends it
+        assert [either.log() for _ in pair] == [("train", 1), ("train", 2)]
+
+    def test_an_evaluation_iterator_that_was_made_before(self, either) -> None:
+        batches, seen = iter(either.val), []
+        for _ in either.train:
+            next(batches, None)
+            seen.append(either.log())
+        assert seen == TRAIN
+
+
+class TestNested:
+    """An evaluation set that is iterated within a training step is a pass of its own."""
+
+    def test_evaluation_in_the_middle_of_training(self, either) -> None:
+        seen = []
+        for number, _ in enumerate(either.train):
+            seen.append(either.log())
+            if number == 1:
+                seen += [either.log() for _ in either.val]
+                seen.append(either.log())
+        assert seen == [("train", 1), ("train", 2), ("val", 2), ("val", 2), ("train", 2), ("train", 3)]
+
+    def test_at_the_first_step_and_before_anything_is_logged(self, either) -> None:
+        seen = []
+        for number, _ in enumerate(either.train):
+            if number == 0:
+                seen += [either.log() for _ in either.val]
+            seen.append(either.log())
+        assert seen == [("val", 1), ("val", 1), *TRAIN]
+
+    @pytest.mark.parametrize("keep", [False, True])
+    def test_evaluation_is_left_early(self, either, keep: bool) -> None:
+        seen, kept = [], []
+        for _ in either.train:
+            seen.append(either.log())
+            batches = iter(either.val)
+            kept += [batches] if keep else []
+            next(batches)
+            seen.append(either.log())
+            del batches
+        assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
+
+    def test_training_within_a_step_is_recorded_in_a_named_block(self, loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It counts steps, and begins no epoch."""
+        seen, epochs = [], []
+        monkeypatch.setattr(loop.session, "begin_epoch", epochs.append)
+        for _ in itertools.islice(loop.train, 2):
+            seen.append(loop.log())
+            with loop.module.stage("inner", training=True):
+                seen += [loop.log() for _ in itertools.islice(loop.extra, 2)]
+        assert seen == [("train", 1), ("inner", 2), ("inner", 3), ("train", 4), ("inner", 5), ("inner", 6)]
+        assert epochs == [0]
+
+    def test_evaluation_of_data_that_the_runtime_does_not_know(self, either) -> None:
+        seen = []
+        for _ in either.train:
+            seen += [either.log(), either.log("val")]
+        assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
+
+
+def test_a_single_loader_is_unpacked_or_asked_for(loop) -> None:
+    only = DatasetShards({"val": loop.shards.val})
+    (unpacked,) = loop.module.generate_loaders(only)
+    for loader in (unpacked, loop.module.generate_loaders(loop.shards.val)):
+        assert [loop.log() for batch in loader if batch["x"].shape] == [("val", 0)] * 2
+        assert len(loader) == 2
+    cure = r"or loader = self.generate_loaders\(dataset_shards.val\)"
+    with pytest.raises(DatasetError, match=rf"this is the loader of datasets.val and not a batch, .* {cure}"):
+        [batch["x"] for batch in loop.module.generate_loaders(only)]
+
+
+def test_loaders_of_shards_are_those_of_generate_loaders(loop) -> None:
+    """Also if the loop requests its loaders in each epoch, as with Ray Data."""
+    assert loop.shards.train.iter_torch_batches() is loop.train
+    shards = (loop.shards.train, loop.shards.val)
+    seen = [loop.log() for _ in range(2) for shard in shards for _ in shard.iter_torch_batches()]
+    assert [name for name, _ in seen] == (["train"] * 3 + ["val"] * 2) * 2
+    assert [step for _, step in seen] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 6]
+    assert loop.train.epoch == 2
+
+
+def test_another_batch_size_applies_from_the_next_pass(loop) -> None:
+    list(loop.train)
+    larger = loop.shards.train.iter_torch_batches(batch_size=2)
+    assert larger is not loop.train
+    assert [len(batch["x"]) for batch in larger] == [2, 1]
+    assert loop.shards.train.iter_torch_batches(batch_size=2) is larger
+    assert larger.epoch == 2
+    assert [len(batch["x"]) for batch in loop.shards.train.iter_torch_batches(2, drop_last=True)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [("local_shuffle_buffer_size", "each epoch shuffles"), ("shufle", "it takes batch_size, drop_last and pref")],
+)
+def test_what_a_loader_does_not_take_is_refused(loop, name: str, cure: str) -> None:
+    with pytest.raises(MlxError, match=rf"iter_torch_batches\({name}=...\) is not supported; {cure}"):
+        loop.shards.train.iter_torch_batches(**{name: 5})
+
+
+class TestRecords:
+    """Passes that end early, and loops over data that the runtime does not know."""
+
+    @pytest.fixture
+    def recorded(self, loop, monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, float], int]]:
+        """Return the recorded metrics: values and global step."""
+        recorded = []
+        loop.module.metrics = SimpleNamespace(mean=MeanMetric(), rows=CatMetric())
+
+        def report(values: dict[str, float], step: int, epoch: int) -> None:
+            recorded.append(({name: value for name, value in values.items() if name.endswith(("mean", "rows"))}, step))
+
+        monkeypatch.setattr(loop.session.reporter, "record", report)
+        return recorded
+
+    @staticmethod
+    def read(loop, values: list[float], stage: str | None = None, loader=None) -> None:
+        loop.module.reset_all_metrics_and_losses()
+        for number, (value, _) in enumerate(zip(values, loader or values, strict=True)):
+            loop.module.metrics.mean.update(value)
+            loop.module.metrics.rows.update(value)
+            loop.module.save_metrics_and_losses(number, 0, stage=stage)
+
+    @pytest.mark.parametrize("leave", ["break", "zip"])
+    @pytest.mark.parametrize("then", ["reset", "checkpoint", "pass", "end"])
+    def test_a_pass_that_is_left_early_is_recorded_by_what_comes_next(
+        self, loop, recorded, leave: str, then: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop.module.cfg.log_every_steps = 50
+        for number, _ in enumerate(zip(loop.extra, loop.val) if leave == "zip" else loop.extra):  # noqa: B905
+            loop.module.metrics.mean.update(1.0 + number)
+            loop.module.save_metrics_and_losses(number, 0)
+            if number == 1:
+                break
+        assert recorded == []
+        if then == "reset":
+            loop.module.reset_all_metrics_and_losses()
+        elif then == "checkpoint":
+            monkeypatch.setattr(loop.session.checkpoints, "save", lambda *_, **__: None)
+            loop.module.save_checkpoint(epoch=0)
+        elif then == "pass":
+            next(iter(loop.train))
+        else:
+            loop.session.end()
+        assert [item for item in recorded if item[0]] == [({"extra/mean": 1.5}, 2)]
+        loop.session.metrics.flush()
+        assert len([item for item in recorded if item[0]]) == 1
+
+    def test_evaluation_after_training_is_recorded_once(self, loop, recorded) -> None:
+        self.read(loop, [1.0, 2.0, 6.0], loader=loop.train)
+        self.read(loop, [5.0, 7.0], stage="val")
+        self.read(loop, [8.0], stage="test")
+        loop.session.end()
+        del recorded[:3]
+        assert [item for item in recorded if item[0]] == [
+            ({"val/mean": 6.0}, 3),
+            ({"test/mean": 8.0, "test/rows": 8.0}, 3),
+        ]
+
+    def test_training_counts_steps_and_evaluation_does_not(self, loop, recorded) -> None:
+        self.read(loop, [1.0, 3.0])
+        self.read(loop, [5.0])
+        self.read(loop, [4.0], stage="val")
+        self.read(loop, [6.0])
+        loop.session.end()
+        assert [item for item in recorded if item[0]] == [
+            ({"train/mean": 1.0}, 1),
+            ({"train/mean": 2.0}, 2),
+            ({"train/mean": 5.0}, 3),
+            ({"train/rows": 5.0}, 3),
+            ({"val/mean": 4.0, "val/rows": 4.0}, 3),
+            ({"train/mean": 6.0}, 4),
+            ({"train/rows": 6.0}, 4),
+        ]
+
+    def test_saving_after_a_pass_is_of_that_pass(self, loop, recorded) -> None:
+        for value, _ in zip([1.0, 2.0, 6.0], loop.train, strict=True):
+            loop.module.metrics.mean.update(value)
+        loop.module.save_metrics_and_losses(2, 0)
+        loop.session.end()
+        assert [item for item in recorded if item[0]] == [({"train/mean": 3.0}, 3)]
+        assert loop.module.global_step == 3
+
+    def test_training_continues_after_an_evaluation_within_it(self, loop, recorded) -> None:
+        """Each pass is on record once per step at which it was saved, and evaluation once."""
+        loop.module.cfg.log_every_steps = 2
+        for number, _ in enumerate(loop.train):
+            loop.module.metrics.mean.update(float(number))
+            loop.module.save_metrics_and_losses(number, 0)
+            if number == 1:
+                self.read(loop, [7.0, 9.0], loader=loop.val)
+                loop.module.reset_all_metrics_and_losses()
+        means = [(values["train/mean"], step) for values, step in recorded if "train/mean" in values]
+        assert means == [(0.5, 2), (2.0, 3)]
+        assert [(values["val/mean"], step) for values, step in recorded if "val/mean" in values] == [(8.0, 2)]
+
+    def test_nothing_is_recorded_of_what_is_read_beside(self, loop, recorded) -> None:
+        for number, _ in enumerate(zip(loop.train, forever(loop.one))):  # noqa: B905
+            loop.module.metrics.mean.update(float(number))
+            loop.module.save_metrics_and_losses(number, 0)
+        loop.session.end()
+        assert [item for item in recorded if item[0]] == [({"train/mean": mean}, step) for mean, step in MEANS]
+
+
+class Training:
+    """Epochs of three steps of a small model, with something else between or within them."""
+
+    def __init__(self, folder: Path, *, optimizers: bool = True, processes: int = 0, **settings: object) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+        sgd = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.module = BaseModule(
+            cfg=TrainConfig(log_every_steps=1, **settings),
+            models=SimpleNamespace(net=self.net),
+            optimizers=SimpleNamespace(sgd=sgd) if optimizers else None,
+            metrics=SimpleNamespace(mean=MeanMetric()),
+        )
+        self.events = Events()
+        self.session = attach(self.module, folder, sink=self.events)
+        self.session.begin()
+        group = SimpleNamespace(train=Rows(12), extra=Rows(20), val=Rows(2))
+        options = LoaderOptions(seed=1, processes=processes)
+        for name, dataset in vars(group).items():
+            dataset.batch_size = 4
+            shard = DatasetShard(name, group, ALONE, options, follow=self.session.watch)
+            setattr(self, name, self.module.generate_loaders(shard))
+        self.train: Loader
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def watched(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return an optimizer with the hooks that a worker registers for all of them."""
+        optimizer.register_step_pre_hook(lambda item, *_: self.session.update_begins(item))
+        optimizer.register_step_post_hook(lambda *_: self.session.update_finished())
+        return optimizer
+
+    def step(self, batch: dict[str, torch.Tensor], sgd: torch.optim.Optimizer) -> None:
+        self.net(batch["x"].float()[:, None]).square().mean().backward()
+        sgd.step()
+        self.module.metrics.mean.update(batch["x"])
+        self.module.save_metrics(0, 0)
+        self.seen.append((self.module.global_step, batch["x"].tolist()))
+
+    def epoch(self, *, within: Callable[[], None] | None = None, mode: bool = True, stop_at: int = 0) -> None:
+        sgd = self.watched(torch.optim.SGD(self.net.parameters(), lr=0.01))
+        self.net.train(mode)
+        self.module.reset_all_metrics_and_losses()
+        for number, batch in enumerate(self.train, 1):
+            self.step(batch, sgd)
+            if within is not None and number == 2:
+                within()
+                self.net.train(mode)
+            if number == stop_at:
+                self.module.save_checkpoint(epoch=0)
+                self.session.checkpoints.wait()
+                break
+
+    @property
+    def notices(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Notice)]
+
+
+def stage(loop: Training) -> None:
+    """With gradients, in train mode and with an optimizer of the models."""
+    sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.0))
+    with loop.module.stage("probe"):
+        for batch in loop.train:
+            loop.net(batch["x"].float()[:, None]).sum().backward()
+            sgd.step()
+    sgd.zero_grad()
+
+
+@torch.no_grad()
+def neighbours(loop: Training) -> None:
+    loop.net.eval()
+    loop.module.reset_all_metrics_and_losses()
+    for batch in loop.train:
+        loop.net(batch["x"].float()[:, None])
+        loop.module.metrics.mean.update(batch["x"])
+        loop.module.save_metrics(0, 0, stage="knn")
+
+
+def inference(loop: Training) -> None:
+    with torch.inference_mode():
+        assert sum(len(batch["x"]) for batch in loop.train) == 12
+
+
+def evaluation_with_gradients(loop: Training) -> None:
+    loop.net.eval()
+    for batch in loop.train:
+        loop.net(batch["x"].float()[:, None])
+
+
+def probe(loop: Training) -> None:
+    """Twice over the data, with an optimizer of its own."""
+    loop.net.eval()
+    head = nn.Linear(2, 1)
+    sgd = loop.watched(torch.optim.SGD(head.parameters(), lr=0.1))
+    for _ in range(2):
+        for batch in loop.train:
+            with torch.no_grad():
+                features = loop.net(batch["x"].float()[:, None])
+            head(features).square().mean().backward()
+            sgd.step()
+
+
+def batch_norm(loop: Training) -> None:
+    """`update_bn` is in train mode, and in `torch.no_grad`."""
+    before = {name: value.clone() for name, value in loop.net.state_dict().items()}
+    update_bn((batch["x"].float()[:, None] for batch in loop.train), loop.net)
+    loop.net.load_state_dict(before)
+
+
+def look(loop: Training) -> None:
+    """At one batch, like what builds a lazy module."""
+    with torch.no_grad():
+        loop.net.eval()(next(iter(loop.train))["x"].float()[:, None])
+
+
+NOT_TRAINING = [stage, neighbours, inference, evaluation_with_gradients, probe, batch_norm, look]
+
+
+class TestNotTraining:
+    """Training data that is read for something else: training goes on as if it had not been read."""
+
+    @pytest.mark.parametrize("read", NOT_TRAINING)
+    @pytest.mark.parametrize("place", ["before", "between", "within"])
+    def test_steps_epochs_and_order_stay(self, tmp_path: Path, read: Callable[[Training], None], place: str) -> None:
+        alone, loop = Training(tmp_path / "alone"), Training(tmp_path / "loop")
+        if place == "before":
+            read(loop)
+        for other in (alone, loop):
+            for epoch in range(2):
+                nested = place == "within" and other is loop
+                other.epoch(within=(lambda: read(loop)) if nested else None)
+                if place == "between" and other is loop:
+                    read(loop)
+                other.module.save_checkpoint(epoch=epoch)
+        assert loop.seen == alone.seen
+        assert [step for step, _ in loop.seen] == [1, 2, 3, 4, 5, 6]
+        assert loop.train.state_dict() == alone.train.state_dict() == {"epoch": 2, "steps": 0}
+        assert loop.session.reporter.latest["train/mean"] == alone.session.reporter.latest["train/mean"]
+        assert loop.session.progress == alone.session.progress
+        expected = ("stage 'probe'", "reading datasets.train holds up")  # the second on a busy machine
+        assert [text for text in loop.notices + alone.notices if not text.startswith(expected)] == []
+
+    @pytest.mark.parametrize("read", NOT_TRAINING)
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_an_interrupted_epoch_resumes_after_it(
+        self, tmp_path: Path, read: Callable[[Training], None], mode: bool
+    ) -> None:
+        """Also if the models train in eval mode, as with frozen statistics."""
+        whole, first = Training(tmp_path / "whole"), Training(tmp_path / "parts")
+        for _ in range(2):
+            whole.epoch(mode=mode)
+        first.epoch(mode=mode)
+        first.epoch(mode=mode, stop_at=2)
+        again = Training(tmp_path / "parts")
+        if mode or read not in (evaluation_with_gradients, probe):  # which begin like training in eval mode
+            read(again)
+        again.epoch(mode=mode)
+        assert first.seen + again.seen == whole.seen
+        assert [step for step, _ in whole.seen] == [1, 2, 3, 4, 5, 6]
+        assert again.train.epoch == whole.train.epoch == 2
+
+    def test_reading_processes_serve_a_pass_within_a_pass(self, tmp_path: Path) -> None:
+        alone, loop = Training(tmp_path / "alone"), Training(tmp_path / "loop", processes=1)
+        alone.epoch()
+        loop.epoch(within=lambda: neighbours(loop))
+        assert loop.seen == alone.seen
+
+    def test_two_sets_that_train_in_eval_mode(self, tmp_path: Path) -> None:
+        """The second is known to be read alongside as soon as the optimizer steps, and advances, too."""
+        loop = Training(tmp_path)
+        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
+        loop.net.eval()
+        beside = []
+        for _ in range(2):
+            for batch, other in zip(loop.extra, forever(loop.train)):  # noqa: B905
+                loop.step(batch, sgd)
+                beside.append(other["x"].tolist())
+        assert [step for step, _ in loop.seen] == list(range(1, 11))
+        assert (loop.extra.epoch, loop.train.epoch) == (2, 4)
+        assert len({str(rows) for rows in beside}) > 3
+
+    def test_a_set_beside_that_is_read_without_gradients(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path)
+        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
+        beside = None
+        for batch in loop.extra:
+            with torch.no_grad():
+                try:
+                    other = next(beside or iter(()))
+                except StopIteration:
+                    beside = iter(loop.train)
+                    other = next(beside)
+            loop.step(other, sgd)
+            loop.step(batch, sgd)
+            assert loop.session.passes.leading.name == "extra"
+        assert [step for step, _ in loop.seen[1::2]] == [1, 2, 3, 4, 5]
+        assert loop.train.epoch == 2
+
+    def test_a_pass_without_an_update_is_counted_and_reported(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path)
+        loop.epoch()
+        for _ in loop.train:
+            pass
+        loop.epoch()
+        assert [step for step, _ in loop.seen] == [1, 2, 3, 7, 8, 9]
+        assert loop.notices == [
+            "3 steps of a pass over train counted as training, but no optimizer updated a model; if it was not "
+            'training, read it under torch.no_grad() or in a block `with self.stage("probe"):`'
+        ]
+
+    @pytest.mark.parametrize("max_steps", [None, 2])
+    def test_a_forgotten_optimizer_step_is_reported(self, tmp_path: Path, max_steps: int | None) -> None:
+        loop = Training(tmp_path, max_steps=max_steps)
+        with contextlib.suppress(LoopStopped):
+            for batch in itertools.chain(loop.train, loop.train):
+                loop.module.backward(loop.net(batch["x"].float()[:, None]).square().mean())
+        loop.session.end()
+        assert [text for text in loop.notices if not text.startswith("finished")] == [
+            "no optimizer has stepped in a pass over train, so nothing was trained; call self.optimizer_step() after "
+            "self.backward(loss)"
+        ]
+
+    def test_one_update_for_a_whole_pass(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path)
+        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
+        for _ in range(2):
+            for batch in loop.train:
+                loop.net(batch["x"].float()[:, None]).square().mean().backward()
+            sgd.step()
+        loop.session.end()
+        assert loop.module.global_step == 6
+        assert loop.notices == []
+
+    def test_without_optimizers_every_pass_trains(self, tmp_path: Path) -> None:
+        """Like k-means, without gradients."""
+        loop = Training(tmp_path, optimizers=False)
+        loop.net.eval()
+        with torch.no_grad():
+            for _ in itertools.chain(loop.train, loop.train):
+                pass
+        loop.session.end()
+        assert (loop.module.global_step, loop.train.epoch) == (6, 2)
+        assert loop.notices == []
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_a_stage_says_whether_it_trains(self, tmp_path: Path, training: bool) -> None:
+        loop = Training(tmp_path)
+        for _ in range(2):
+            with loop.module.stage("pretrain", training=training):
+                loop.epoch()
+        assert (loop.module.global_step, loop.train.epoch) == ((6, 2) if training else (0, 0))
+        text = (
+            "stage 'pretrain' does not train, so its steps are not counted; if it does, write "
+            "self.stage('pretrain', training=True)"
+        )
+        assert loop.notices == ([] if training else [text])
+
+    def test_the_limit_of_steps_ends_a_run_that_trains_in_eval_mode(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path, max_steps=3)
+        loop.epoch(mode=False)
+        evaluation_with_gradients(loop)
+        with pytest.raises(LoopStopped):
+            loop.epoch(mode=False)
+        assert loop.module.global_step == 3
+        assert loop.train.state_dict() == {"epoch": 1, "steps": 0}

@@ -1,0 +1,456 @@
+"""Overrides of a resumed run: permitted changes, and their effects."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlx, edit
+from faults import reports, run_of
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import lr_scheduler as schedules
+
+import mlx_runtime
+from mlx_runtime.config.composition import Config
+from mlx_runtime.errors import ConfigError, RunFinished
+from mlx_runtime.loop.checkpointer import states_by_replica
+from mlx_runtime.loop.resuming import (
+    changes,
+    changes_since,
+    refusals,
+    refuse_finished,
+    set_group_values,
+    with_settings,
+)
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoints.groups import load_into, state_of
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import claim_run
+from mlx_runtime.storage.secrets.detection import HIDDEN
+
+pytestmark = pytest.mark.pure
+
+HERE = __name__
+
+
+def test_the_setting_that_ended_a_run_is_the_one_to_raise(tmp_path: Path) -> None:
+    early = "cfg.num_epochs and, after early stopping, the patience, like tools.early_stopping.patience=20"
+    for steps, epoch, setting in ((40, 0, "cfg.max_steps"), (41, 8, "cfg.num_epochs"), (41, 7, early)):
+        run = claim_run(str(tmp_path), "digits")
+        run.claim_attempt(1)
+        records.Record(run, status="SUCCEEDED", epoch=epoch)
+        CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, False, 40, {}))
+        run.conf.write_text(f"cfg: {{num_epochs: 9, max_steps: {steps}}}")
+        cfg = mlx_runtime.TrainConfig(num_epochs=9, max_steps=steps)
+        with pytest.raises(RunFinished, match=f"max_steps={steps}. To train further, raise {setting}; for a new run"):
+            refuse_finished(run, run.conf, cfg, "mlx train run", declared=False)
+
+
+class Stopper:
+    """`patience` is a setting, `left` is state with its initial value, and `_double` is derived from it."""
+
+    def __init__(self, patience: int = 5, names: tuple[str, ...] = (), counts: int = 3):
+        self.patience, self.names, self._double = patience, names, 2 * patience
+        self.left, self.best = counts, float("inf")
+
+
+class Saving:
+    """Has a state_dict."""
+
+    def __init__(self, decay: float = 0.5):
+        self.decay, self.shadow = decay, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.decay, self.shadow = state["decay"], state["shadow"]
+
+
+class Hidden:
+    def __init__(self, limit: int = 5):
+        self.check = lambda value: value < limit
+
+
+@dataclass
+class Settings(mlx_runtime.TrainConfig):
+    num_epochs: int = 3
+    mine: int = 1
+    pace: float = field(default=0.0, metadata={"resumable": True})
+
+
+def node(cls: type, **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{HERE}.{cls.__name__}", **arguments}
+
+
+def test_the_workers_of_replicas_in_checkpoints_of_now_and_before() -> None:
+    """Before replicas could have different sizes, a checkpoint had that of all of them."""
+    ranks = [{"rank": rank} for rank in range(4)]
+    for fields, sizes in (
+        ({"replica_sizes": [3, 1]}, [3, 1]),
+        ({"model_parallel_size": 2}, [2, 2]),
+        ({}, [1, 1, 1, 1]),
+    ):
+        found = states_by_replica({"ranks": ranks, **fields})
+        assert [len(item) for item in found] == sizes
+        assert [state for item in found for state in item] == ranks
+
+
+def test_changes_from_the_run_of_a_checkpoint(tmp_path: Path) -> None:
+    """Its number of epochs counts, unlike its name, its own checkpoint, and secrets."""
+    then = {"name": "old", "num_epochs": 3, "restore_checkpoint_path": None, "monitor": HIDDEN}
+    now = {"name": "new", "num_epochs": 5, "restore_checkpoint_path": "/old", "monitor": "val/loss"}
+    tree = {"cfg": node(Settings, **now), "optimizers": {"adam": {"lr": 0.2}}}
+    before = {"cfg": node(Settings, **then), "optimizers": {"adam": {"lr": 0.1}}}
+    found = changes_since(before, Config(tree, tree, mlx_runtime.TrainConfig()))
+    assert [str(change) for change in found] == ["cfg.num_epochs: 3 → 5", "optimizers.adam.lr: 0.1 → 0.2"]
+
+
+class TestChanges:
+    def test_each_value_is_told_by_its_key(self) -> None:
+        found = changes({"a": {"b": 1, "c": [1, 2]}, "d": None}, {"a": {"b": 2, "c": [1, 3]}, "d": None})
+        assert [str(change) for change in found] == ["a.b: 1 → 2", "a.c: [1, 2] → [1, 3]"]
+
+    def test_an_argument_that_is_left_out_has_its_default(self) -> None:
+        """So an argument that was added to the code since changes nothing."""
+        assert changes(node(Stopper), node(Stopper, patience=5, names=[])) == []
+        assert [str(item) for item in changes(node(Stopper, patience=7), node(Stopper))] == ["patience: 7 → 5"]
+
+    def test_another_class_is_one_change(self) -> None:
+        (change,) = changes({"x": node(Stopper, patience=3)}, {"x": node(Saving)})
+        assert change.key == "x._target_"
+
+    @pytest.mark.parametrize(
+        ("before", "after", "refused"),
+        [
+            ({"models": {"net": {"width": 1}}}, {"models": {"net": {"width": 2}}}, True),
+            ({"datasets": {"train": {"batch_size": 1}}}, {"datasets": {"train": {"batch_size": 2}}}, True),
+            ({"losses": {"mse": {"squared": True}}}, {"losses": {"mse": {"squared": False}}}, True),
+            ({"tools": {"x": {"a": 1}}}, {"tools": {"x": {"a": 2}}}, False),
+            ({"tools": {}}, {"tools": {"x": node(Stopper)}}, True),
+            ({"tools": {"x": node(Stopper)}}, {"tools": {"x": node(Saving)}}, True),
+            ({"optimizers": {"adam": {"lr": 1}}}, {"optimizers": {"adam": {"lr": 0.5}}}, False),
+            ({"optimizers": {"adam": {"betas": [0.9, 0.99]}}}, {"optimizers": {"adam": {"betas": [0.8, 0.9]}}}, False),
+            ({"optimizers": {"adam": {"amsgrad": False}}}, {"optimizers": {"adam": {"amsgrad": True}}}, True),
+            ({"optimizers": {"sgd": {"momentum": 0}}}, {"optimizers": {"sgd": {"momentum": 0.9}}}, True),
+            ({"optimizers": {"sgd": {"weight_decay": 0}}}, {"optimizers": {"sgd": {"weight_decay": 0.1}}}, False),
+            ({"cfg": {"num_epochs": 1}}, {"cfg": {"num_epochs": 2}}, False),
+            ({"cfg": {"trackers": {"a": 1}}}, {"cfg": {"trackers": {"a": 2}}}, False),
+            ({"cfg": {"seed": 1}}, {"cfg": {"seed": 2}}, True),
+            ({"cfg": {"mine": 1}}, {"cfg": {"mine": 2}}, True),
+            ({"cfg": {"pace": 1}}, {"cfg": {"pace": 2}}, False),
+            ({"cfg": {"resume": None, "storage_path": "a"}}, {"cfg": {"resume": "auto", "storage_path": "b"}}, False),
+        ],
+    )
+    def test_what_is_refused(self, before: dict, after: dict, refused: bool) -> None:
+        found = changes(before, after)
+        assert found
+        assert bool(refusals(found, Settings)) == refused
+
+
+def trained(
+    schedule: Any, steps: int, lr: float, make: Any = SGD, **options: Any
+) -> tuple[Optimizer, Any, list[float]]:
+    optimizer = make([nn.Parameter(torch.ones(2))], lr=lr, **options)
+    made = schedule(optimizer) if schedule else None
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+        optimizer.step()
+        if made is not None:
+            made.step()
+    return optimizer, made, rates
+
+
+SCHEDULES = {
+    "none": None,
+    "StepLR": lambda item: schedules.StepLR(item, 2, 0.5),
+    "LambdaLR": lambda item: schedules.LambdaLR(item, lambda step: 0.9**step),
+    "ExponentialLR": lambda item: schedules.ExponentialLR(item, 0.9),
+    "CosineAnnealingLR": lambda item: schedules.CosineAnnealingLR(item, 20),
+    "SequentialLR": lambda item: schedules.SequentialLR(
+        item, [schedules.ConstantLR(item, total_iters=3), schedules.ExponentialLR(item, 0.9)], [4]
+    ),
+}
+
+
+class TestGroupValues:
+    @pytest.mark.parametrize("name", SCHEDULES)
+    def test_a_changed_rate_continues_as_if_it_had_been_so_from_the_start(self, name: str) -> None:
+        """With schedules created after the restore, as in `worker_loop`."""
+        warnings.filterwarnings("ignore", module="torch.optim")
+        schedule = SCHEDULES[name]
+        _, _, wanted = trained(schedule, 12, 0.01)
+        optimizer, made, _ = trained(schedule, 5, 0.1)
+        saved = [state_of(SimpleNamespace(x=item))[0] for item in (optimizer, made) if item is not None]
+        fresh, later, _ = trained(schedule, 0, 0.01)
+        for item, state in zip((fresh, later), saved, strict=False):
+            load_into(SimpleNamespace(x=item), state, "own")
+        set_group_values({"sgd": fresh}, [later], {"sgd": {"lr": 0.1}}, {"sgd": {"lr": 0.01}})
+        rates = []
+        for _ in range(7):
+            rates.append(fresh.param_groups[0]["lr"])
+            fresh.step()
+            if later is not None:
+                later.step()
+        assert rates == pytest.approx(wanted[5:])
+
+    def test_other_numbers_are_set_too(self) -> None:
+        optimizer, _, _ = trained(None, 2, 0.1, Adam)
+        then = {"adam": {"lr": 0.1, "betas": [0.9, 0.999], "weight_decay": 0}}
+        set_group_values({"adam": optimizer}, [], then, {"adam": {"lr": 0.1, "betas": [0.5, 0.9], "weight_decay": 0.1}})
+        group = optimizer.param_groups[0]
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.5, 0.9), 0.1)
+        optimizer.step()
+
+    def test_a_rate_that_is_a_tensor_is_changed_in_place(self) -> None:
+        rate = torch.tensor(0.1)
+        optimizer = Adam([nn.Parameter(torch.ones(2))], lr=rate, capturable=False, foreach=False)
+        set_group_values({"adam": optimizer}, [], {"adam": {"lr": 0.1}}, {"adam": {"lr": 0.5}})
+        assert optimizer.param_groups[0]["lr"] is rate
+        assert rate.item() == 0.5
+
+    @pytest.mark.parametrize(
+        ("make", "then", "now"),
+        [
+            (Adam, {"amsgrad": False}, {"amsgrad": True}),
+            (RMSprop, {"momentum": 0}, {"momentum": 0.9}),
+            (Adam, {"nothing": 1.0}, {"nothing": 2.0}),
+            (Adam, {"betas": [0.1, 0.2]}, {"betas": [0.3, 0.4]}),  # the loop has changed them
+        ],
+    )
+    def test_what_cannot_be_set_is_an_error(self, make: Any, then: dict, now: dict) -> None:
+        optimizer, _, _ = trained(None, 1, 0.1, make)
+        with pytest.raises(ConfigError, match=f"optimizers.x.{next(iter(then))}"):
+            set_group_values({"x": optimizer}, [], {"x": then}, {"x": now})
+
+    def test_a_schedule_with_rates_of_its_own_keeps_them(self) -> None:
+        optimizer, made, _ = trained(lambda item: schedules.OneCycleLR(item, max_lr=1.0, total_steps=9), 3, 0.1)
+        with pytest.raises(ConfigError, match="the loop or a schedule has set a value other than 0.1"):
+            set_group_values({"sgd": optimizer}, [made], {"sgd": {"lr": 0.1}}, {"sgd": {"lr": 0.2}})
+
+
+class TestTools:
+    def saved(self, **changed: Any) -> dict[str, Any]:
+        return state_of(SimpleNamespace(x=Stopper()))[0]["x"] | changed
+
+    def test_a_setting_and_what_follows_from_it_are_those_of_the_config(self) -> None:
+        saved = self.saved(best=0.1, left=1)
+        state = with_settings(saved, node(Stopper), node(Stopper, patience=9), "tools.x")
+        assert state == saved | {"patience": 9, "_double": 18}
+
+    def test_nothing_changes_without_a_change(self) -> None:
+        saved = self.saved(patience=1)
+        assert with_settings(saved, node(Stopper, patience=5), node(Stopper), "tools.x") == saved
+
+    def test_what_is_state_by_now_is_refused(self) -> None:
+        saved = self.saved(left=1)
+        with pytest.raises(ConfigError, match=r"tools.x.counts: 3 → 9 cannot change .* tools.x.left.* is 1 by now"):
+            with_settings(saved, node(Stopper), node(Stopper, counts=9), "tools.x")
+        state = with_settings(self.saved(), node(Stopper), node(Stopper, counts=9), "tools.x")
+        assert state["left"] == 9  # it has not counted yet
+
+    def test_a_tool_with_a_state_dict_too(self) -> None:
+        saved = {"decay": 0.5, "shadow": torch.ones(2)}
+        state = with_settings(saved, node(Saving), node(Saving, decay=0.9), "tools.x")
+        assert (state["decay"], state["shadow"].tolist()) == (0.9, [1.0, 1.0])
+
+    def test_what_no_attribute_shows_is_refused(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"tools.x.limit: 5 → 6 cannot change .*no attribute of the tool shows it"
+        ):
+            with_settings({}, node(Hidden), node(Hidden, limit=6), "tools.x")
+
+    def test_arguments_of_a_partial_are_refused(self) -> None:
+        """Objects built from it are restored from the checkpoint."""
+        then, now = ({"_target_": "torch.optim.lr_scheduler.StepLR", "_partial_": True, "gamma": x} for x in (0.1, 0.2))
+        with pytest.raises(ConfigError, match="tools.x.gamma"):
+            with_settings({}, then, now, "tools.x")
+
+
+HERE_ONLY = ("cfg.start_workers=0", "cfg.num_epochs=1")
+
+RECORDED = ("run.json", "conf.yaml", "metrics.jsonl", "checkpoints/**/*")
+
+
+def snapshot(run: Path) -> dict[str, bytes]:
+    """Return everything that a run has recorded."""
+    files = [file for pattern in RECORDED for file in run.glob(pattern) if file.is_file()]
+    return {str(file.relative_to(run)): file.read_bytes() for file in files}
+
+
+def to_the_source(old: str, new: str) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "src" / "experiment.py", old, new)
+
+
+def damage(folder: Path) -> None:
+    (run_of(folder) / "checkpoints" / "epoch_0001" / "state.pt").write_bytes(b"damaged")
+
+
+def remove_checkpoints(folder: Path) -> None:
+    shutil.rmtree(run_of(folder) / "checkpoints")
+
+
+def damage_record(folder: Path) -> None:
+    (run_of(folder) / "run.json").write_text('{"status": "SUCC')
+
+
+def remove_record(folder: Path) -> None:
+    (run_of(folder) / "run.json").unlink()
+
+
+NOT_RESUMED = "faults run_001 was not resumed and is unchanged."
+
+FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] = {
+    "a model of another size": (None, ("models.net.width=24",), "models.net.width: 16 → 24"),
+    "a setting that is not resumable": (None, ("cfg.seed=9",), "cfg.seed: 0 → 9 (it cannot change within a run)"),
+    "an optimizer with other state": (None, ("optimizers.adam.amsgrad=true",), "optimizers.adam.amsgrad: False → True"),
+    "a wrong key": (None, ("cfg.num_epoch=3",), "there is no key 'cfg.num_epoch'"),
+    "code with another layer": (
+        to_the_source("Norm(width), nn.Dropout", "Norm(width), nn.Linear(width, width), nn.Dropout"),
+        (),
+        NOT_RESUMED,
+    ),
+    "a scheduler that does not fit": (
+        to_the_source("self.schedule = torch.optim", "self.schedule = nn.Linear(1, 1)\n        _ = torch.optim"),
+        (),
+        NOT_RESUMED,
+    ),
+    "an exit at import": (
+        to_the_source("class Rows(", "raise SystemExit(0)\n\n\nclass Rows("),
+        (),
+        "src.experiment cannot be imported: SystemExit: 0",
+    ),
+    "an error of ours at import": (
+        to_the_source("class Rows(", "raise RunFinished('done')\n\n\nclass Rows("),
+        (),
+        "src.experiment cannot be imported: RunFinished: done",
+    ),
+    "an error in the loop": (None, ("cfg.late=raise",), "error: ValueError: on purpose (raised on rank 0)"),
+    "an exit in the loop": (None, ("cfg.late=exit",), "error: SystemExit: 0 (return instead of exiting)"),
+    "a GeneratorExit": (None, ("cfg.late=generator",), "error: GeneratorExit (raised on rank 0)"),
+    "an error that has no text": (
+        None,
+        ("cfg.late=unprintable",),
+        "error: Unprintable: (its __str__ raised ValueError)",
+    ),
+    "an error of ours": (None, ("cfg.late=finished",), "error: RunFinished: done (raised on rank 0)"),
+    "a damaged checkpoint": (damage, (), "No other checkpoint is left to resume from"),
+    "a damaged record": (
+        damage_record,
+        (),
+        "Put a good copy back, or train on in a new run: mlx train run --from faults/run_001 "
+        "cfg.restore_checkpoint_path=",
+    ),
+    "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or train on"),
+    "an empty config": (
+        lambda folder: (run_of(folder) / "conf.yaml").write_text(""),
+        (),
+        "run_001/conf.yaml: it is empty. Put a good copy back, or start a new run with cfg.restore_checkpoint_path=",
+    ),
+    "half a config": (
+        lambda folder: (run_of(folder) / "conf.yaml").write_text("cfg:\n  _target_: src.experiment.TrainConfig\n"),
+        (),
+        "models: missing; put a good copy of the file back",
+    ),
+    "no config any more": (
+        lambda folder: (run_of(folder) / "conf.yaml").unlink(),
+        (),
+        "run_001/conf.yaml: No such file or directory. Put a good copy back, or start a new run with cfg.restore_",
+    ),
+    "no checkpoint any more": (remove_checkpoints, (), "faults/run_001 has saved checkpoints, the last one as "),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch that has succeeded; tests use copies."""
+    folder = make_in("faults", tmp_path_factory.mktemp("finished"))
+    done = mlx(folder, "train", "run", *HERE_ONLY)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "faults"))
+
+
+@pytest.mark.process
+class TestRuns:
+    @pytest.mark.parametrize("failure", FAILURES)
+    def test_one_that_fails_to_resume_stays_as_it_was(self, failure: str, mlx: Mlx, folder: Path) -> None:
+        spoil, overrides, message = FAILURES[failure]
+        if spoil is not None:
+            spoil(folder)
+        before = snapshot(run_of(folder))
+        done = mlx(folder, "train", "run", "--resume", "cfg.num_epochs=2", *overrides)
+        assert done.returncode == 1, done.stdout
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Again from the last checkpoint" not in done.stderr
+        assert snapshot(run_of(folder)) == before
+        assert not (run_of(folder) / ".reserve").exists()
+
+    def test_it_can_be_resumed_at_once_and_counts_what_was_trained(self, mlx: Mlx, folder: Path) -> None:
+        assert mlx(folder, "train", "run", "--resume", "cfg.num_epochs=2", "cfg.late=raise").returncode == 1
+        done = mlx(folder, "train", "run", "--resume", "cfg.num_epochs=2")
+        assert done.returncode == 0, done.stderr
+        record = json.loads((run_of(folder) / "run.json").read_text())
+        assert (record["status"], record["attempt"], len(record["attempts"])) == ("SUCCEEDED", 3, 1)
+
+    def test_overrides_are_applied_listed_and_recorded(self, mlx: Mlx, folder: Path) -> None:
+        """The schedule is created in `worker_loop`: the rate of step n is `lr` * 0.98**n."""
+        changed = ("optimizers.adam.lr=1e-4", "tools.noise.scale=0.5", "cfg.num_epochs=2", "cfg.pause_s=0")
+        done = mlx(folder, "train", "run", "--resume", *changed)
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("changed", "unchanged"))]
+        assert lines == [
+            "changed   cfg.num_epochs: 1 → 2",
+            "changed   optimizers.adam.lr: 0.01 → 0.0001, set once its state is restored",
+            "changed   tools.noise.scale: 0.1 → 0.5, set once its state is restored",
+            "unchanged cfg.pause_s=0",
+        ]
+        rates = [line["lr/adam"] for line in reports(run_of(folder)) if "lr/adam" in line]
+        steps = [line["step"] for line in reports(run_of(folder)) if "lr/adam" in line]
+        assert rates == pytest.approx([(0.01 if step <= 16 else 0.0001) * 0.98**step for step in steps])
+        state = torch.load(run_of(folder) / "checkpoints" / "epoch_0002" / "state.pt", weights_only=True)
+        assert state["tools"]["noise"]["scale"] == 0.5
+        assert "lr: 0.0001" in (run_of(folder) / "conf.yaml").read_text()
+
+    def test_edits_of_conf_yaml_are_applied_or_refused(self, mlx: Mlx, folder: Path) -> None:
+        here = ("cfg.start_workers=0", "cfg.resume=auto", "cfg.num_epochs=2")
+        edit(folder / "src" / "conf.yaml", "width: 16", "width: 24")
+        before = snapshot(run_of(folder))
+        done = mlx(folder, "train", "run", *here)
+        assert done.returncode == 1
+        assert "faults/run_001 cannot resume with other values of\n  models.net.width: 16 → 24" in done.stderr
+        assert snapshot(run_of(folder)) == before
+        edit(folder / "src" / "conf.yaml", "width: 24", "width: 16")
+        edit(folder / "src" / "conf.yaml", "scale: 0.1", "scale: 0.2")
+        done = mlx(folder, "train", "run", *here)
+        assert done.returncode == 0, done.stderr
+        assert "changed   tools.noise.scale: 0.1 → 0.2" in done.stdout
+        assert "scale: 0.2" in (run_of(folder) / "conf.yaml").read_text()
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("how", ["generator", "lost"])
+def test_whatever_a_worker_raises_is_an_error_of_the_users_code(how: str, mlx: Mlx, folder: Path) -> None:
+    before = snapshot(run_of(folder))
+    overrides = ("--resume", "cfg.num_epochs=2", "cfg.start_workers=2", f"cfg.late={how}")
+    done = mlx(folder, "train", "run", *overrides)
+    assert done.returncode == 1, done.stdout
+    assert "(raised on rank " in done.stderr.splitlines()[0]
+    assert "lost  " not in done.stdout
+    assert NOT_RESUMED in done.stderr
+    assert snapshot(run_of(folder)) == before

@@ -1,0 +1,348 @@
+"""A session in this process: the order of events, restored state, and reports."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sessions import ALONE, Events, attach, session_of
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
+from torch.utils.data import Dataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy
+
+from mlx_runtime import BaseModule, TrainConfig
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError, DatasetError, MlxError
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
+from mlx_runtime.loop import stopping
+from mlx_runtime.loop.stopping import LoopStopped
+from mlx_runtime.runs.checkpoints.index import list_checkpoints
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import RunFolder
+
+pytestmark = pytest.mark.pure
+
+
+class Rows(Dataset):
+    batch_size = 2
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+    @staticmethod
+    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack(batch["item"])}
+
+
+class Experiment(BaseModule):
+    """Four steps per epoch, with a schedule that `worker_loop` makes."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(1, 1)
+        super().__init__(
+            cfg=TrainConfig(log_every_steps=1, num_epochs=3, **settings),
+            models=SimpleNamespace(net=net),
+            optimizers=SimpleNamespace(sgd=torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)),
+            metrics=SimpleNamespace(mean=MeanMetric()),
+        )
+
+    def worker_loop(self, dataset_shards: DatasetShards, epochs: int = 3, stop_at: int | None = None) -> None:
+        (train,) = self.generate_loaders(dataset_shards)
+        self.schedule = self.scheduled(train.updates * epochs)
+        for epoch in range(self.cfg.start_epoch, epochs):
+            self.reset_all_metrics_and_losses()
+            for batch_idx, batch in enumerate(train):
+                self.backward(self.models.net(batch["x"]).square().mean())
+                self.optimizer_step()
+                self.schedule.step()
+                self.metrics.mean.update(batch["x"])
+                self.save_metrics(batch_idx=batch_idx, epoch=epoch)
+                if self.global_step == stop_at:
+                    raise KeyboardInterrupt
+            self.save_checkpoint(epoch=epoch)
+
+    def scheduled(self, steps: int) -> LRScheduler:
+        return ExponentialLR(self.optimizers.sgd, 0.9)
+
+
+class Regrouped(Experiment):
+    """The loop gives the bias a learning rate of its own."""
+
+    def worker_loop(self, dataset_shards: DatasetShards, **options: Any) -> None:
+        sgd, net = self.optimizers.sgd, self.models.net
+        sgd.param_groups[0]["params"] = [net.weight]
+        sgd.add_param_group({"params": [net.bias], "lr": 0.1})
+        super().worker_loop(dataset_shards, **options)
+
+
+class Ending(Experiment):
+    """The schedule has a fixed number of steps."""
+
+    def scheduled(self, steps: int) -> LRScheduler:
+        sgd = self.optimizers.sgd
+        return SequentialLR(sgd, [LinearLR(sgd), OneCycleLR(sgd, 0.1, total_steps=steps - 1)], milestones=[2])
+
+
+def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
+    session = attach(experiment, folder, sink=sink)
+    session.begin()
+    options = {"train": DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)}
+    try:
+        experiment.worker_loop(DatasetShards(options), **loop)
+        session.end()
+    except KeyboardInterrupt:
+        session.checkpoints.settle()
+    return experiment
+
+
+def state(experiment: Experiment) -> str:
+    optimizer, schedule = experiment.optimizers.sgd.state_dict(), experiment.schedule.state_dict()
+    weights, mean = experiment.models.net.state_dict(), session_of(experiment).reporter.latest["train/mean"]
+    return f"{weights} {optimizer} {schedule} {mean} {experiment.global_step}"
+
+
+class TestRestart:
+    """A run that was interrupted ends as one that was not."""
+
+    @pytest.mark.parametrize("made", [Experiment, Regrouped])
+    @pytest.mark.parametrize("every", [None, 1])
+    def test_after_an_epoch_or_within_one(self, tmp_path: Path, every: int | None, made: type[Experiment]) -> None:
+        whole = run(made(checkpoint_every_steps=every), tmp_path / "whole")
+        run(made(checkpoint_every_steps=every), tmp_path / "parts", stop_at=7)
+        events = Events()
+        resumed = run(made(checkpoint_every_steps=every), tmp_path / "parts", sink=events)
+        assert state(resumed) == state(whole)
+        step = 4 if every is None else 6
+        (notice,) = [event for event in events if isinstance(event, Notice)]
+        assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
+
+    def test_a_loop_that_ignores_where_it_was(self, tmp_path: Path) -> None:
+        class FromTheStart(Experiment):
+            def worker_loop(self, dataset_shards: DatasetShards, **options: Any) -> None:
+                self.cfg.start_epoch = 0
+                super().worker_loop(dataset_shards, **options)
+
+        run(Experiment(), tmp_path, epochs=2)
+        run(FromTheStart(), tmp_path, sink=(events := Events()), epochs=1)
+        (_, notice) = [event for event in events if isinstance(event, Notice)]
+        assert notice.text.startswith(
+            "the loop begins with epoch 0, not with cfg.start_epoch=2; epochs count from 0: for"
+        )
+
+    def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:
+        run(Experiment(), tmp_path)
+        events = Events()
+        again = run(Experiment(), tmp_path, sink=events)
+        assert again.cfg.start_epoch == 3
+        assert Notice("already at epoch 3 of 3; raise cfg.num_epochs to train further") in events
+
+    def test_a_loop_that_ends_at_once_is_explained(self, tmp_path: Path) -> None:
+        """As after early stopping, although there are more epochs."""
+        first, again = Events(), Events()
+        for events in (first, again):
+            run(Experiment(), tmp_path, sink=events, epochs=1)
+        text = "worker_loop has ended at epoch 1 of 3 without training, as its restored state demands"
+        assert [
+            sum(text in event.text for event in events if isinstance(event, Notice)) for events in (first, again)
+        ] == [0, 1]
+
+    def test_a_schedule_that_would_end_in_the_middle_is_refused(self, tmp_path: Path) -> None:
+        run(Ending(), tmp_path, epochs=1)
+        again = Ending()
+        with pytest.raises(
+            ConfigError,
+            match="own.schedule in the checkpoint does not fit .*: OneCycleLR ends after 3 steps, .* for 11",
+        ):
+            run(again, tmp_path)
+        assert again.global_step == 4
+
+
+class Carried:
+    """What each worker carries from step to step."""
+
+    per_worker = True
+
+    def __init__(self, decay: float = 0.5):
+        self.decay, self.value = decay, None
+
+
+class Carrying(Experiment):
+    """Resets what it carries before each pass; the reset is undone where a pass is resumed."""
+
+    def __init__(self) -> None:
+        super().__init__(checkpoint_every_steps=1)
+        self.tools = SimpleNamespace(carried=Carried())
+
+    def reset_all_metrics_and_losses(self) -> None:
+        super().reset_all_metrics_and_losses()
+        self.tools.carried.value = torch.zeros(1)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        self.tools.carried.value = self.tools.carried.decay * self.tools.carried.value + loss.detach()
+        super().backward(loss + self.tools.carried.value * self.models.net.weight.sum(), **options)
+
+
+class TestStateOfEachWorker:
+    def test_it_is_restored_within_an_epoch(self, tmp_path: Path) -> None:
+        whole = run(Carrying(), tmp_path / "whole")
+        run(Carrying(), tmp_path / "parts", stop_at=7)
+        resumed = run(Carrying(), tmp_path / "parts")
+        assert state(resumed) == state(whole)
+        saved = CheckpointStore(RunFolder(tmp_path / "whole").checkpoints)
+        found = saved.load(saved.newest(print))
+        assert found["tools"] == {}
+        assert found["ranks"][0]["per_worker"]["tools.carried"] == vars(whole.tools.carried)
+
+    def test_it_starts_over_with_another_number_of_workers(self, tmp_path: Path) -> None:
+        run(Carrying(), tmp_path, stop_at=7)
+        events, again = Events(), Carrying()
+        attach(again, tmp_path, sink=events, topology=Topology(0, 2, torch.device("cpu"))).begin()
+        assert again.tools.carried.value is None
+        text = "tools.carried starts over: each worker had its own state, and the number of workers has changed"
+        assert Notice(text) in events
+
+
+class Numbers(Experiment):
+    """Everything that user code gives the runtime is a number of NumPy; passes have one step."""
+
+    def worker_loop(self, dataset_shards: DatasetShards, **_: Any) -> None:
+        (train,) = self.generate_loaders(dataset_shards)
+        for epoch in np.arange(2):
+            for batch_idx, _batch in zip(np.arange(1), train, strict=False):
+                self.save_metrics(batch_idx=batch_idx, epoch=epoch)
+            self.log({"a": np.float32(0.5), "b": np.int64(2), "c": np.array(3.0), "d": np.bool_(True)})
+            self.save_checkpoint(epoch=epoch, metrics={"e": np.float16(0.25)})
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    events = Events()
+    experiment = run(Numbers(monitor="e"), tmp_path, sink=events)
+    latest = session_of(experiment).reporter.latest
+    found = {name: latest[name] for name in "abcde"}
+    assert found == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 1.0, "e": 0.25}
+    assert {type(value) for value in found.values()} == {float}
+    saved = [event for event in events if isinstance(event, CheckpointSaved)]
+    assert [json.loads(json.dumps([event.epoch, event.metrics["e"]])) for event in saved] == [[0, 0.25], [1, 0.25]]
+    names = [item.name for item in list_checkpoints(RunFolder(tmp_path).checkpoints)]
+    assert names == ["epoch_0001", "epoch_0002"]
+
+
+def accuracies(**options: Any) -> MetricCollection:
+    """Two thresholds, between which no value of the first batch lies."""
+    return MetricCollection({"low": BinaryAccuracy(0.3), "high": BinaryAccuracy(0.7)}, **options)
+
+
+def test_members_of_a_collection_count_by_themselves(tmp_path: Path) -> None:
+    """Unless user code states its groups. TorchMetrics merges members whose states are equal after one batch."""
+    experiment = Experiment()
+    experiment.metrics = SimpleNamespace(both=accuracies(), stated=accuracies(compute_groups=[["low", "high"]]))
+    session = attach(experiment, tmp_path)
+    session.begin()
+    late = accuracies()
+    for values in ([0.1, 0.9], [0.5, 0.5]):
+        for metric in (*vars(experiment.metrics).values(), late):
+            metric.update(torch.tensor(values), torch.tensor([values[0] > 0.4, 1]))
+    experiment.save_metrics(batch_idx=0, epoch=0, stage="val")
+    session.metrics.flush()
+    assert session.reporter.latest == {
+        "val/both_low": 1,
+        "val/both_high": 0.5,
+        "val/stated_low": 1,
+        "val/stated_high": 1,
+    }
+    experiment.metrics.late = late
+    with pytest.raises(ConfigError, match="^metrics.late has merged high and low, .* compute_groups=False"):
+        session.metrics.check()
+
+
+@pytest.mark.parametrize("made", [lambda item: [item], lambda item: {"x": (item,)}, lambda item: nn.ModuleList([item])])
+def test_metrics_that_would_not_be_recorded(tmp_path: Path, made: Callable[[Any], Any]) -> None:
+    experiment = Experiment()
+    experiment.metrics = SimpleNamespace(mean=MeanMetric(), several=made(MeanMetric()))
+    with pytest.raises(ConfigError, match=r"^metrics.several is a (list|dict|ModuleList), .* MetricCollection"):
+        attach(experiment, tmp_path).begin()
+    experiment.losses = experiment.metrics = SimpleNamespace(mean=MeanMetric())
+    with pytest.raises(
+        ConfigError, match=r"^losses.mean and metrics.mean would be recorded under one name; rename one$"
+    ):
+        attach(experiment, tmp_path).begin()
+
+
+def test_a_tool_that_cannot_be_saved_as_it_is_ends_the_run_before_training(tmp_path: Path) -> None:
+    experiment = Experiment()
+    experiment.tools = SimpleNamespace(words=SimpleNamespace(counts=defaultdict(lambda: 0)))
+    with pytest.raises(ConfigError, match=r"^SimpleNamespace.counts contains a defaultdict, whose factory "):
+        attach(experiment, tmp_path).begin()
+
+
+def test_the_rate_of_a_pass_with_one_step_is_not_shown(tmp_path: Path) -> None:
+    for experiment, shown in ((Numbers(), False), (Experiment(), True)):
+        events = Events()
+        run(experiment, tmp_path / type(experiment).__name__, sink=events)
+        rates = [event.samples_per_s for event in events if isinstance(event, EpochEnded)]
+        assert rates
+        assert [rate is not None for rate in rates] == [shown] * len(rates)
+
+
+def test_the_speed_in_what_a_row_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rows, "row_counts", {"tokens": np.int64(64)}, raising=False)
+    events = Events()
+    run(Experiment(), tmp_path / "tokens", sink=events)
+    assert [event.row_counts for event in events if isinstance(event, EpochEnded)] == [{"tokens": 64}] * 3
+    monkeypatch.setattr(Rows, "row_counts", {"tokens": "64"})
+    refused = r"^datasets.train: its attribute row_counts is {'tokens': '64'}; write units per row, like "
+    with pytest.raises(DatasetError, match=refused):
+        run(Experiment(), tmp_path / "refused")
+
+
+def test_a_step_is_recorded_then_saved_then_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, order = Experiment(), []
+    session = attach(experiment, tmp_path, stop_requested=lambda: experiment.global_step == 2)
+    session.begin()
+    for part, name in ((session.metrics, "step_finished"), (session.stopping, "step"), (session.checkpoints, "save")):
+        call = getattr(part, name)
+        monkeypatch.setattr(
+            part, name, lambda *args, call=call, name=name, **kw: (order.append(name), call(*args, **kw))[1]
+        )
+    monkeypatch.setattr(stopping, "MAX_STEPS_PER_VOTE", 1)
+    shard = DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)
+    with pytest.raises(LoopStopped):
+        experiment.worker_loop(DatasetShards({"train": shard}))
+    assert order == ["step_finished", "step", "step_finished", "step", "save"]
+    assert [path.name for path in tmp_path.rglob("epoch_*")] == ["epoch_0001_step_00000002"]
+
+
+class TestReports:
+    """Lines for the user."""
+
+    def test_a_number_that_is_not_finite_and_a_monitor_that_is_not_recorded(self, tmp_path: Path) -> None:
+        events = Events()
+        experiment = Experiment(monitor="val/loss")
+        session = attach(experiment, tmp_path, sink=events)
+        for value in (float("nan"), float("inf")):
+            experiment.log({"own": torch.tensor(value)})
+        experiment.save_checkpoint(epoch=0)
+        assert len([event for event in events if isinstance(event, WarningNotice)]) == 1  # the metric may still come
+        experiment.save_checkpoint(epoch=1)
+        session.end()
+        first, second = [event.text for event in events if isinstance(event, WarningNotice)]
+        assert first.startswith("own is not finite at step 0 of epoch 1.")
+        kept = "the newest checkpoints are kept. Recorded: own."
+        assert second == f"cfg.monitor is 'val/loss', which is not recorded yet; {kept}"
+
+    def test_outside_of_a_run(self) -> None:
+        with pytest.raises(MlxError, match="inside worker_loop"):
+            Experiment().log({"own": 1.0})
+        Experiment().reset_all_metrics_and_losses()

@@ -1,0 +1,764 @@
+"""Budgets in steps: `cfg.max_steps`, `self.every`, evaluation within an epoch, and callbacks around batches."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlx
+from sessions import ALONE, Events, attach, session_of
+from torch import nn
+from torch.utils.data import Dataset
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+
+from mlx_runtime import BaseModule, MlxError, TrainConfig
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
+from mlx_runtime.loop.stopping import LoopStopped
+from mlx_runtime.runs.checkpoints import groups as groups_module
+from mlx_runtime.sections import Debug, Elastic
+
+pytestmark = pytest.mark.pure
+
+
+class Rows(Dataset):
+    batch_size = 2
+
+    def __init__(self, rows: int, first: float = 0.0) -> None:
+        self.values = first + torch.arange(rows, dtype=torch.float32)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.values[index : index + 1]
+
+    @staticmethod
+    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack(batch["item"])}
+
+
+class Total(CatMetric):
+    """Keeps every row, so it is recorded for a whole pass only."""
+
+    def compute(self) -> torch.Tensor:
+        return super().compute().sum()
+
+
+class Experiment(BaseModule):
+    """Three epochs of six steps. An evaluation reads two batches of much larger values, and resets the metrics."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Dropout(0.2), nn.Linear(1, 1))
+        super().__init__(
+            cfg=TrainConfig(**{"log_every_steps": 2, "num_epochs": 3} | settings),
+            models=SimpleNamespace(net=net),
+            optimizers=SimpleNamespace(sgd=torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)),
+            metrics=SimpleNamespace(
+                mean=MeanMetric(),
+                sum=SumMetric(),
+                total=Total(),
+                both=MetricCollection({"one": MeanMetric(), "two": MeanMetric()}, compute_groups=[["one", "two"]]),
+            ),
+        )
+        self.evaluated: list[int] = []
+        self.answers: list[bool] = []
+        self.after_loop = False
+
+    def worker_loop(self, dataset_shards: DatasetShards) -> None:
+        train, val = self.generate_loaders(dataset_shards)
+        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+            self.models.net.train()
+            self.reset_all_metrics_and_losses()
+            for batch_idx, batch in enumerate(train):
+                self.backward(self.models.net(batch["x"]).square().mean())
+                self.optimizer_step()
+                self.update(batch["x"])
+                self.save_metrics_and_losses(batch_idx, epoch)
+                self.answers.append(self.every(self.cfg.evaluate_every_steps))
+                if self.answers[-1]:
+                    self.evaluated.append(self.global_step)
+                    self.evaluate(val, epoch)
+                    self.models.net.train()
+            self.evaluate(val, epoch)
+            self.save_checkpoint(epoch=epoch)
+        self.after_loop = True
+
+    @torch.no_grad()
+    def evaluate(self, loader: Any, epoch: int) -> None:
+        self.models.net.eval()
+        self.reset_all_metrics_and_losses()
+        for batch_idx, batch in enumerate(loader):
+            self.update(batch["x"])
+            self.save_metrics_and_losses(batch_idx, epoch)
+
+    def update(self, values: torch.Tensor) -> None:
+        for metric in vars(self.metrics).values():
+            metric.update(values)
+
+
+def run(
+    experiment: Experiment, folder: Path, *, stop: Callable[[], bool] = lambda: False, **options: Any
+) -> tuple[Experiment, Events]:
+    """Run the loop in this process, as a worker does."""
+    sink = Events()
+    session = attach(experiment, folder, sink=sink, stop_requested=stop)
+    session.begin()
+    group = SimpleNamespace(train=Rows(12), val=Rows(4, first=1000.0))
+    cfg = experiment.cfg
+    options = {"accumulate": cfg.accumulate_grad_batches, "eval_limit": cfg.debug.limit_eval_batches, **options}
+    options |= {"train_limit": cfg.debug.limit_train_batches}
+    shards = {
+        name: DatasetShard(name, group, ALONE, LoaderOptions(**options), follow=session.watch) for name in vars(group)
+    }
+    with contextlib.suppress(LoopStopped):
+        experiment.worker_loop(DatasetShards(shards))
+    assert session.stopping.stopped == stop()  # else the run succeeds
+    session.end()
+    return experiment, sink
+
+
+def state(experiment: Experiment) -> str:
+    """Return everything that a resumed run has to have in common with an uninterrupted one."""
+    weights, optimizer = experiment.models.net.state_dict(), experiment.optimizers.sgd.state_dict()
+    return f"{weights} {optimizer} {session_of(experiment).reporter.latest} {experiment.global_step} {torch.rand(1)}"
+
+
+def of_type(events: Events, kind: type) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+class TestMaxSteps:
+    """The run ends after that many steps, as if it were interrupted there."""
+
+    @pytest.mark.parametrize("limit", [1, 4, 6, 9, 12, 17])
+    @pytest.mark.parametrize("every", [None, 3])
+    def test_a_raised_limit_continues_exactly(self, tmp_path: Path, limit: int, every: int | None) -> None:
+        whole, _ = run(Experiment(evaluate_every_steps=every), tmp_path / "whole")
+        expected = state(whole)
+        first, events = run(Experiment(max_steps=limit, evaluate_every_steps=every), tmp_path / "parts")
+        assert first.global_step == limit
+        assert not first.after_loop
+        saved = of_type(events, CheckpointSaved)
+        assert (saved[-1].step, saved[-1].finished) == (limit, limit % 6 == 0)
+        assert [item.step for item in saved] == [*range(6, limit + 1, 6), *([limit] if limit % 6 else [])]
+        again, _ = run(Experiment(evaluate_every_steps=every), tmp_path / "parts")
+        assert state(again) == expected
+        assert first.evaluated + again.evaluated == whole.evaluated
+
+    def test_steps_that_make_one_update_count_once(self, tmp_path: Path) -> None:
+        whole, _ = run(Experiment(accumulate_grad_batches=4, max_steps=5), tmp_path / "whole")
+        assert len(whole.answers) == 6 + 6 + 4
+        assert whole.global_step == 5
+        expected = state(whole)
+        run(Experiment(accumulate_grad_batches=4, max_steps=3), tmp_path / "parts")
+        again, _ = run(Experiment(accumulate_grad_batches=4, max_steps=5), tmp_path / "parts")
+        assert state(again) == expected
+
+    @pytest.mark.parametrize("log_every", [3, 50])
+    def test_metrics_of_the_unfinished_epoch_are_recorded(self, tmp_path: Path, log_every: int) -> None:
+        _, events = run(Experiment(max_steps=9, log_every_steps=log_every), tmp_path)
+        first, last = of_type(events, EpochEnded)
+        assert (first.epoch, first.epochs, last.epoch, last.epochs) == (0, 2, 1, 2)
+        assert set(last.values) == {f"train/{name}" for name in ("mean", "sum", "total", "both_one", "both_two")}
+        assert "val/mean" in first.values
+        assert last.values["train/mean"] < 12
+        assert [notice.text for notice in of_type(events, Notice)] == ["finished  step 9 of cfg.max_steps=9"]
+        steps = [(item.epoch, item.step, item.steps) for item in of_type(events, StepProgress) if item.stage == "train"]
+        assert (0, 6, 6) in steps
+        assert steps[-1] == (1, 3, 3)
+
+    def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:
+        run(Experiment(max_steps=9), tmp_path)
+        for limit in (9, 5):
+            again, events = run(Experiment(max_steps=limit, num_epochs=20), tmp_path)
+            assert again.answers == []
+            assert of_type(events, CheckpointSaved) == []
+            assert f"finished  step 9 of cfg.max_steps={limit}" in [item.text for item in of_type(events, Notice)]
+
+    def test_a_loop_may_leave_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def loop(self: Experiment, dataset_shards: DatasetShards) -> None:
+            train, val = self.generate_loaders(dataset_shards)
+            epoch = self.cfg.start_epoch
+            while epoch < self.cfg.num_epochs and self.global_step != self.cfg.max_steps:
+                for _ in train:
+                    self.backward(self.models.net(torch.ones(1, 1)).sum())
+                    self.optimizer_step()
+                    if self.every(self.cfg.max_steps):
+                        break
+                self.save_checkpoint(epoch=epoch)
+                epoch += 1
+            self.evaluate(val, epoch - 1)
+            self.after_loop = True
+
+        monkeypatch.setattr(Experiment, "worker_loop", loop)
+        experiment, events = run(Experiment(max_steps=5, accumulate_grad_batches=4), tmp_path)
+        assert experiment.after_loop
+        assert experiment.global_step == 5
+        assert [(item.step, item.finished) for item in of_type(events, CheckpointSaved)] == [
+            (2, True),
+            (4, True),
+            (5, True),
+        ]
+
+
+class World:
+    """Data that a loop draws itself; its position is part of checkpoints."""
+
+    def __init__(self) -> None:
+        self.position = 0.0
+
+    def step(self) -> torch.Tensor:
+        self.position += 1
+        return torch.rand(4, 1) + self.position
+
+
+class Own(BaseModule):
+    """Epochs of two updates by two optimizers, without a dataset, and a schedule that the loop makes."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        nets = {name: nn.Linear(1, 1) for name in ("actor", "critic")}
+        optimizers = {name: torch.optim.Adam(net.parameters(), lr=0.01) for name, net in nets.items()}
+        super().__init__(
+            cfg=TrainConfig(**{"num_epochs": 4} | settings),
+            models=SimpleNamespace(**nets),
+            optimizers=SimpleNamespace(**optimizers),
+            metrics=SimpleNamespace(mean=MeanMetric()),
+            tools=SimpleNamespace(world=World()),
+        )
+        for item in optimizers.values():  # as a worker does for all of them
+            item.register_step_pre_hook(lambda item, *_: session_of(self).update_begins(item))
+            item.register_step_post_hook(lambda *_: session_of(self).update_finished())
+        self.answers: list[bool] = []
+
+    def worker_loop(self, dataset_shards: Any, *, metrics: bool = False, stop_at: int | None = None) -> None:
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers.actor, 0.9)
+        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+            self.reset_all_metrics_and_losses()
+            for batch_idx in range(2):
+                x = self.tools.world.step()
+                for name in ("actor", "critic"):
+                    self.backward(getattr(self.models, name)(x).square().mean(), optimizer=name)
+                    self.optimizer_step(name)
+                self.schedule.step()
+                self.answers.append(self.every(3))
+                self.metrics.mean.update(x)
+                if metrics:
+                    self.save_metrics(batch_idx, epoch)
+            if metrics:
+                group, watch = SimpleNamespace(val=Rows(4)), session_of(self).watch
+                with self.evaluation():
+                    for batch_idx, batch in enumerate(
+                        self.generate_loaders(DatasetShard("val", group, ALONE, follow=watch))
+                    ):
+                        self.metrics.mean.update(batch["x"])
+                        self.save_metrics(batch_idx, epoch)
+            self.log({"return": float(x.sum())})
+            if self.global_step == stop_at:
+                raise KeyboardInterrupt
+            self.save_checkpoint(epoch=epoch)
+
+
+def run_own(made: BaseModule, folder: Path, **loop: Any) -> tuple[str, Events]:
+    """Run a loop without loaders; return its final state, and events."""
+    sink = Events()
+    session = attach(made, folder, sink=sink)
+    session.begin()
+    with contextlib.suppress(LoopStopped, KeyboardInterrupt):
+        made.worker_loop(None, **loop)
+        session.end()
+    session.checkpoints.settle()
+    names = "models", "optimizers", "tools"
+    groups = [groups_module.state_of(getattr(made, name))[0] for name in names if getattr(made, name) is not None]
+    own = getattr(made, "schedule", None) and made.schedule.state_dict()
+    return f"{groups} {own} {session.reporter.latest} {made.global_step} {torch.rand(1)}", sink
+
+
+class TestLoopsWithoutLoaders:
+    """The updates of a loop that reads no loader of the runtime are its steps."""
+
+    @pytest.mark.parametrize("metrics", [False, True])
+    def test_steps_and_epochs_are_counted(self, tmp_path: Path, metrics: bool) -> None:
+        made = Own(checkpoint_every_steps=3)
+        _, events = run_own(made, tmp_path, metrics=metrics)
+        assert [(item.epoch, item.epochs) for item in of_type(events, EpochEnded)] == [(epoch, 4) for epoch in range(4)]
+        saved = [(item.step, item.epoch, item.finished) for item in of_type(events, CheckpointSaved)]
+        assert saved == [(2, 0, True), (3, 1, False), (4, 1, True), (6, 2, True), (8, 3, True)]
+        assert made.answers == [False, False, True] * 2 + [False] * 2
+
+    @pytest.mark.parametrize("limit", [4, 5])
+    def test_it_ends_at_a_limit_and_resumes(self, tmp_path: Path, limit: int) -> None:
+        whole, _ = run_own(Own(), tmp_path / "whole")
+        made = Own(max_steps=limit)
+        _, events = run_own(made, tmp_path / "parts")
+        assert Notice(f"finished  step {limit} of cfg.max_steps={limit}") in events
+        last = of_type(events, CheckpointSaved)[-1]
+        ended = limit % 2 == 0
+        assert (made.global_step, last.step, last.epoch, last.finished) == (limit, limit, limit // 2 - ended, ended)
+        resumed = Own()
+        again, _ = run_own(resumed, tmp_path / "parts")
+        assert resumed.global_step == (8 if ended else 9)  # an interrupted epoch is repeated
+        assert (again == whole) == ended
+
+    @pytest.mark.parametrize("metrics", [False, True])
+    def test_what_the_loop_has_made_is_restored(self, tmp_path: Path, metrics: bool) -> None:
+        whole, _ = run_own(Own(), tmp_path / "whole", metrics=metrics)
+        run_own(Own(), tmp_path / "parts", stop_at=6, metrics=metrics)
+        again, events = run_own(Own(), tmp_path / "parts", metrics=metrics)
+        assert again == whole
+        assert not [item for item in of_type(events, Notice) if not item.text.startswith("restored")]
+
+    def test_without_updates_an_epoch_is_a_step(self, tmp_path: Path) -> None:
+        class Search(BaseModule):
+            def worker_loop(self, dataset_shards: Any) -> None:
+                for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+                    self.save_checkpoint(epoch=epoch, metrics={"best": -epoch})
+
+        _, events = run_own(made := Search(cfg=TrainConfig(num_epochs=9, max_steps=3)), tmp_path)
+        assert made.global_step == 3
+        assert [(item.epoch, item.values) for item in of_type(events, EpochEnded)] == [
+            (epoch, {"best": -epoch}) for epoch in range(3)
+        ]
+
+    @pytest.mark.parametrize("restores", [False, True])
+    def test_what_the_loop_has_made_and_saves_without_an_update(self, tmp_path: Path, restores: bool) -> None:
+        class Search(BaseModule):
+            def worker_loop(self, dataset_shards: Any) -> None:
+                self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+                if restores:
+                    self.restore_checkpoint()
+                for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+                    self.average.n_averaged += 1
+                    self.save_checkpoint(epoch=epoch)
+
+        run_own(Search(cfg=TrainConfig(num_epochs=2)), tmp_path)
+        made = Search(cfg=TrainConfig(num_epochs=3))
+        if not restores:
+            with pytest.raises(
+                MlxError, match=r"^self.average was not restored before .* self.restore_checkpoint\(\) "
+            ):
+                run_own(made, tmp_path)
+            return
+        run_own(made, tmp_path)
+        assert made.average.n_averaged == 3
+
+    def test_epochs_that_are_logged_without_checkpoints(self, tmp_path: Path) -> None:
+        class Silent(Own):
+            def worker_loop(self, dataset_shards: Any) -> None:
+                for epoch in range(1, 4):
+                    self.backward(self.models.actor(self.tools.world.step()).mean(), optimizer="actor")
+                    self.optimizer_step("actor")
+                    self.log({"return": 1.0}, epoch=epoch)
+
+        _, events = run_own(Silent(), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [1, 2, 3]
+        (notice,) = of_type(events, Notice)
+        assert notice.text.startswith("the loop begins with epoch 1, not with cfg.start_epoch=0; epochs count from 0: ")
+
+    def test_settings_that_need_a_loader(self, tmp_path: Path) -> None:
+        made = Own(debug=Debug(limit_batches=2), elastic=Elastic(keep_global_batch=True))
+        with pytest.raises(MlxError, match=r"^cfg.elastic.keep_global_batch needs the loaders of self.generate_load"):
+            run_own(made, tmp_path)
+        _, events = run_own(Own(debug=Debug(limit_batches=2)), tmp_path / "other")
+        assert [item.text[:37] for item in of_type(events, Notice)] == ["cfg.debug.limit_batches has no effect"]
+
+
+class TestEvery:
+    def test_it_is_true_in_one_step_of_each_multiple(self, tmp_path: Path) -> None:
+        experiment, _ = run(Experiment(evaluate_every_steps=4), tmp_path)
+        assert [number for number, answer in enumerate(experiment.answers, 1) if answer] == [4, 8, 12, 16]
+        assert not any(run(Experiment(), tmp_path / "never")[0].answers)
+
+    def test_an_update_of_several_steps_is_one(self, tmp_path: Path) -> None:
+        experiment, _ = run(Experiment(evaluate_every_steps=2, accumulate_grad_batches=4, num_epochs=2), tmp_path)
+        assert experiment.answers == [*[False] * 5, True] * 2  # updates of four and two steps
+        assert experiment.evaluated == [2, 4]
+
+    def test_outside_a_training_step_it_is_false(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        nested = []
+
+        def evaluate(self: Experiment, loader: Any, epoch: int) -> None:
+            nested.append(self.every(1))
+            for _ in loader:
+                nested.append(self.every(1))
+            nested.append(self.every(1))
+
+        monkeypatch.setattr(Experiment, "evaluate", evaluate)
+        run(Experiment(evaluate_every_steps=3, num_epochs=1), tmp_path)
+        within_step, after_pass = [True, False, False, True], [False] * 4
+        assert nested == within_step * 2 + after_pass
+
+    def test_with_data_that_the_runtime_does_not_know(self, tmp_path: Path) -> None:
+        experiment, seen = Experiment(), []
+        attach(experiment, tmp_path)
+        for number in range(4):
+            experiment.save_metrics_and_losses(number, 0)
+            seen.append(experiment.every(2))
+            experiment.save_metrics_and_losses(0, 0, stage="val")
+            assert not experiment.every(2)
+        assert seen == [False, True, False, True]
+
+    def test_steps_below_one_are_refused(self, tmp_path: Path) -> None:
+        experiment = Experiment()
+        attach(experiment, tmp_path)
+        with pytest.raises(MlxError, match=r"^self.every\(0\) needs a number of steps, 1 or more, or None for never"):
+            experiment.every(0)
+        assert TrainConfig.out_of_range(
+            TrainConfig(evaluate_every_steps=0, max_steps=0, debug=Debug(limit_train_batches=0))
+        ) == [
+            "cfg.max_steps is 0; the minimum is 1",
+            "cfg.evaluate_every_steps is 0; the minimum is 1",
+            "cfg.debug.limit_train_batches is 0; the minimum is 1",
+        ]
+
+    def test_a_setting_that_no_loop_reads_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        notice = Notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
+        assert notice not in run(Experiment(evaluate_every_steps=50), tmp_path / "read")[1]
+        resumed = Experiment(evaluate_every_steps=50, num_epochs=TrainConfig.num_epochs + 1)
+        assert notice not in run(resumed, tmp_path / "read")[1]  # from the end of an epoch
+        monkeypatch.setattr(Experiment, "every", lambda *_: False)
+        assert notice in run(Experiment(evaluate_every_steps=50), tmp_path / "unread")[1]
+
+
+class TestEvaluationWithinAnEpoch:
+    """Metrics of the training pass continue after an evaluation that resets them."""
+
+    @pytest.fixture
+    def recorded(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, float]]]:
+        """Return step and value of each record, by name."""
+        recorded: dict[str, list[tuple[int, float]]] = {}
+
+        def record(self: Any, values: dict[str, float], step: int, epoch: int) -> None:
+            for name, value in values.items():
+                recorded.setdefault(name, []).append((step, value))
+
+        monkeypatch.setattr("mlx_runtime.loop.reporting.Reporter.record", record)
+        return recorded
+
+    def test_records_are_those_of_a_run_without_it(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        run(Experiment(), tmp_path / "without")
+        names = [f"train/{name}" for name in ("mean", "sum", "both_one", "both_two")]
+        expected = {name: recorded[name] for name in names}
+        assert [step for step, _ in expected["train/mean"]] == [2, 4, 6, 8, 10, 12, 14, 16, 18]
+        totals = dict(recorded["train/total"])
+        recorded.clear()
+        experiment, _ = run(Experiment(evaluate_every_steps=2), tmp_path / "with")
+        assert experiment.evaluated == [2, 4, 6, 8, 10, 12, 14, 16, 18]
+        assert {name: recorded[name] for name in names} == expected
+        assert totals.items() <= dict(recorded["train/total"]).items()
+        assert [step for step, _ in recorded["val/mean"]] == [2, 4, 6, 6, 8, 10, 12, 12, 14, 16, 18, 18]
+        assert {value for _, value in recorded["val/mean"]} == {1001.5}
+
+    def test_a_block_for_evaluation_changes_nothing_else(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Block(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                net = self.models.net
+                net[1].eval()  # a frozen part
+                before = [part.training for part in net.modules()]
+                with contextlib.suppress(KeyError), self.evaluation():
+                    assert not any(part.training for part in net.modules())
+                    assert not torch.is_grad_enabled()
+                    assert self.metrics.mean.update_count == 0
+                    for batch_idx, batch in enumerate(loader):
+                        self.update(batch["x"])
+                        self.save_metrics_and_losses(batch_idx, epoch)
+                    raise KeyError
+                assert [part.training for part in net.modules()] == before
+                assert torch.is_grad_enabled()
+
+        run(Experiment(evaluate_every_steps=2), tmp_path / "written")
+        expected = dict(recorded)
+        recorded.clear()
+        run(Block(evaluate_every_steps=2), tmp_path / "block")
+        names = [name for name in expected if "/mean" in name]
+        assert {name: recorded[name] for name in names} == {name: expected[name] for name in names}
+
+    @pytest.mark.parametrize("evaluates", [None, 3])
+    def test_averages_are_recorded_of_each_interval_as_well(
+        self, tmp_path: Path, recorded: dict[str, Any], evaluates: int | None
+    ) -> None:
+        """A resumed run records the same: the interval in which it was interrupted is not cut in two."""
+        settings: dict[str, Any] = {"log_every_steps": 4, "num_epochs": 2, "evaluate_every_steps": evaluates}
+        run(Experiment(**settings), tmp_path / "whole")
+        expected, means = recorded["train/mean_interval"], recorded["train/mean"]
+        steps = [4, 6, 10, 12] if evaluates is None else [3, 4, 6, 9, 10, 12]
+        assert [step for step, _ in expected] == [step for step, _ in means] == steps
+        lengths = torch.tensor(steps).diff(prepend=torch.tensor([0]))
+        values = torch.tensor([value for _, value in expected])
+        assert values.unique().numel() == len(values)  # other than means since the epoch began, they differ
+        assert (lengths * values).view(2, -1).sum(1).div(6).tolist() == pytest.approx([5.5, 5.5])
+        assert [value for step, value in means if step % 6 == 0] == [5.5, 5.5]
+        assert [value for _, value in recorded["train/sum_interval"]] == (2 * lengths * values).tolist()
+        assert not any(name.startswith("val") for name in recorded if "interval" in name)
+        assert not any("total" in name for name in recorded if "interval" in name)  # it keeps rows
+        recorded.clear()
+        for limit in (5, 11):
+            run(Experiment(max_steps=limit, **settings), tmp_path / f"{limit}")
+            first = [item for item in recorded.pop("train/mean_interval") if item[0] < limit]  # the rest is rewound
+            resumed, _ = run(Experiment(**settings), tmp_path / f"{limit}")
+            again = recorded.pop("train/mean_interval")
+            assert first + again == expected
+            assert "train/mean_interval" not in session_of(resumed).reporter.latest
+
+    def test_an_interval_begins_with_a_reset(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        experiment = Experiment(num_epochs=1)
+        every = experiment.every
+
+        def reset_after_the_fourth(steps: int | None) -> bool:
+            if experiment.global_step == 4:
+                experiment.reset_all_metrics_and_losses()
+            return every(steps)
+
+        experiment.every = reset_after_the_fourth  # type: ignore[method-assign]
+        run(experiment, tmp_path)
+        assert recorded["train/mean_interval"][2] == recorded["train/mean"][2]
+        assert [step for step, _ in recorded["train/mean_interval"]] == [2, 4, 6]
+
+    @pytest.mark.parametrize("leave", [False, True])
+    def test_a_checkpoint_in_the_same_step(
+        self, tmp_path: Path, leave: bool, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Saved by the loop or by the runtime, after an evaluation that reads all of its data or not."""
+        evaluate = Experiment.evaluate
+
+        def evaluate_and_save(self: Experiment, loader: Any, epoch: int) -> None:
+            evaluate(self, itertools.islice(loader, 1) if leave else loader, epoch)
+            if self.evaluated[-1:] == [self.global_step] and self.global_step % 6:
+                self.save_checkpoint(epoch=epoch)
+
+        settings: dict[str, Any] = {"evaluate_every_steps": 4, "checkpoint_every_steps": 5}
+        plain, _ = run(Experiment(**settings | {"checkpoint_every_steps": None}), tmp_path / "plain")
+        recorded.clear()
+        monkeypatch.setattr(Experiment, "evaluate", evaluate_and_save)
+        whole, events = run(Experiment(**settings), tmp_path / "whole")
+        expected = state(whole)
+        assert [item.step for item in of_type(events, CheckpointSaved)][:3] == [4, 5, 6]
+        assert {value for _, value in recorded["val/mean"]} == {1000.5 if leave else 1001.5}
+        assert torch.equal(whole.models.net[1].weight, plain.models.net[1].weight)
+        for limit in (4, 5, 8, 15, 16):
+            run(Experiment(max_steps=limit, **settings), tmp_path / f"{limit}")
+            again, _ = run(Experiment(**settings), tmp_path / f"{limit}")
+            assert state(again) == expected, limit
+
+    def test_a_reset_after_the_evaluation_starts_over(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Windows(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                super().evaluate(loader, epoch)
+                super().evaluate(loader, epoch)  # the reset before it is not yet the last one
+                self.reset_all_metrics_and_losses()
+
+        run(Windows(evaluate_every_steps=2, num_epochs=1), tmp_path)
+        assert [step for step, _ in recorded["train/mean"]] == [2, 4, 6]
+        assert sum(value for _, value in recorded["train/sum"]) == sum(range(12))
+
+    def test_two_evaluations_in_one_step(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Twice(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                super().evaluate(loader, epoch)
+                with self.stage("val_again"):
+                    super().evaluate(loader, epoch)
+
+        run(Twice(evaluate_every_steps=3, num_epochs=1), tmp_path)
+        assert recorded["train/sum"][-1] == (6, sum(range(12)))
+        assert [step for step, _ in recorded["val_again/mean"]] == [3, 6, 6]
+
+
+class TestTheBestWithinAnEpoch:
+    """Checkpoints in the middle of an epoch compete with those at its end, each with the value of its own weights."""
+
+    VALUES = {4: 5.0, 6: 4.0, 8: 1.0, 12: 3.0, 16: 1.5, 18: 2.0}
+
+    class Scored(Experiment):
+        def evaluate(self, loader: Any, epoch: int) -> None:
+            super().evaluate(loader, epoch)
+            self.log({"val/x": TestTheBestWithinAnEpoch.VALUES[self.global_step]})
+            if self.every(4):
+                self.save_checkpoint(epoch=epoch)
+
+    def saved(self, folder: Path, **settings: Any) -> dict[str, float | None]:
+        """Run the loop. Return the value with which each checkpoint was saved, by name."""
+        settings = {"evaluate_every_steps": 4, "checkpoint_every_steps": 5, "monitor": "val/x", **settings}
+        _, events = run(self.Scored(**settings), folder)
+        return {Path(item.path).name: item.metrics.get("val/x") for item in of_type(events, CheckpointSaved)}
+
+    def test_a_value_belongs_to_the_first_checkpoint_after_it(self, tmp_path: Path) -> None:
+        found = self.saved(tmp_path)
+        steps = {4: 5.0, 5: None, 8: 1.0, 10: None, 15: None, 16: 1.5}
+        ends = {"epoch_0001": 4.0, "epoch_0002": 3.0, "epoch_0003": 2.0}
+        assert found == {f"epoch_{(step - 1) // 6 + 1:04d}_step_{step:08d}": steps[step] for step in steps} | ends
+
+    @pytest.mark.parametrize("mode", ["min", "max"])
+    @pytest.mark.parametrize("limit", [None, 8, 9, 10])
+    def test_the_best_is_kept_beside_the_latest(self, tmp_path: Path, mode: str, limit: int | None) -> None:
+        settings: dict[str, Any] = {"mode": mode, "keep_checkpoints": 1}
+        if limit is not None:
+            self.saved(tmp_path, max_steps=limit, **settings)  # then it is resumed
+        self.saved(tmp_path, **settings)
+        best = "epoch_0002_step_00000008" if mode == "min" else "epoch_0001_step_00000004"
+        assert sorted(path.name for path in tmp_path.rglob("epoch_*")) == [best, "epoch_0003"]
+
+
+class TestAnEpochEndsOnce:
+    """Also if the loop evaluates and saves a checkpoint in its last step, and again after the epoch."""
+
+    class Saving(Experiment):
+        fails_at: int | None = None  # in the evaluation after the epoch
+
+        def worker_loop(self, dataset_shards: DatasetShards) -> None:
+            super().worker_loop(dataset_shards)
+            with self.stage("test"):
+                super().evaluate(self.generate_loaders(dataset_shards.val), self.cfg.num_epochs - 1)
+
+        def evaluate(self, loader: Any, epoch: int) -> None:
+            within = self.every(self.cfg.evaluate_every_steps)
+            if not within and self.global_step == self.fails_at:
+                self._session.checkpoints.wait()
+                raise InterruptedError
+            super().evaluate(loader, epoch)
+            if within:
+                self.save_checkpoint(epoch=epoch)
+
+    @pytest.mark.parametrize("every", [None, 1, 3, 4, 6])
+    def test_whenever_the_loop_evaluates(self, tmp_path: Path, every: int | None) -> None:
+        _, events = run(self.Saving(evaluate_every_steps=every), tmp_path)
+        ended = of_type(events, EpochEnded)
+        assert [item.epoch for item in ended] == [0, 1, 2, 2]
+        assert all({"train/mean", "val/mean"} <= item.values.keys() for item in ended[:3])
+        assert {name.partition("/")[0] for name in ended[3].values} == {"test"}  # reported at the end of the run
+
+    def test_a_loop_that_saves_there_only(self, tmp_path: Path) -> None:
+        class Only(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                if self.every(6):
+                    super().evaluate(loader, epoch)
+                    Experiment.save_checkpoint(self, epoch)
+
+            def save_checkpoint(self, epoch: int, metrics: Any = None) -> None:
+                pass
+
+        _, events = run(Only(evaluate_every_steps=6), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1, 2]
+        assert [(item.epoch, item.finished) for item in of_type(events, CheckpointSaved)] == [(0, 1), (1, 1), (2, 1)]
+
+    def test_a_stop_there_waits_for_the_evaluation_after_the_epoch(self, tmp_path: Path) -> None:
+        stopped = self.Saving(evaluate_every_steps=3)
+        _, events = run(stopped, tmp_path, stop=lambda: 12 in stopped.evaluated)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1]
+        assert sorted(path.name for path in tmp_path.rglob("epoch_*"))[-1] == "epoch_0002"
+        resumed, events = run(self.Saving(evaluate_every_steps=3), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [2, 2]
+        found = state(resumed)
+        whole, _ = run(self.Saving(evaluate_every_steps=3), tmp_path / "whole")
+        assert found == state(whole)
+
+    def test_a_run_that_is_resumed_from_there(self, tmp_path: Path) -> None:
+        killed = self.Saving(evaluate_every_steps=3)
+        killed.fails_at = 12
+        with pytest.raises(InterruptedError):
+            run(killed, tmp_path)
+        _, events = run(self.Saving(evaluate_every_steps=3), tmp_path)
+        ended = of_type(events, EpochEnded)
+        assert [item.epoch for item in ended] == [1, 2, 2]  # the numbers of the checkpoint belong to its epoch
+        assert {"train/mean", "val/mean"} <= ended[0].values.keys()
+
+
+class TestCallbacks:
+    class Heard:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def on_batch_start(self, experiment: BaseModule, stage: str, batch: dict[str, torch.Tensor]) -> None:
+            self.calls.append(f"{stage}[{experiment.global_step}")
+            batch["x"].zero_()
+
+        def on_batch_end(self, experiment: BaseModule, stage: str, batch: dict[str, torch.Tensor]) -> None:
+            assert not batch["x"].any()
+            self.calls.append("]")
+
+        def on_evaluate_start(self, experiment: BaseModule, stage: str) -> None:
+            self.calls.append("(")
+
+        def on_evaluate_end(self, experiment: BaseModule, stage: str) -> None:
+            self.calls.append(")")
+
+    def test_they_surround_batches_and_evaluations(self, tmp_path: Path) -> None:
+        heard = self.Heard()
+        settings = {
+            "debug": Debug(limit_train_batches=3, limit_eval_batches=1),
+            "num_epochs": 1,
+            "evaluate_every_steps": 2,
+        }
+        run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
+        assert "".join(heard.calls) == "train[1]train[2(val[2])]train[3](val[3])"
+
+    def test_an_evaluation_that_is_left_early_ends_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Experiment, "evaluate", lambda self, loader, epoch: next(iter(loader)))
+        heard = self.Heard()
+        run(Experiment(callbacks={"heard": heard}, debug=Debug(limit_train_batches=1), num_epochs=2), tmp_path)
+        assert "".join(heard.calls) == "train[1](val[1)train[2](val[2)"
+
+    def test_one_that_fails_is_reported_once(self, tmp_path: Path) -> None:
+        heard = SimpleNamespace(on_batch_end=lambda *_: 1 / 0)
+        experiment, events = run(Experiment(callbacks={"heard": heard}), tmp_path)
+        assert experiment.global_step == 18
+        (notice,) = of_type(events, Notice)
+        assert notice.text.startswith(
+            "cfg.callbacks.heard failed in on_batch_end, the run continues: ZeroDivisionError"
+        )
+
+
+def test_limits_of_training_and_evaluation(tmp_path: Path) -> None:
+    """The lower of the limits applies; that of the other kind does not."""
+    for limits, wanted in (
+        ((4, None, None), (4, 2)),
+        ((4, 3, 1), (3, 1)),
+        ((1, 3, 2), (1, 1)),
+        ((None, None, 1), (6, 1)),
+    ):
+        every, training, evaluation = limits
+        options = LoaderOptions(limit=every, train_limit=training, eval_limit=evaluation)
+        group = SimpleNamespace(train=Rows(12), val=Rows(4))
+        loaders = [DatasetShard(name, group, ALONE, options).iter_torch_batches() for name in vars(group)]
+        assert tuple(map(len, loaders)) == wanted, limits
+
+
+@pytest.mark.local
+def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
+    """A run at its limit has succeeded; a higher limit continues it as if it had always been that high."""
+    runs = digits / "runs" / "digits"
+    settings = ("cfg.debug.limit_eval_batches=1", "cfg.evaluate_every_steps=8", "cfg.log_every_steps=5")
+    done = mlx(digits, "train", "run", "cfg.max_steps=30", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nfinished  step 30 of cfg.max_steps=30\n" in done.stdout
+    rows = [line.split()[0] for line in done.stdout.splitlines() if "/2 " in line]
+    assert rows == ["1/2", "2/2"]
+    (row,) = json.loads(mlx(digits, "xp", "ls", "--json").stdout)
+    assert (row["status"], row["epoch"], row["epochs"]) == ("SUCCEEDED", 2, 2)
+    refused = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=8")
+    assert refused.stderr.startswith(
+        "digits run_001 has succeeded, with cfg.num_epochs=30 and cfg.max_steps=30. To train"
+    )
+    for arguments in (("--resume", "cfg.max_steps=35"), ("cfg.max_steps=35", *settings)):
+        done = mlx(digits, "train", "run", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    states = [
+        torch.load(runs / name / "checkpoints" / "epoch_0002_step_00000035" / "state.pt", weights_only=True)
+        for name in ("run_001", "run_002")
+    ]
+    for one, other in zip(*(state["models"]["net"].values() for state in states), strict=True):
+        assert torch.equal(one, other)
+    deterministic = [
+        {name: value for name, value in state["numbers"]["latest"].items() if name.startswith(("train/", "val/"))}
+        for state in states
+    ]
+    assert len(deterministic[0]) == 8
+    assert deterministic[0] == deterministic[1]
+    reports = [json.loads(line) for line in (runs / "run_001" / "metrics.jsonl").read_text().splitlines()]
+    assert {item["step"] for item in reports if "val/accuracy" in item} >= {8, 16, 24, 32}

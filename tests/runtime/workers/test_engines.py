@@ -1,0 +1,878 @@
+"""Engines: a run has the same results on each of them, and none of its processes outlives it.
+
+Most tests are about the local engine, which does the work of Ray itself: it sets up the environment of the workers,
+collects their output, replaces lost workers, and terminates them with all processes that they started.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import MAIN, Mlx, Start, Started, edit
+from faults import diary, differences, final_state, points, reports, run_of, wait_for
+from leftovers import marked, of_session
+
+from mlx_runtime.companions.notebook import actors
+from mlx_runtime.distributed import topology
+from mlx_runtime.loop.job import Cluster, backend_of
+from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.runs.folder import run_folder
+from mlx_runtime.sections import Elastic
+from mlx_runtime.workers import children as processes
+from mlx_runtime.workers import process as worker
+from mlx_runtime.workers.fork_server import ForkServer
+from mlx_runtime.workers.local import LocalGroup
+from mlx_runtime.workers.output import CHUNK_BYTES, Output
+from mlx_runtime.workers.placement import engine_for
+from mlx_runtime.workers.scratch import Scratch
+
+pytestmark = pytest.mark.local
+
+Make = Callable[[str], Path]
+StartGroup = Callable[..., "subprocess.Popen[str]"]
+
+OFTEN = "cfg.checkpoint_every_steps=3"
+STREAM = "datasets.train._target_=src.experiment.Table"
+
+THREAD = """
+import json, os, signal, threading, time
+from functools import partial
+from pathlib import Path
+from mlx_runtime.workers.fork_server import ForkServer
+
+
+def start(number):
+    with open(os.devnull, "w") as nowhere:
+        server.start(number, partial(int, 0), dict(os.environ), [nowhere, nowhere])
+
+
+def first():
+    global server
+    server = ForkServer(fresh=True)
+    start(0)
+    list(server.exits(60))
+
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        time.sleep(0.01)
+    start(1)
+    print(json.dumps([server._process.pid, list(server.exits(60))]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def acts(experiment: Make) -> Path:
+    return experiment("acts")
+
+
+@pytest.fixture
+def start_group(environment: dict[str, str], tmp_path: Path) -> Iterator[StartGroup]:
+    """`start_group(folder, "cfg.act=nothing", ...)` starts a run in the background, in a separate process group.
+
+    Its processes, and all processes that they start, are `marked`.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def start_group(folder: Path, *overrides: str, **settings: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_runtime", "train", "run", *overrides],
+            cwd=folder,
+            env=environment | {"PYTHONUNBUFFERED": "1", "MLX_TEST_MARK": str(tmp_path)} | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_group
+    for process in started:
+        process.kill()
+        process.wait()
+    for pid in marked(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(fresh=True)
+    yield server
+    server.close()
+
+
+def start(server: ForkServer, number: int, target: Callable[[], Any]) -> None:
+    with Path(os.devnull).open("w") as nowhere:
+        server.start(number, target, dict(os.environ), [nowhere, nowhere])
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def seen(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
+    """Wait for the notes of all ranks, and return them."""
+    files = [folder / "seen" / f"rank_{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in files if all(file.exists() for file in files)]
+
+
+def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
+    return json.loads(next(folder.glob(f"runs/*/{run}/run.json")).read_text())  # type: ignore[no-any-return]
+
+
+def begun(output: str) -> list[str]:
+    """Remove lines that are printed once something was started; a slow import is announced before."""
+    return [line for line in output.splitlines() if not line.startswith("loading   ")]
+
+
+def log_of(folder: Path, rank: int) -> str:
+    return next(folder.glob(f"runs/*/run_001/logs/rank_{rank}.log")).read_text()
+
+
+def same(folder: Path, other: Path) -> list[str]:
+    """Return the differences between two runs of `faults`, by bitwise comparison."""
+    one, two = run_of(folder), run_of(other)
+    found = differences(final_state(one), final_state(two))
+    if reports(one) != reports(two):
+        found.append("metrics.jsonl")
+    return found + [name for name in ("train/mse", "val/mse") if points(one, name) != points(two, name)]
+
+
+def at_step_5(folder: Path, starts: int) -> bool:
+    """True if workers of `faults` have started that often, and the last ones have reached step 5."""
+    notes = diary(folder)
+    began = [note["at"] for note in notes if "start" in note]
+    return len(began) == starts and any(note.get("step") == 5 and note["at"] > began[-1] for note in notes)
+
+
+class TestTheSameNumbers:
+    """With dropout and batch norm, random numbers of every kind, metrics, and a schedule."""
+
+    @pytest.fixture(scope="class")
+    def bound(self, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_in("faults", tmp_path_factory.mktemp("bound"))
+
+    @pytest.fixture(scope="class")
+    def finished(self, mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+        """`finished("cfg.start_workers=0")` returns the folder of such a run, which is shared by all tests."""
+        made: dict[tuple[str, ...], Path] = {}
+
+        def finished(*overrides: str) -> Path:
+            if overrides not in made:
+                made[overrides] = Path(shutil.copytree(bound, tmp_path_factory.mktemp("finished") / "faults"))
+                done = mlx(made[overrides], "train", "run", OFTEN, *overrides)
+                assert done.returncode == 0, done.stdout + done.stderr
+            return made[overrides]
+
+        return finished
+
+    def test_one_worker_trains_as_no_worker_does(self, finished: Callable[..., Path]) -> None:
+        here = finished("cfg.start_workers=0")
+        there = finished("cfg.start_workers=1", "cfg.engine=local")
+        assert same(there, here) == []
+        assert record(there)["engine"] == {"asked": "local", "used": "local"}
+        assert record(here)["engine"] == {"asked": "auto", "used": "in_process"}
+
+    @pytest.mark.parametrize(
+        ("first", "then", "end"),
+        [
+            pytest.param("local", "ray", signal.SIGTERM, marks=pytest.mark.cluster),
+            pytest.param("ray", "local", signal.SIGKILL, marks=pytest.mark.cluster),
+            ("local", "local", signal.SIGKILL),
+        ],
+    )
+    def test_a_run_resumes_on_another_engine(
+        self,
+        first: str,
+        then: str,
+        end: signal.Signals,
+        start: Start,
+        start_group: StartGroup,
+        mlx: Mlx,
+        bound: Path,
+        finished: Callable[..., Path],
+        tmp_path: Path,
+    ) -> None:
+        """Between them, the two runs that change the engine take every step on Ray."""
+        folder = Path(shutil.copytree(bound, tmp_path / "faults"))
+        words = (OFTEN, f"cfg.engine={first}", "cfg.pause_s=1", "cfg.pause_from=10")
+        process = start_group(folder, *words) if first == "ray" else start(folder, "train", "run", *words)
+        wait_for(lambda: any(note.get("step") == 10 for note in diary(folder)))
+        process.send_signal(end)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == (143 if end == signal.SIGTERM else -signal.SIGKILL), errors
+        wait_for(lambda: not marked(tmp_path), 180)  # Ray's agents first try to reach the driver
+        done = mlx(folder, "train", "run", "--resume", f"cfg.engine={then}", "cfg.pause_s=0")
+        assert done.returncode == 0, done.stderr
+        assert "restored  " in done.stdout
+        assert same(folder, finished()) == []
+        assert record(folder)["engine"] == {"asked": then, "used": then}
+
+    def test_lost_workers_are_replaced(
+        self, start: Start, bound: Path, finished: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        """Each rank is killed once, and the run ends as if nothing had happened."""
+        folder = Path(shutil.copytree(bound, tmp_path / "faults"))
+        pauses = ("cfg.pause_s=1", "cfg.pause_from=5")
+        process = start(folder, "train", "run", OFTEN, *pauses, "cfg.elastic.max_failures=2")
+        for attempt, rank in enumerate((1, 0), start=1):
+            wait_for(lambda starts=2 * attempt: at_step_5(folder, starts))
+            victim = [note["pid"] for note in diary(folder) if note["rank"] == rank and "pid" in note][-1]
+            os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: at_step_5(folder, 6))
+        (folder / "diary" / "hurry").touch()
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert output.count("lost      rank ") == output.count("workers   2: restarted") == 2
+        assert same(folder, finished()) == []
+
+    def test_workers_are_new_interpreters_where_an_import_has_started_a_thread(
+        self, mlx: Mlx, bound: Path, finished: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        folder = Path(shutil.copytree(bound, tmp_path / "faults"))
+        with (folder / "src" / "experiment.py").open("a") as file:
+            file.write("\nimport threading\nthreading.Thread(target=time.sleep, args=(9999,), daemon=True).start()\n")
+        one = ("cfg.start_workers=1", "cfg.engine=local")
+        done = mlx(folder, "train", "run", OFTEN, *one)
+        assert done.returncode == 0, done.stderr
+        why = "this process already has 1 other thread"
+        assert f"          started as new interpreters, which takes longer than forking: {why}\n" in done.stdout
+        assert same(folder, finished(*one)) == []
+
+
+@pytest.mark.pure
+class TestGroupsOnGPUs:
+    """What torch is called with where there are GPUs."""
+
+    @pytest.mark.parametrize(("gpus", "visible", "device"), [(0.5, 8, 2), (0.5, 1, 0), (1, 8, 2), (2, 2, 0)])
+    def test_workers(
+        self, gpus: float, visible: int, device: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A worker with several GPUs sees only these. Several may share one."""
+        options: dict[str, Any] = {}
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: options.update(current=device))
+        monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
+        monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+        for name in ("enter_ray_train", "train_to", "Remote", "keep_groups_private"):
+            monkeypatch.setattr(worker, name, lambda *_: None)
+        monkeypatch.setattr(worker, "device_here", lambda: torch.device("cuda", options["current"]))
+        cluster = Cluster("here", 8, 8, use_gpu=True, gpus_per_worker=gpus)
+        job: Any = SimpleNamespace(run=SimpleNamespace(experiment="x"), receiver=(), cluster=cluster)
+        shared = worker.WorkerJob(job, 4, backend_of(use_gpu=True), 60.0, tmp_path, tmp_path / "store")
+        assert worker.run_worker(shared, 2) == 0
+        assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
+        assert type(options.pop("store")) is torch.distributed.FileStore
+        assert options == {
+            "current": device,
+            "rank": 2,
+            "world_size": 4,
+            "timeout": timedelta(seconds=60),
+            "device_id": torch.device("cuda", device),
+        }
+
+    @pytest.mark.parametrize(
+        ("gpus", "visible", "expected"),
+        [
+            (1, None, [None, None]),
+            (2, None, ["0,1", "2,3"]),
+            (2, "GPU-a,GPU-b,5,6,7", ["GPU-a,GPU-b", "5,6"]),
+            (0.5, "3", ["3", "3"]),
+        ],
+    )
+    def test_each_local_worker_with_several_sees_its_own(
+        self,
+        gpus: float,
+        visible: str | None,
+        expected: list[str | None],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        cluster = Cluster("here", 8, 8, use_gpu=True, gpus_per_worker=gpus)
+        engine: Any = SimpleNamespace(cfg=TrainConfig(), use_gpu=True, timeout_s=60.0, server=Server())
+        job: Any = SimpleNamespace(folder=run_folder(str(tmp_path), "x", "run_001"), cluster=cluster)
+        (tmp_path / "x" / "run_001").mkdir(parents=True)
+        LocalGroup(engine, job, lambda _: None).close()
+        assert [item.get("CUDA_VISIBLE_DEVICES") for item in engine.server.environments] == expected
+
+    def test_actors(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Ray shows each actor only its own GPU."""
+        options: dict[str, Any] = {}
+        monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        actor = actors.ActorWorker(tmp_path)
+        rendezvous = actors.Rendezvous(0, 1, 0, *actor.address(serves=True))
+        before = topology.Topology(0, 1, torch.device("cpu"))
+        with (
+            before.entered(),  # restores the position after this block
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout=10),  # nobody else can take the port
+        ):
+            actor.create(rendezvous, backend_of(use_gpu=True), torch.get_num_threads(), dict, (), {})
+            del actor  # which restores the position before its own
+        assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
+        assert options.pop("store").port == rendezvous.port
+        assert options == {"rank": 0, "world_size": 1, "device_id": torch.device("cuda", 0)}
+
+
+class Server:
+    """A fork server that starts nothing."""
+
+    def __init__(self) -> None:
+        self.environments: list[dict[str, str]] = []
+
+    def start(self, rank: int, call: Any, environment: dict[str, str], streams: Any) -> None:
+        self.environments.append(environment)
+
+    def kill(self, *ranks: int) -> None:
+        self.ranks = ranks
+
+    def exits(self, timeout_s: float) -> dict[int, int]:
+        return dict.fromkeys(self.ranks, -9)
+
+
+CPU_AND_CUDA = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class TestALocalWorker:
+    """The environment of user code."""
+
+    @pytest.fixture(scope="class")
+    def looked(
+        self, mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory
+    ) -> tuple[list[dict[str, Any]], str]:
+        folder = make_in("acts", tmp_path_factory.mktemp("looked"))
+        done = mlx(folder, "train", "run", "cfg.act=look", "cfg.elastic.hang_timeout_s=5000", "cfg.cpus_per_worker=2")
+        assert (done.returncode, done.stderr) == (0, "")
+        return seen(folder), done.stdout
+
+    def test_ray_trains_functions_answer(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        for rank, found in enumerate(looked[0]):
+            assert found["ranks"] == [rank, rank, 0]
+            assert found["sizes"] == [2, 2]
+            assert found["name"] == "acts"
+            assert found["device"] == ("cuda:0" if torch.cuda.device_count() > 1 else "cpu")
+            assert found["checkpoint"] is None
+
+    def test_its_collectives_synchronize(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        """Rank 1 reaches a barrier half a second late."""
+        assert [found["told"] for found in looked[0]] == [["by 0"], ["by 0"]]
+        assert all(found["waited"] > 0.4 for found in looked[0])
+
+    def test_the_environment_is_torchruns(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        for rank, found in enumerate(looked[0]):
+            place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            assert found["environment"] == place | {
+                "GROUP_RANK": "0",
+                "NODE_RANK": "0",
+                "MASTER_ADDR": None,  # workers meet in a file that only this user can open
+                "OMP_NUM_THREADS": "2",
+            }
+
+    def test_its_groups_are_on_the_loopback_interface(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        for found in looked[0]:
+            assert found["listening"]
+            assert set(found["listening"]) == {"127.0.0.1"}
+
+    def test_deadlocks_are_detected_before_collectives_time_out(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        assert all(found["timeout_s"] > 5000 for found in looked[0])
+
+    def test_a_report_is_not_printed(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        assert "loss" not in looked[1]
+
+    def test_a_report_with_a_checkpoint_is_refused(self, mlx: Mlx, acts: Path) -> None:
+        done = mlx(acts, "train", "run", "cfg.act=report_a_checkpoint", "cfg.start_workers=1")
+        first, where, *_ = done.stderr.splitlines()
+        assert (
+            first == "error: the local engine does not store checkpoints of ray.train.report; use self.save_checkpoint"
+        )
+        assert re.match(r"  src/experiment.py:\d+ in ", where)
+        assert done.returncode != 0
+        assert record(acts)["status"] == "FAILED"
+
+    def test_there_is_no_ray(self, mlx: Mlx, acts: Path) -> None:
+        """Neither by `ray.init` nor by functions that call it implicitly."""
+        done = mlx(acts, "train", "run", "cfg.act=use_ray")
+        line = "a worker of the local engine has no Ray; train with cfg.engine=ray to use it in worker_loop"
+        first, where, *_ = done.stderr.splitlines()
+        assert first == f"error: {line}"
+        assert re.match(r"  src/experiment.py:\d+ in ", where)
+        assert done.returncode != 0
+        assert [(found["errors"], found["children"]) for found in seen(acts)] == [([line] * 3, [])] * 2
+
+    def test_what_it_starts_does_not_read_the_terminal(self, python: Mlx, acts: Path) -> None:
+        """A pipe that nobody writes to stands for a terminal."""
+        (acts / "script.py").write_text(f"import os; os.dup2(os.pipe()[0], 0)\n{MAIN}")
+        done = python(acts, "script.py", "train", "run", "cfg.act=read_the_terminal", "cfg.start_workers=1")
+        assert done.returncode == 0, done.stderr
+        assert seen(acts, 1)[0]["read"] == ""
+
+
+class TestOutput:
+    """The output of workers goes to the logs of their ranks and to the streams of the driver."""
+
+    def test_all_that_is_printed_arrives(self, mlx: Mlx, acts: Path) -> None:
+        done = mlx(acts, "train", "run", "cfg.act=print_everything")
+        assert done.returncode == 0, done.stderr
+        by_stdout = ("printed äöü :smile: [b]", "to descriptor 1", "by libc", "by a child")
+        by_stderr = ("printed to stderr", "to descriptor 2")
+        for rank in range(2):
+            mine = f"rank {rank}: "
+            lines = log_of(acts, rank).splitlines()
+            for stream, texts in ((done.stdout, by_stdout), (done.stderr, by_stderr)):
+                wanted = [mine + text for text in texts]
+                assert [line for line in stream.splitlines() if line.startswith(mine)] == wanted
+                assert [line for line in lines if line in wanted] == wanted
+            assert len(lines) == len(by_stdout) + len(by_stderr)
+
+    def test_the_last_words_before_a_crash_are_kept(self, mlx: Mlx, acts: Path) -> None:
+        """Of a line that did not end."""
+        done = mlx(acts, "train", "run", "cfg.act=crash_in_mid_line", "cfg.elastic.max_failures=0")
+        assert done.stderr.startswith("error: a worker was lost: rank 1 was killed by SIGSEGV\n")
+        assert log_of(acts, 1) == "the last words\n"
+        assert done.stdout.splitlines()[-1] == "the last words"
+
+    def test_a_child_that_prints_without_end_does_not_keep_the_run_from_ending(self, mlx: Mlx, acts: Path) -> None:
+        """The child has left the worker's process group, and holds its pipes."""
+        done = mlx(acts, "train", "run", "cfg.act=leave_a_child", "cfg.start_workers=1")
+        child = seen(acts, 1)[0]["child"]
+        with contextlib.suppress(ProcessLookupError):  # printing into a closed pipe kills it
+            os.kill(child, signal.SIGKILL)
+        assert done.returncode == 0, done.stderr
+        assert "the child is on its own" in done.stdout
+
+    def test_a_log_that_cannot_be_written_ends_nothing(self, mlx: Mlx, acts: Path) -> None:
+        """/dev/full simulates a full disk."""
+        assert mlx(acts, "train", "run", "cfg.act=exit_politely").returncode == 1
+        log = next(acts.glob("runs/acts/run_001/logs/rank_0.log"))
+        log.unlink()
+        log.symlink_to("/dev/full")
+        done = mlx(acts, "train", "run", "--resume", "cfg.act=print_everything")
+        assert done.returncode == 0, done.stderr
+        assert "rank 0: by libc" in done.stdout.splitlines()
+        assert "rank 1: by libc" in log_of(acts, 1).splitlines()
+
+    @pytest.mark.s3
+    def test_logs_of_ranks_arrive_at_an_object_store(self, s3: str, mlx: Mlx, acts: Path, tmp_path: Path) -> None:
+        storage = s3.format(f"acts-{tmp_path.name}")
+        place = {"MLX_STORAGE": storage, "MLX_CACHE": str(tmp_path / "cache")}
+        done = mlx(acts, "train", "run", "cfg.act=print_everything", **place)
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            stored = run_folder(storage, "acts", "run_001").read(f"logs/rank_{rank}.log")
+            assert f"rank {rank}: by libc\n".encode() in stored
+
+    @pytest.fixture
+    def output(self, tmp_path: Path) -> Iterator[Output]:
+        output = Output(run_folder(str(tmp_path), "acts", "run_001"), 1)
+        yield output
+        output.close()
+
+    @pytest.mark.pure
+    def test_a_character_may_come_in_pieces(self, output: Output, tmp_path: Path) -> None:
+        (stdout, _) = output.writers[0]
+        log = tmp_path / "acts" / "run_001" / "logs" / "rank_0.log"
+        word = "ü€😀".encode()
+        for number in range(len(word)):
+            os.write(stdout.fileno(), word[number : number + 1])
+            time.sleep(0.02)
+        os.write(stdout.fileno(), b"\n" + word[:-1])
+        wait_for(lambda: log.read_text() == "ü€😀\n", 60)
+        assert [line.text for line in wait_for(lambda: list(output.lines()), 60)] == ["ü€😀"]  # after the log
+        output.close()
+        assert [line.text for line in output.lines()] == ["ü€"]  # the truncated part
+
+    @pytest.mark.pure
+    def test_who_prints_does_not_hold_up_the_driver(self, output: Output, tmp_path: Path) -> None:
+        """It prints what has arrived, but not what arrives in the meantime."""
+        (stdout, _) = output.writers[0]
+        log = tmp_path / "acts" / "run_001" / "logs" / "rank_0.log"
+
+        def say(text: str) -> None:
+            os.write(stdout.fileno(), f"{text}\n".encode())
+            wait_for(lambda: log.read_text().endswith(f"{text}\n"), 60)
+
+        def first() -> tuple[str, Iterator[Any]] | None:
+            line = next(lines := output.lines(), None)
+            return None if line is None else (line.text, lines)
+
+        say("one")
+        text, lines = wait_for(first, 60)  # it arrives after the log
+        say("more")
+        assert (text, list(lines)) == ("one", [])
+        assert [line.text for line in wait_for(lambda: list(output.lines()), 60)] == ["more"]
+
+    @pytest.mark.pure
+    def test_a_line_of_any_length_takes_time_that_grows_with_it(self, output: Output) -> None:
+        (stdout, _) = output.writers[0]
+        for _ in range(1000):
+            os.write(stdout.fileno(), b"x" * CHUNK_BYTES)
+        os.write(stdout.fileno(), b"\n")
+        found = wait_for(lambda: list(output.lines()), 60)
+        assert len(found[0].text) == 1000 * CHUNK_BYTES
+
+
+class TestStart:
+    """The method of starting workers."""
+
+    def test_main_py_forks_its_workers(self, environment: dict[str, str], acts: Path) -> None:
+        """Run main.py without the command, which sets the environment before any import."""
+        command = [sys.executable, "main.py", "cfg.act=nothing", "cfg.start_workers=1"]
+        done = subprocess.run(command, cwd=acts, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "new interpreters" not in done.stdout
+
+    @pytest.mark.pure
+    def test_the_environment_can_ask_for_new_interpreters(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLX_START_METHOD", "spawn")
+        server = ForkServer(fresh=True)
+        server.close()
+        assert server.spawns == "MLX_START_METHOD=spawn"
+
+    @pytest.mark.pure
+    def test_a_thread_that_ends_while_threads_are_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "listdir", lambda path: [str(os.getpid()), "0"])
+        assert processes.unsafe_to_fork() is None
+
+    @pytest.mark.process
+    def test_a_server_outlives_the_thread_that_started_it(self, tmp_path: Path) -> None:
+        """Its death signal comes when that thread ends, too. It still ends with the driver."""
+        (tmp_path / "script.py").write_text(THREAD)
+        done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+        server, exits = json.loads(done.stdout)
+        assert exits == [[1, 0]]
+        wait_for(lambda: not Path(f"/proc/{server}").exists(), 60)
+
+    @pytest.mark.process
+    def test_what_fails_as_it_is_imported_is_told_once(self, mlx: Mlx, acts: Path) -> None:
+        edit(
+            acts / "src" / "experiment.py", "import mlx_runtime\n", "import mlx_runtime\nraise OSError('no license')\n"
+        )
+        done = mlx(acts, "train", "run")
+        where = r"src/experiment.py:\d+: src.experiment cannot be imported: OSError: no license"
+        assert re.fullmatch(rf"error: {where}\n", done.stderr)
+        assert done.returncode == 1
+        assert begun(done.stdout) == []
+
+    def test_more_workers_than_cores(self, mlx: Mlx, acts: Path) -> None:
+        done = mlx(acts, "train", "run", "cfg.act=nothing", "cfg.start_workers=8")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert len(seen(acts, 8)) == 8
+
+    def test_without_stdout(self, python: Mlx, acts: Path) -> None:
+        """As `mlx train run >&-` does."""
+        (acts / "script.py").write_text(f"import os, sys; os.close(1); sys.stdout = sys.__stdout__ = None\n{MAIN}")
+        done = python(acts, "script.py", "train", "run", "cfg.act=print_everything")
+        assert done.returncode == 0, done.stderr
+        assert "rank 1: by libc" in log_of(acts, 1).splitlines()
+
+
+@pytest.mark.pure
+def test_temporary_folders_without_an_owner_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of a run that is alive, those that a run is just creating, links, or other names."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive, abandoned, elsewhere = Scratch("mlx-local-"), Scratch("mlx-local-"), Scratch("other-")
+    assert alive.path.stat().st_mode & 0o777 == 0o700
+    (alive.path / "0").mkdir()
+    (abandoned.path / "0").mkdir()
+    for scratch in (abandoned, elsewhere):
+        os.close(scratch.lock)  # as when its owner is killed
+    (tmp_path / "mlx-local-new").mkdir()
+    (tmp_path / "mlx-local-link").symlink_to(elsewhere.path)
+    last = Scratch("mlx-local-")
+    left = {alive.path, last.path, elsewhere.path, tmp_path / "mlx-local-new", tmp_path / "mlx-local-link"}
+    assert set(tmp_path.iterdir()) == left
+    last.close()
+    alive.close()
+    assert not alive.path.exists()
+    assert not last.path.exists()
+
+
+@pytest.mark.kills
+class TestNothingIsLeft:
+    """Whichever process is killed, no process of the run survives, and one line says how it ended."""
+
+    WAITING = ("cfg.act=wait_to_be_killed", "cfg.count=300", "cfg.elastic.max_failures=0")
+
+    def test_the_driver_is_killed_while_it_starts(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
+        process = start_group(acts, *self.WAITING)
+        wait_for(lambda: children(process.pid), 60)  # the fork server
+        process.kill()
+        wait_for(lambda: not marked(tmp_path), 60)
+
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_the_driver_is_killed_while_it_trains(
+        self, method: str, start_group: StartGroup, acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Processes that workers have started end as well, and the next run removes its temporary folder."""
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        process = start_group(acts, *self.WAITING, MLX_START_METHOD=method, TMPDIR=str(temporary))
+        wait_for(lambda: len(marked(tmp_path)) >= 6, 120)
+        process.kill()
+        wait_for(lambda: not marked(tmp_path), 60)
+        (left,) = temporary.glob("mlx-local-*")
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        Scratch("mlx-local-").close()
+        assert not left.exists()
+
+    def test_the_fork_server_is_killed(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
+        process = start_group(acts, *self.WAITING)
+        wait_for(lambda: seen(acts), 60)
+        (server,) = children(process.pid)
+        os.kill(server, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert errors == ("error: the fork server ended: it was killed by SIGKILL; all workers ended with it\n")
+        assert process.returncode == 1
+        assert record(acts)["status"] == "FAILED"
+        pids = [found["pid"] for found in seen(acts)]
+        wait_for(lambda: not set(marked(tmp_path)) & set(pids), 60)
+
+    def test_a_worker_is_killed_that_has_children(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
+        process = start_group(acts, *self.WAITING)
+        victim = wait_for(lambda: seen(acts), 60)[1]["pid"]
+        assert children(victim)
+        os.kill(victim, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        why = "rank 1 was killed by SIGKILL"
+        assert errors.splitlines()[0] == f"error: a worker was lost: {why}"
+        wait_for(lambda: not marked(tmp_path), 60)  # they were killed, and may take a moment to end
+
+    @pytest.mark.local
+    def test_a_worker_is_killed_that_has_forked(self, server: ForkServer) -> None:
+        """The process that it forked has inherited its end of the pipe that tells of its end."""
+        fork = "import os, signal, time; os.fork() or time.sleep(600); os.kill(os.getpid(), signal.SIGKILL)"
+        start(server, 0, partial(exec, fork, {}))
+        assert list(server.exits(60)) == [(0, -signal.SIGKILL)]
+
+    @pytest.mark.local
+    def test_a_worker_does_not_handle_the_signals_of_its_server(self, server: ForkServer) -> None:
+        """Otherwise a server that it forks, closed before it has handlers of its own, would kill other workers."""
+        for number in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
+            start(server, 0, partial(time.sleep, 600))
+            start(server, 1, partial(signal.raise_signal, number))
+            assert list(server.exits(60)) == [(1, -number)]
+            server.kill(0)
+            assert list(server.exits(60)) == [(0, -signal.SIGKILL)]
+
+    @pytest.mark.local
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_a_worker_ends_without_finalizing_its_interpreter(
+        self, method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Threads of gloo can abort that."""
+        monkeypatch.setenv("MLX_START_METHOD", method)
+        with contextlib.closing(ForkServer(fresh=True)) as server:
+            start(server, 0, partial(eval, "__import__('atexit').register(__import__('os').abort) and 0", {}))
+            assert list(server.exits(60)) == [(0, 0)]
+
+    def test_a_worker_that_ends_without_a_word_is_lost(self, mlx: Mlx, acts: Path) -> None:
+        """And are replaced, up to the limit; the other workers connect to the new one."""
+        done = mlx(acts, "train", "run", "cfg.act=exit_silently", "cfg.elastic.max_failures=3")
+        why = "rank 1 exited with code 0"
+        assert done.stdout.count(f"lost      rank 1: {why}\n") == 3
+        assert done.stderr == (
+            f"error: a worker was lost: {why}; no replacements are left (cfg.elastic.max_failures=3)\n"
+        )
+        assert record(acts)["failures"] == 3
+
+    @pytest.mark.parametrize(
+        ("act", "error"),
+        [
+            ("exit_politely", "SystemExit: 0 (return instead of exiting)"),
+            ("be_cancelled", "CancelledError: by a task"),
+            ("interrupt_itself", "KeyboardInterrupt"),
+        ],
+    )
+    def test_worker_loop_must_not_end_by_any_exception(self, act: str, error: str, mlx: Mlx, acts: Path) -> None:
+        """Even those that are not an `Exception` are failures of user code, and no worker is replaced."""
+        done = mlx(acts, "train", "run", f"cfg.act={act}", "cfg.start_workers=1", "cfg.elastic.max_failures=1")
+        lines = done.stderr.splitlines()
+        assert lines[0] == f"error: {error} (raised on rank 0)"
+        assert any(re.fullmatch(rf"  src/experiment.py:\d+ in {act}", line) for line in lines)
+        assert record(acts)["status"] == "FAILED"
+        assert record(acts).get("failures") is None
+
+
+@pytest.mark.kills
+class TestInterrupt:
+    """Ctrl-C at any moment: the terminal sends SIGINT to the driver, its fork server and workers that just began."""
+
+    def moments(self, process: Started, folder: Path) -> "dict[str, Callable[[], Any]]":
+        def maps(name: str) -> bool:
+            return name in Path(f"/proc/{process.pid}/maps").read_text()
+
+        return {
+            "torch is imported": lambda: maps("libtorch"),
+            "the server is there": lambda: children(process.pid),
+            "the run is there": lambda: list(folder.glob("runs/acts/*/run.json")),
+            "workers are there": lambda: [pid for server in children(process.pid) for pid in children(server)],
+            "workers train": lambda: seen(folder),
+        }
+
+    @pytest.mark.parametrize(("later_s", "times"), [(0.0, 1), (0.3, 2)], ids=["once", "later, and twice"])
+    @pytest.mark.parametrize(
+        "moment",
+        [
+            *("torch is imported", "the server is there", "the run is there", "workers are there"),
+            pytest.param("workers train", marks=pytest.mark.local),
+        ],
+    )
+    def test_it_ends_the_run(
+        self, moment: str, later_s: float, times: int, start: Start, start_group: StartGroup, acts: Path, tmp_path: Path
+    ) -> None:
+        if moment == "workers train":  # however it was started
+            process = start(acts, "train", "run", *TestNothingIsLeft.WAITING)
+        else:
+            process = start_group(acts, *TestNothingIsLeft.WAITING)
+        self.check(process, moment, later_s, times, acts, tmp_path)
+
+    @pytest.mark.parametrize("moment", ["the run is there", "workers are there"])
+    def test_new_interpreters_are_as_silent(
+        self, moment: str, start_group: StartGroup, acts: Path, tmp_path: Path
+    ) -> None:
+        """While they import."""
+        process = start_group(acts, *TestNothingIsLeft.WAITING, MLX_START_METHOD="spawn")
+        self.check(process, moment, 0.1, 1, acts, tmp_path)
+
+    def check(self, process: Started, moment: str, later_s: float, times: int, acts: Path, mark: Path) -> None:
+        wait_for(self.moments(process, acts)[moment], 60, every_s=0.005)
+        time.sleep(later_s)
+        assert of_session(process.pid)
+        for _ in range(times):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.02)
+        _, errors = process.communicate(timeout=60)
+        saved = list(acts.glob("runs/acts/run_001/checkpoints/epoch_*"))
+        left = "keeps its checkpoints. Resume" if saved else "has no checkpoint yet. Start it over"
+        resume = f"stopped; acts run_001 is marked STOPPED and {left}: mlx train run --resume=run_001"
+        assert errors in ("error: interrupted\n", f"error: {resume}\n")
+        assert process.returncode == 130
+        wait_for(lambda: not marked(mark) and not of_session(process.pid), 60)
+        if list(acts.glob("runs/acts/*/run.json")):
+            assert record(acts)["status"] == "STOPPED"
+
+
+@pytest.mark.process
+class TestRefusals:
+    """One line each, before anything is started or created."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "line"),
+        [
+            (
+                ["cfg.engine=local", "cfg.elastic.min_workers=1"],
+                "cfg.engine=local cannot train this: cfg.elastic.min_workers=1 lets",
+            ),
+            (
+                ["cfg.engine=local", STREAM],
+                "cfg.engine=local cannot train this: datasets.train is an unprepared stream",
+            ),
+            (
+                ["cfg.loader=ray"],
+                "cfg.loader=ray is not supported; use cfg.loader=workers=N",
+            ),
+            (["cfg.engine=ray", "cfg.start_workers=0"], "cfg.engine=ray needs workers, but cfg.start_workers=0"),
+            (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.use_gpu=true needs a GPU for each of 20 workers"),
+            pytest.param(
+                ["cfg.use_gpu=true", "cfg.start_workers=0"],
+                "cfg.use_gpu=true needs a GPU for this process; this machine has 0. Leave cfg.use_gpu",
+                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+            ),
+            (["cfg.cpus_per_worker=100000"], "cfg.cpus_per_worker=100000, but this machine has"),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+    )
+    def test_what_an_engine_cannot_do(self, overrides: list[str], line: str, mlx: Mlx, experiment: Make) -> None:
+        folder = experiment("faults")
+        done = mlx(folder, "train", "run", *overrides)
+        assert done.stderr.startswith(f"error: {line}")
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert begun(done.stdout) == []
+        assert not (folder / "runs").exists()
+
+    def test_a_clusters_job_has_no_local_engine(self, mlx: Mlx, acts: Path) -> None:
+        done = mlx(acts, "train", "run", "cfg.engine=local", MLX_IN_JOB="1")
+        line = "cfg.engine=local cannot train this: its workers are processes of one machine, not of a cluster"
+        assert (done.returncode, done.stderr) == (1, f"error: {line}; use cfg.engine=auto\n")
+        assert begun(done.stdout) == []
+        assert not (acts / "runs").exists()
+
+    def test_nor_has_a_launch(self, mlx: Mlx, acts: Path) -> None:
+        """Refused before the cluster is contacted: there is none."""
+        done = mlx(acts, "train", "launch", "cfg.engine=local", "--ray-address", "http://127.0.0.1:1")
+        line = "cfg.engine=local cannot train this: its workers are processes of one machine, not of a cluster"
+        assert done.stderr == f"error: {line}; use cfg.engine=auto, or train here: mlx train run\n"
+        assert done.returncode == 1
+        assert not (acts / "runs").exists()
+
+
+class TestAuto:
+    """`cfg.engine=auto` is the local engine if that can train the run."""
+
+    @pytest.mark.pure
+    @pytest.mark.parametrize(
+        ("cfg", "chosen"),
+        [
+            (TrainConfig(), ("local", "")),
+            (TrainConfig(start_workers=0), ("in_process", "")),
+            (TrainConfig(elastic=Elastic(min_workers=2)), ("local", "")),
+            (TrainConfig(elastic=Elastic(1)), ("ray", "cfg.elastic.min_workers=1 lets the number of workers change")),
+            (
+                TrainConfig(elastic=Elastic(max_workers=3)),
+                ("ray", "cfg.elastic.max_workers=3 lets the number of workers change"),
+            ),
+            (TrainConfig(loader="workers=2"), ("local", "")),
+        ],
+    )
+    def test_by_settings(self, cfg: TrainConfig, chosen: tuple[str, str]) -> None:
+        assert engine_for(cfg) == chosen
+
+    @pytest.mark.cluster
+    def test_by_datasets(self, mlx: Mlx, experiment: Make) -> None:
+        """A stream of Ray Data that is not prepared needs Ray, of which `--verbose` shows the output."""
+        folder = experiment("faults")
+        overrides = [STREAM, "cfg.num_epochs=1"]
+        cores = os.cpu_count()
+        first = mlx(folder, "train", "run", "--verbose", "--prepare-batches", *overrides)
+        assert first.returncode == 0, first.stderr
+        assert "Started a local Ray instance" in first.stdout + first.stderr
+        why = "datasets.train is an unprepared stream of Ray Data"
+        assert f"workers   2 DDP workers in embedded Ray on {cores} cores ({why})\n" in first.stdout
+        assert record(folder)["engine"] == {"asked": "auto", "used": "ray"}
+        second = mlx(folder, "train", "run", *overrides)
+        assert second.returncode == 0, second.stderr
+        assert f"workers   2 DDP workers on {cores} cores (local engine)\n" in second.stdout
+        assert "ray       starting" in second.stdout, "rows of the stream are compared with the prepared ones"
+        assert "Ray" not in second.stderr, f"Ray started itself, or joined another one: {second.stderr}"
+        assert record(folder, "run_002")["engine"] == {"asked": "auto", "used": "local"}
