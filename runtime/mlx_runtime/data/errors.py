@@ -1,6 +1,6 @@
 """Errors of datasets read by other processes."""
 
-from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.distributed.collectives import lost_peer
 from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
 
 

@@ -1,23 +1,27 @@
 """The record of a run, written by its driver: claimed at the start, updated by events, closed with the outcome."""
 
 import contextlib
+import datetime
 import math
+import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mlx_runtime import companions, events
 from mlx_runtime.config.constructors.targets import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.planning import RunPlan
-from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message
+from mlx_runtime.driver.request import RunConfig
+from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
-from mlx_runtime.runs.folder import claim_run
+from mlx_runtime.runs.folder import EVALUATIONS, claim_run
 from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import storage_at, storage_root
+from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 from mlx_runtime.storage.secrets.redaction import redact
 
 
@@ -90,8 +94,6 @@ class RunRecorder:
             CheckpointStore(self.record.folder.checkpoints).prune(0, None, "max", latest=False)
         evaluation = None
         if self._plan.config.checkpoint is not None:
-            from mlx_runtime.driver.evaluations import store_evaluation  # here, because few runs need it
-
             evaluation = store_evaluation(self._plan.config, self.metrics)
         return events.RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
 
@@ -187,3 +189,22 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
         "mode": cfg.mode,
         **({"sweep": dict(plan.config.sweep)} if plan.config.sweep else {}),
     }
+
+
+def store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
+    """Store the metrics of a checkpoint in the folder of its run, and return their path."""
+    assert config.origin is not None
+    when = datetime.datetime.now(datetime.timezone.utc)
+    facts = {"time": when.isoformat(timespec="seconds"), "checkpoint": config.checkpoint, "metrics": dict(metrics)}
+    facts |= provenance(config.overrides) | {"workers": config.cfg.start_workers, "seed": config.cfg.seed}
+    parts = (EVALUATIONS, f"{when:%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}.json")  # names sort by time
+    storage = storage_at(config.origin.location)
+    try:
+        if storage.local:
+            Path(storage.of(EVALUATIONS)).mkdir(exist_ok=True)
+        storage.write(to_json(facts).encode(), *parts)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {join_path(config.origin.location, EVALUATIONS)}: {short_message(error)}"
+        ) from error
+    return join_path(config.origin.location, *parts)

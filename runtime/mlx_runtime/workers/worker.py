@@ -138,7 +138,7 @@ def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> It
     """
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
-        from mlx_runtime.distributed.peers import lost_peer
+        from mlx_runtime.distributed.collectives import lost_peer
         from mlx_runtime.loop.memory import out_of_memory
 
         if lost_peer(error):

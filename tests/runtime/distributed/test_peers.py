@@ -7,7 +7,7 @@ import ray.exceptions
 import torch
 from forkserver import Commands
 
-from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.distributed.collectives import lost_peer
 
 pytestmark = pytest.mark.pure
 
@@ -57,7 +57,7 @@ PEERS = """
 import os, sys, time
 import torch
 import torch.distributed as dist
-from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.distributed.collectives import lost_peer
 
 rank = 0 if os.fork() else 1
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)

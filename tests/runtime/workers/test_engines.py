@@ -37,10 +37,8 @@ from mlx_runtime.sections import Elastic
 from mlx_runtime.workers import children as processes
 from mlx_runtime.workers import process as worker
 from mlx_runtime.workers.fork_server import ForkServer
-from mlx_runtime.workers.local import LocalGroup
-from mlx_runtime.workers.output import CHUNK_BYTES, Output
+from mlx_runtime.workers.local import CHUNK_BYTES, LocalGroup, Output, Scratch
 from mlx_runtime.workers.placement import engine_for
-from mlx_runtime.workers.scratch import Scratch
 
 pytestmark = pytest.mark.local
 

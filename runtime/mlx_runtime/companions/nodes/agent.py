@@ -27,9 +27,8 @@ from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.workers.fork_server import ForkServer
-from mlx_runtime.workers.local import start_workers
+from mlx_runtime.workers.local import Scratch, start_workers
 from mlx_runtime.workers.process import WorkerJob
-from mlx_runtime.workers.scratch import Scratch
 
 AGAIN_S = 1.0
 """Interval between attempts to connect."""
