@@ -21,7 +21,9 @@ PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 ROOMS = (
     "cli",
     "exits",
-    "training",
+    "driver",
+    "workers",
+    "loop",
     "tracking",
     "runs",
     "data",

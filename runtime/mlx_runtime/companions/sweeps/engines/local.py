@@ -1,6 +1,6 @@
 """The engine of sweeps for one machine: trials are processes, forked from a server that has imported the experiment.
 
-Start that server with `training.engines.local.warm_up`, right after the import and before the first thread.
+Start that server with `workers.local.warm_up`, right after the import and before the first thread.
 """
 
 import contextlib
