@@ -12,9 +12,9 @@ from mlx_runtime.workers.protocol import Engine, EngineClass, Group
 from mlx_runtime.workers.worker import train_to
 
 if TYPE_CHECKING:
+    from mlx_runtime.companions.notebook.links import PRUNE, Link
     from mlx_runtime.companions.sweeps.engines.base import STOP, SweepEngine, SweepEngineClass, Trials
     from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
-    from mlx_runtime.driver.links import PRUNE, Link
     from mlx_runtime.workers.local import Local
 
 _SWEEPS = "mlx_runtime.companions.sweeps"
@@ -51,7 +51,7 @@ __getattr__ = imports_on_use(
     {
         **dict.fromkeys(("STOP", "SweepEngine", "SweepEngineClass", "Trials"), f"{_SWEEPS}.engines.base"),
         **dict.fromkeys(("TrialJob", "record_end", "run_trial"), f"{_SWEEPS}.trial"),
-        **dict.fromkeys(("PRUNE", "Link"), "mlx_runtime.driver.links"),
+        **dict.fromkeys(("PRUNE", "Link"), "mlx_runtime.companions.notebook.links"),
         "Local": "mlx_runtime.workers.local",
     },
 )

@@ -22,7 +22,7 @@ MAX_MODULES, MAX_LINES = 98, 15_200
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
     *("runs.outputs", "runs.queries", "runs.remote"),
-    *("tracking.tables", "workers.local", "driver.links", "workers.fork_server", "workers.watchdog"),
+    *("tracking.tables", "workers.local", "companions.notebook.links", "workers.fork_server", "workers.watchdog"),
     *("loop.leftovers", "loop.weighting"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""

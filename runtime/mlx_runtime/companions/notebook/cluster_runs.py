@@ -18,10 +18,10 @@ from typing import Any
 
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import cluster_job
+from mlx_runtime.companions.notebook.background import RunJob, load_bound_config
 from mlx_runtime.companions.notebook.cluster_job import END, events_name, returned_name
 from mlx_runtime.companions.notebook.returned import UnknownClassError, read_value
 from mlx_runtime.config.projects import project_module
-from mlx_runtime.driver.background import RunJob, load_bound_config
 from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
 from mlx_runtime.runs import records

@@ -15,6 +15,7 @@ import torch
 from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.backends import backend_class, require_library
+from mlx_runtime.companions.notebook.background import RunJob
 from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, own_words, run_settings, sizes
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
@@ -23,7 +24,6 @@ from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
 from mlx_runtime.config.constructors.suggestions import describe_move
 from mlx_runtime.config.overrides import override
-from mlx_runtime.driver.background import RunJob
 from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned

@@ -11,14 +11,14 @@ from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
 from mlx_runtime.companions.notebook import cluster_runs, scripts
+from mlx_runtime.companions.notebook.background import RunJob, work
 from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
+from mlx_runtime.companions.notebook.links import RunProcess
 from mlx_runtime.companions.notebook.sources import MODULE
+from mlx_runtime.companions.notebook.standby import get_server
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.driver.background import RunJob, work
-from mlx_runtime.driver.links import RunProcess
 from mlx_runtime.driver.request import Request
-from mlx_runtime.driver.standby import get_server
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted, WorkersLost
 from mlx_runtime.loop.experiment import BaseModule

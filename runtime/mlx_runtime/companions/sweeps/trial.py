@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.companions.notebook.background import conf_of
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.scores import plain_keys
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
-from mlx_runtime.driver.background import conf_of
 from mlx_runtime.driver.console_lines import ConsoleLines
 from mlx_runtime.driver.driver import Driver
 from mlx_runtime.driver.planning import connect, prepare_run

@@ -14,7 +14,7 @@ from conftest import Script
 from hub_server import Hub
 
 from mlx_runtime import BaseModule, open_run, run
-from mlx_runtime.driver.standby import libraries
+from mlx_runtime.companions.notebook.standby import libraries
 from mlx_runtime.errors import UsageError
 
 SCRIPT = """
@@ -22,7 +22,7 @@ import json, os, signal, threading, time
 from pathlib import Path
 from mlx_runtime import MlxError, run
 from mlx_runtime.events import StepProgress
-from mlx_runtime.driver import standby
+from mlx_runtime.companions.notebook import standby
 from src.experiment import Experiment
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from mlx_runtime.companions.notebook.links import PRUNE
 from mlx_runtime.companions.ray.reservation import release
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob, record_end, run_trial
-from mlx_runtime.driver.links import PRUNE
 from mlx_runtime.errors import full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
 from mlx_runtime.loop.options import TrainConfig

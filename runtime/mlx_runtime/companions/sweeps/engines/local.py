@@ -13,10 +13,10 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
+from mlx_runtime.companions.notebook.links import PRUNE, Link, RunProcess
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
-from mlx_runtime.driver.links import PRUNE, Link, RunProcess
 from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.logs import LogFile, log_name

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import companions
+from mlx_runtime.companions.notebook.links import Link
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
-from mlx_runtime.driver.links import Link
 from mlx_runtime.driver.planning import connect
 from mlx_runtime.driver.request import Request, RunConfig, load_config
 from mlx_runtime.driver.terminal import fit
