@@ -118,7 +118,8 @@ class Session:
         """Explain a resumed run that has trained nothing, although epochs are left."""
         cfg, optimization = self.context.cfg, self.optimization
         is_left = 0 < cfg.start_epoch < cfg.num_epochs and self.context.steps_left != 0
-        if is_left and optimization.expected and not (optimization.knows_steps or optimization.stepped):
+        trained = optimization.knows_steps or optimization.stepped or self._stepped
+        if is_left and optimization.expected and not trained:
             self.reporter.events.notice(
                 f"worker_loop has ended at epoch {cfg.start_epoch} of {cfg.num_epochs} without training, as its "
                 "restored state demands; after early stopping, raise the patience, too, like "
@@ -380,7 +381,7 @@ class Session:
             if epoch != expected and self.counts_updates:
                 self.reporter.events.notice(
                     f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
-                    "for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs)"
+                    "write range(cfg.start_epoch, cfg.num_epochs)"
                 )
         if self.reads_no_loader and epoch != self.progress.epoch:
             self._end_own_epoch()

@@ -138,7 +138,7 @@ class TestRestart:
         run(FromTheStart(), tmp_path, sink=(events := Events()), epochs=1)
         (_, notice) = [event for event in events if isinstance(event, Notice)]
         assert notice.text.startswith(
-            "the loop begins with epoch 0, not with cfg.start_epoch=2; epochs count from 0: for"
+            "the loop begins with epoch 0, not with cfg.start_epoch=2; epochs count from 0: write"
         )
 
     def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones, and attributes of tools as they were."""
     if has_unread(state):
         state = companions.part("sharding.shards").full(state)
-    return state | {"tools": {name: decoded(item) for name, item in state["tools"].items()}}
+    return state | {"tools": {name: decoded(item) for name, item in (state["tools"] or {}).items()}}
 
 
 def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:

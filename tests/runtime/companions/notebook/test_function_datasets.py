@@ -303,7 +303,10 @@ ROWS = TensorDataset(torch.arange(4))
         ({"dataset": {"a b": ROWS}}, r"^dataset has the name 'a b'"),
         ({"dataset": [1]}, r"^dataset has 1 rows, fewer than the 2 workers of Trainer\(num_workers=2\)"),
         ({"dataset": [1, lambda: 0]}, r"^dataset, a list, cannot be sent to workers: .*lambda"),
-        ({"datasets": ROWS}, r"^trainer.run has no argument 'datasets'. Did you mean 'dataset'\?"),
+        (
+            {"datasets": ROWS},
+            r"^trainer.run has no argument 'datasets'. Write trainer.run\(train_func, config",
+        ),
         ({"folds": 1}, r"^folds is 1; it takes a number of folds, 2 or more"),
         ({"folds": 2}, r"^folds need a dataset"),
         ({"dataset": ROWS, "folds": 2, "resume": "latest"}, "^each fold is a run of its own; resume one by"),
