@@ -288,7 +288,7 @@ class Loader:
         self.observer: LoaderObserver | None = None
         self.current: WorkerPass | None = None
         self._resumed: dict[str, Any] | None = None
-        self._compared = False  # rows of all workers
+        self.compared = False  # the rows of all workers
 
     @cached_property
     def batch_size(self) -> int:
@@ -395,14 +395,12 @@ class Loader:
                 observer.pass_left(item)
 
     def compare_rows(self) -> None:
-        """Check once that all workers count the same rows, or they would deadlock. Every worker must call this.
+        """Check that all workers count the same rows, or they would deadlock. Every worker must call this.
 
         Raises:
             DatasetError: On rank 0, if the numbers differ.
         """
-        if self._compared:
-            return
-        self._compared = True
+        self.compared = True
         counted = gather(self._whole_pass.rows) or []
         for rank, rows in enumerate(counted):
             if rows != counted[0]:

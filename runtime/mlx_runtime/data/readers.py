@@ -98,8 +98,9 @@ def _receive(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 def _generators(dataset: Any) -> list[Any]:
     """Return the random generators among the attributes of a dataset."""
-    held = getattr(getattr(dataset, "owner", dataset), "__dict__", {})
-    return [item for item in held.values() if isinstance(item, GENERATORS)]
+    owner = getattr(dataset, "owner", None)  # of a dataset of Hugging Face
+    held = [*getattr(dataset, "__dict__", {}).values(), *getattr(owner, "__dict__", {}).values()]
+    return [item for item in held if isinstance(item, GENERATORS)]
 
 
 class MapReader:

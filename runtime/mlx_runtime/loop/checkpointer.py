@@ -244,6 +244,10 @@ class Checkpointer:
                 self._reporter.events.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
         if loader is not None:
             self._load_rank(prepared, metrics=within)
+        elif not state["finished"]:
+            self._reporter.events.notice(
+                f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
+            )
         new = added["own"] | {f"tools.{item}" for item in added["tools"]}
         self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
         if within:

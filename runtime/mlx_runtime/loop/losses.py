@@ -56,12 +56,13 @@ class Mean(Metric):
         except (TypeError, ValueError):  # a builtin without a signature
             accepted = None
         found = getattr(function, "reduction", None) if accepted is None else accepted.default
-        if accepted is not None and reduction == "sum":
-            options["reduction"] = found = "sum"
-        if reduction not in ("mean", "sum") or (found in ("mean", "sum", "none") and found != reduction):
-            raise MlxError(
-                f"losses.Mean takes reduction='mean' or 'sum', like its function; they are {reduction!r} and {found!r}"
-            )
+        if reduction not in ("mean", "sum"):
+            raise MlxError(f"losses.Mean takes reduction='mean' or 'sum', not {reduction!r}")
+        if accepted is not None and (reduction == "sum" or found == "none"):
+            options["reduction"] = found = reduction
+        if found in ("mean", "sum", "none") and found != reduction:
+            cure = "pass reduction='sum' to losses.Mean, too" if found == "sum" else "leave reduction out"
+            raise MlxError(f"the function has reduction={found!r}, and losses.Mean {reduction!r}; {cure}")
         self.function, self.ignore_index, self.reduction = function, ignore_index, reduction
         self.options = options if ignore_index is None else {"ignore_index": ignore_index, **options}
         self._value: tuple[torch.Tensor, Any] | None = None

@@ -165,7 +165,6 @@ class Session:
 
     def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
         """Record the remaining metrics of the previous pass, and restore the state of an interrupted one."""
-        loader.compare_rows()
         self._warn_of_missing_update()
         shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
         in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
@@ -226,14 +225,19 @@ class Session:
     def reads_no_loader(self) -> bool:
         """True if the loop trains on its own data, or on none, so that its updates are its steps."""
         outside = self.passes.leading is None and self.passes.stage is None
-        return self.counts_updates and outside and not self.optimization.knows_steps
+        trains = any(loader.shard.training for loader in self.checkpoints.loaders.values())
+        return self.counts_updates and outside and not trains
 
     def _begin_own_step(self) -> None:
         """Count a step of a loop that reads no loader, after saving or stopping at the end of the previous one."""
-        if self.checkpoints.requested:
+        if self._stepped and self.stopping.step():
+            self.checkpoints.requested = True
+        if self.checkpoints.requested or self.stopping.agreed:
             self._store(self.progress.epoch, finished=False)
         if self.context.steps_left == 0:
             self._finish(None, finished=False)
+        if self.stopping.agreed:
+            self._stop()
         if self.progress.global_step:
             self.step_done(self.progress.global_step)
         self.passes.step_on_own_data()
@@ -252,14 +256,18 @@ class Session:
 
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
         """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
+        leading = self.passes.leading
+        loader = leading.loader if leading is not None and self.replicated else None
+        if loader is not None and loader.shard.training and not loader.compared and self._updates_models(optimizer):
+            loader.compare_rows()  # here, because all workers train together
         if not self._trained:
             self._trained = True
-            if self.context.topology.data_parallel_size > 1 and self.passes.leading is None:
+            if self.context.topology.data_parallel_size > 1 and leading is None:
                 from mlx_runtime.loop.untrained import unsharded_data
 
                 for text in unsharded_data():
                     self.reporter.events.send_once(WarningNotice(text))
-        if self.reads_no_loader and self._updates_models(optimizer):
+        if self.reads_no_loader and (id(optimizer) in self._stepped or self._updates_models(optimizer)):
             self.checkpoints.resume(None)
             if optimizer is not None and self._stepped and id(optimizer) not in self._stepped:
                 self._stepped.add(id(optimizer))  # several optimizers, one after another, take one step
@@ -269,7 +277,7 @@ class Session:
         if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
             return
         self._without_update = None
-        stage, leading = self.passes.stage, self.passes.leading
+        stage = self.passes.stage
         reads_training_set = leading is not None and leading.loader.shard.training
         if stage is not None and reads_training_set and self.progress.global_step == 0:
             self.reporter.events.notice(
@@ -370,7 +378,10 @@ class Session:
         self.progress.epoch = epoch
         if item.loader is None:  # the loop counts from 0, even after a restart
             if item.training and not self._stepped and batch_idx + 1 != item.step:
-                self._begin_own_step()
+                if self.reads_no_loader:
+                    self._begin_own_step()
+                else:
+                    self.progress.global_step += 1
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
 
@@ -445,8 +456,9 @@ class Session:
             first = broadcast(others)  # by name, because workers may have different objects of their own
             for name, buffers in others.items():
                 for key, buffer in buffers.items():
-                    if key in first.get(name, {}):
-                        buffer.copy_(first[name][key])
+                    of_first = first.get(name, {}).get(key)
+                    if of_first is not None and of_first.shape == buffer.shape:
+                        buffer.copy_(of_first)
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""

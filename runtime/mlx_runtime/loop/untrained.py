@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from mlx_runtime.distributed.collectives import gather
 from mlx_runtime.distributed.wrapping import is_sharded
+from mlx_runtime.runs.checkpoints.groups import tensors
 
 
 def idle_optimizers(optimizers: Mapping[str, Optimizer], stepped: set[int]) -> Iterator[str]:
@@ -29,22 +30,25 @@ def idle_optimizers(optimizers: Mapping[str, Optimizer], stepped: set[int]) -> I
 
 
 def diverged(models: Mapping[str, Any], others: Mapping[str, Any]) -> Iterator[str]:
-    """Warn, on rank 0, of trained models without a wrapper, and of other objects, whose tensors differ between workers.
+    """Warn, on rank 0, of trained models without a wrapper, and of other objects, that differ between workers.
 
-    They are compared by their sums. Every worker must exhaust this.
+    Tensors are compared by their sums, and numbers that are attributes by their values. Every worker must exhaust this.
 
     Args:
         models: the members of `Models`, by name.
         others: objects on the experiment and tools that are saved once for all workers, by name, like `tools.ema`.
     """
     trained = {name: filter(_is_trained, model.parameters()) for name, model in models.items() if _is_alone(model)}
-    sums = {f"models.{name}": _sum(params) for name, params in trained.items()}
+    sums: dict[str, Any] = {f"models.{name}": _sum(params) for name, params in trained.items()}
     for name, item in others.items():
         if type(item).__module__.startswith("mlx_runtime."):  # what a training function saves is that of rank 0
             continue
-        sums[name] = _sum(
-            item.parameters() if isinstance(item, nn.Module) else _tensors(getattr(item, "__dict__", None))
-        )
+        if isinstance(item, nn.Module):
+            sums[name] = _sum(item.parameters())
+        else:
+            held = getattr(item, "__dict__", {})
+            numbers = [value for value in held.values() if isinstance(value, int | float)]
+            sums[name] = _sum(tensors(held)), numbers
     found = gather({name: str(value) for name, value in sums.items()})  # as text, in which NaN equals NaN
     for name in sums:
         if len({values[name] for values in found or () if name in values}) > 1:
@@ -74,12 +78,5 @@ def _is_trained(param: nn.Parameter) -> bool:
 
 
 def _sum(items: Iterable[torch.Tensor]) -> float:
-    return sum(item.detach().double().sum().item() for item in items if not is_sharded(item))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    summed = (item.detach() for item in items if not (is_sharded(item) or item.is_complex() or item.is_meta))
+    return sum(item.sum(dtype=torch.float64).item() for item in summed)

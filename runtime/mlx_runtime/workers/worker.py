@@ -180,10 +180,10 @@ def _run_loop(
     try:
         with contextlib.suppress(LoopStopped):
             (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
-    except Exception as error:
+    except ValueError as error:  # as BatchNorm raises
         item = session.passes.latest  # the error has ended its iteration
         part = item.part if item is not None and item.training else None
-        if item is not None and part and part.left and part.sizes[part.given - 1] == 1 < part.plan.batch_size:
+        if item and part and part.left and part.given and part.sizes[part.given - 1] == 1 < part.plan.batch_size:
             note(error, f"in step {item.step} of datasets.{item.dataset}, which has one row; drop_last leaves it out")
         raise
     if streams:

@@ -231,40 +231,6 @@ class TestBinding:
         assert problems(conf, "models.net=deep").startswith("variants/models.net/deep.yaml is not valid YAML: ")
 
 
-class TestFollowing:
-    """What the code has renamed or moved is renamed or moved in variants."""
-
-    @pytest.mark.parametrize("width", [8, 9])
-    def test_a_renamed_argument(self, conf: Path, width: int) -> None:
-        wide = add(conf.parent, "models.net/wide", "width: 64  # wide\n")
-        small, debug = wide.with_name("small.yaml"), conf.parent / "variants" / "debug.yaml"
-        after = [file.read_text() for file in (small, debug)]
-        for file in (conf, conf.with_name("conf.schema.json"), small, debug, wide):  # as bound with the former name
-            file.write_text(file.read_text().replace("width", "size").replace("size: 8", f"size: {width}"))
-        binding = bind(Experiment, conf)
-        binding.write()
-        assert (wide.read_text(), [file.read_text() for file in (small, debug)]) == ("width: 64 # wide\n", after)
-        line = "renamed  models.net.size to models.net.width (type and position fit, so it keeps the value)"
-        assert f"{line} in {wide}" in binding.lines()
-
-    def test_a_moved_class(self, conf: Path) -> None:
-        """Where a default of the code names its new path; else the line has the cure, and nothing is written."""
-        small, deep = (conf.parent / "variants" / "models.net" / f"{name}.yaml" for name in ("small", "deep"))
-        for file in (conf, conf.with_name("conf.schema.json"), small):
-            file.write_text(file.read_text().replace(f"{HERE}.Net", f"{HERE}.gone.Net"))
-        bind(Experiment, conf).write()
-        assert small.read_text() == f"_target_: {HERE}.Net\nwidth: 2\n"
-        edit(deep, f"{HERE}.Deep", f"{HERE}.gone.Deep")
-        edit(conf, "    width: 8\n", "")
-        before = [file.read_text() for file in (conf, deep)]
-        with pytest.raises(BindError) as caught:
-            bind(Experiment, conf).write()
-        message = f"{deep}: models.net._target_ is '{HERE}.gone.Deep', which cannot be imported: "
-        assert str(caught.value).startswith(message)
-        assert str(caught.value).endswith(f". Did you mean '{HERE}.Deep'?\n  nothing was written, not even {conf}")
-        assert [file.read_text() for file in (conf, deep)] == before
-
-
 class TestPatches:
     """A variant without `_target_` changes the arguments that it lists."""
 

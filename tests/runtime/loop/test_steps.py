@@ -19,6 +19,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
+from mlx_runtime.loop import stopping
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.runs.checkpoints import groups as groups_module
 from mlx_runtime.sections import Debug, Elastic
@@ -314,6 +315,18 @@ class TestLoopsWithoutLoaders:
         again, events = run_own(Own(), tmp_path / "parts", metrics=metrics)
         assert again == whole
         assert not [item for item in of_type(events, Notice) if not item.text.startswith("restored")]
+
+    def test_a_request_stops_it_after_a_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stopping, "MAX_STEPS_PER_VOTE", 1)
+        made = Own()
+        session = attach(made, tmp_path, stop_requested=lambda: made.global_step == 3)
+        session.begin()
+        with pytest.raises(LoopStopped):
+            made.worker_loop(None)
+        session.checkpoints.settle()
+        assert "epoch_0002_step_00000003" in [path.name for path in tmp_path.rglob("epoch_*")]
+        _, events = run_own(Own(), tmp_path)
+        assert "epoch 2 is repeated from its beginning" in "".join(item.text for item in of_type(events, Notice))
 
     def test_without_updates_an_epoch_is_a_step(self, tmp_path: Path) -> None:
         class Search(BaseModule):

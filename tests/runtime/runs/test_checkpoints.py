@@ -54,14 +54,17 @@ def test_plain_tools_are_their_attributes_and_loads_run_no_code(tmp_path: Path) 
     stopper.where = {1, 2}  # type: ignore[attr-defined]
     stopper.call = print  # type: ignore[attr-defined]
     stopper.since = np.datetime64("2026-01-01")  # type: ignore[attr-defined]
-    stopper.weight = nn.Parameter(torch.ones(1))  # type: ignore[attr-defined]  # an optimizer may have it
+    stopper.weight = nn.Parameter(torch.ones(1))  # type: ignore[attr-defined]  # an optimizer may hold it
+    stopper.weights = [stopper.weight]  # type: ignore[attr-defined]
     state, left_out = state_of(SimpleNamespace(stopper=stopper))
-    assert sorted(left_out) == ["stopper.call", "stopper.since", "stopper.weight", "stopper.where"]
+    assert sorted(left_out) == ["stopper.call", "stopper.since", "stopper.weights", "stopper.where"]
     again = reloaded(state, tmp_path)
-    assert again == {"stopper": {"patience": 5, "best": 0.5, "seen": [1, (2.0, "x")]}}
+    assert again == {"stopper": {"patience": 5, "best": 0.5, "seen": [1, (2.0, "x")], "weight": torch.ones(1)}}
     fresh = Stopper()
+    held = fresh.weight = nn.Parameter(torch.zeros(1))  # type: ignore[attr-defined]
     assert load_into(SimpleNamespace(stopper=fresh), again, "tools") == []
     assert (fresh.best, fresh.seen) == (0.5, [1, (2.0, "x")])
+    assert (fresh.weight is held, held.item(), held.requires_grad) == (True, 1.0, True)  # type: ignore[attr-defined]
 
 
 def test_attributes_of_tools_come_back_as_what_they_were(tmp_path: Path) -> None:
@@ -84,6 +87,9 @@ def test_attributes_of_tools_come_back_as_what_they_were(tmp_path: Path) -> None
     assert again.same is again.whole is again.history[0]
     assert again.part.tolist() == [1, 1]
     assert again.history[-1] == 2
+    big = torch.arange(1e5)
+    parts, _ = state_of(SimpleNamespace(tool=SimpleNamespace(first=big[:2], second=big[2:4])))
+    assert reloaded(parts, tmp_path)["tool"].keys() == {"first", "second"}  # not the whole of it
     assert again.words == {"a": [1], "b": [3]}
     assert [type(item) for item in (*again.times, *again.history[1])] == [np.float64, np.int32, np.bool_, np.float64]
 

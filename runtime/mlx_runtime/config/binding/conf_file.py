@@ -1,7 +1,6 @@
 """conf.yaml, written from the defaults of the code and verified to re-create them; edits of the user are kept.
 
-Variants that name a class are completed and merged in the same way. In patches, renamed arguments and moved classes are
-updated.
+Variants that name a class are completed and merged in the same way; others are only checked.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mlx_runtime import companions
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import record_default
-from mlx_runtime.config.binding.following import Follow
 from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.binding.nodes import Description, Node
 from mlx_runtime.config.binding.schema import former_defaults, schema_of
@@ -101,8 +99,7 @@ class Binding:
     def write(self) -> None:
         """Store all files, each atomically.
 
-        Raise BindError if a variant is invalid. Nothing is stored then, because the next bind needs the schema of the
-        last one to find renamed arguments and moved classes.
+        Raise BindError if a variant is invalid; nothing is stored then.
         """
         if self.invalid:
             stale = f"\n  nothing was written, not even {self.path}" if self.stale else ""
@@ -141,21 +138,16 @@ def bind(experiment: type, path: Path) -> Binding:
     binding = merge(path, tree, former_defaults(former), description.of_class, former.get("x-chosen", {}))
     binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
-    follow = Follow.since(former_defaults(former, open_ones=True), description, binding.changes)
     for key, files in variants.nodes.items():
         for name, file in files.items():
             defaults = former_defaults(former.get("definitions", {}).get(f"{key}/{name}", {}), key)
-            part, node = _merge_variant(file, key, description, defaults, follow)
+            part, node = _merge_variant(file, key, description, defaults)
             variants.texts[file] = part.after
             if node is not None:
                 nodes.setdefault(key, {})[name] = node
             binding.variants.append(part)
     for file in variants.partial.values():
-        before = read_text(file)
-        patch, changes = commented_map(before, file), Changes()
-        follow.into(patch, "", changes)
-        binding.variants.append(Binding(file, before, yaml_text(patch) if changes else before, changes))
-        variants.texts[file] = binding.variants[-1].after
+        variants.texts[file] = read_text(file)
     try:
         binding.invalid = list(_invalid(experiment, variants, binding.after))
     except ValueError as error:  # such as a `${` that begins no reference
@@ -193,7 +185,7 @@ def _declared_settings(experiment: type) -> set[str]:
 
 
 def _merge_variant(
-    file: Path, key: str, description: Description, former: Mapping[str, Any], follow: Follow
+    file: Path, key: str, description: Description, former: Mapping[str, Any]
 ) -> tuple[Binding, Node | None]:
     """Update a variant of the node at a key to match its class.
 
@@ -201,10 +193,8 @@ def _merge_variant(
     """
     before = read_text(file)
     merged, changes = commented_map(before, file), Changes()
-    same_class = former.get(f"{key}._target_") == merged.get("_target_")
-    follow.into(merged, key, changes)
     if is_patch(merged):
-        return Binding(file, before, yaml_text(merged) if changes else before, changes), None
+        return Binding(file, before, before, changes), None
     target = merged["_target_"]
     try:
         node = description.of_class(target, key) if isinstance(target, str) else None
@@ -212,7 +202,7 @@ def _merge_variant(
         raise BindError(f"{file}: {target} cannot be described: {error}") from error
     if node is not None:
         passed = {name: value for name, value in node.items() if name in merged} if merged.get("_partial_") else node
-        Merge(former, description.of_class, changes).into(merged, passed, key, same_class=same_class)
+        Merge(former, description.of_class, changes).into(merged, passed, key)
     changes.kept.clear()  # variants are meant to differ
     return Binding(file, before, yaml_text(merged) if changes else before, changes), node or {}
 

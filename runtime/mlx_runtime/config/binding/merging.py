@@ -1,7 +1,6 @@
 """Merging of the code's defaults into conf.yaml; the user's values and comments stay."""
 
 import contextlib
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from typing import Any
 from ruamel.yaml.comments import CommentedMap
 
 from mlx_runtime.config.binding.nodes import Node
-from mlx_runtime.config.binding.text import quote_strings, remove_key, rename_key
-from mlx_runtime.config.constructors.signatures import convert, parameters, takes_any_keyword
+from mlx_runtime.config.binding.text import quote_strings, remove_key
+from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import BindError
@@ -24,29 +23,26 @@ NodeOfClass = Callable[[str, str], Node | None]
 class Changes:
     """The changes of a merge, by full keys.
 
-    `updated` values had the former default and get the new one, `renamed` maps each new key to the former one,
-    `dropped` maps keys to removed values with comments, and `kept` lists the user's values that differ from the
-    default. `chosen` has the classes that the user has chosen, by the full key of their nodes.
+    `updated` values had the former default and get the new one, `dropped` maps keys to removed values with comments,
+    and `kept` lists the user's values that differ from the default. `chosen` has the classes that the user has chosen,
+    by the full key of their nodes.
     """
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
-    renamed: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if the file must change."""
-        return bool(self.added or self.updated or self.renamed or self.dropped)
+        return bool(self.added or self.updated or self.dropped)
 
     def lines(self) -> list[str]:
         """Return one line per key."""
-        why = "type and position fit, so it keeps the value"
         return [
             *(f"added    {key}" for key in self.added),
             *(f"updated  {key} (to the new default)" for key in self.updated),
-            *(f"renamed  {old} to {key} ({why})" for key, old in self.renamed.items()),
             *(f"dropped  {key}: {text} (no longer an argument)" for key, text in self.dropped.items()),
             *(f"kept     {key} (your value; the code's default differs)" for key in self.kept),
         ]
@@ -66,26 +62,10 @@ class Merge:
     changes: Changes
     chosen: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of_code(cls, former: Mapping[str, Any], tree: Mapping[str, Node]) -> Changes:
-        """Return the changes in the code since `former`, which also has the arguments without a default."""
-        old = CommentedMap()
-        for key, value in former.items():
-            *parents, name = key.split(".")
-            node = old
-            for parent in parents:
-                node = node.setdefault(parent, CommentedMap())
-            node[name] = value
-        changes = Changes()
-        cls(former, lambda path, key: None, changes).into(old, dict(tree))
-        return changes
-
-    def into(self, old: CommentedMap, new: Node, key: str = "", *, same_class: bool = True) -> None:
+    def into(self, old: CommentedMap, new: Node, key: str = "") -> None:
         """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
         items = parameters(object_at(new["_target_"])) if "_target_" in new else []
         open_ended = items is None or takes_any_keyword(items)  # without a signature, nothing can be dropped
-        if same_class and not open_ended:
-            self._rename(old, new, key)
         for name, value in new.items():
             here = f"{key}.{name}".lstrip(".")
             if name not in old:
@@ -128,7 +108,7 @@ class Merge:
         if before != path and not old.get("_partial_"):  # a partial has no defaults, only arguments
             former = self._defaults_of(self.chosen[key], key) if key in self.chosen else self.former
         others = Merge(former, self.node_of_class, self.changes, self.chosen)
-        others.into(old, users, key, same_class=False)
+        others.into(old, users, key)
 
     def _defaults_of(self, path: str, key: str) -> dict[str, Any]:
         """Return the defaults of the class that the user had chosen before, by full key."""
@@ -145,39 +125,8 @@ class Merge:
         old.move_to_end("_target_", last=False)
         self.changes.updated.append(f"{key}._target_")
         count = len(self.changes.added)
-        self.into(old, new, key, same_class=False)
+        self.into(old, new, key)
         del self.changes.added[count:]  # they belong to the new class
-
-    def _rename(self, old: CommentedMap, new: Node, key: str) -> None:
-        """Rename arguments that have a different name in the same position, with the same type and default."""
-        before, after = ([name for name in names if not str(name).startswith("_")] for names in (old, new))
-        pairs: list[tuple[str, str]] = []
-        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-        for tag, start, stop, first, last in matcher.get_opcodes():
-            if tag == "replace" and stop - start == last - first:
-                pairs += zip(before[start:stop], after[first:last], strict=True)
-        for former, name in pairs:
-            if former in new or name in old or not self._fits(old[former], new, name, f"{key}.{former}"):
-                continue
-            unedited = self._unedited(old[former], f"{key}.{former}")
-            rename_key(old, former, name)
-            self.changes.renamed[f"{key}.{name}"] = f"{key}.{former}"
-            if unedited:
-                old[name] = quote_strings(new[name])
-
-    def _fits(self, value: Any, new: Node, name: str, former: str) -> bool:
-        """Return True if the value of the argument `former` may belong to `name`, which has the same default."""
-        default = new[name]
-        if _is_node(default) or _is_node(value):
-            return _is_node(default) and _is_node(value) and default["_target_"] == value["_target_"]
-        if former in self.former and _differ(default, self.former[former]):
-            return False
-        items = parameters(object_at(new["_target_"])) or [] if "_target_" in new else []
-        try:
-            convert(value, next((item.annotation for item in items if item.name == name), type(default)))
-        except TypeError:
-            return False
-        return True
 
     def _unedited(self, value: Any, key: str) -> bool:
         """Return True if the user has not edited the value: it is the former default, or `???` without one."""

@@ -45,17 +45,15 @@ def schema_of(experiment: type, tree: Mapping[str, Node], variants: Mapping[str,
     return schema | ({"definitions": definitions} if definitions else {})
 
 
-def former_defaults(schema: Any, key: str = "", *, open_ones: bool = False) -> dict[str, Any]:
-    """Return the defaults in a schema, by full key; with `open_ones`, also `???` for arguments without a default."""
+def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
+    """Return the defaults in a schema, by full key."""
     defaults: dict[str, Any] = {}
     properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
     for name, part in properties.items():
         here = f"{key}.{name}".lstrip(".")
         if "default" in part:
             defaults[here] = part["default"]
-        elif open_ones and "if" not in part and name not in ("_args_", "_partial_"):
-            defaults[here] = "???"
-        defaults |= former_defaults(part, here, open_ones=open_ones)
+        defaults |= former_defaults(part, here)
     return defaults
 
 

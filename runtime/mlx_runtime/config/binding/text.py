@@ -76,13 +76,6 @@ def quote_strings(value: Any) -> Any:
     return DoubleQuotedScalarString(value) if isinstance(value, str) and AMBIGUOUS.match(value) else value
 
 
-def rename_key(mapping: CommentedMap, old: str, new: str) -> None:
-    """Rename a key in its position, with its comments."""
-    mapping.insert(list(mapping).index(old), new, mapping[old])
-    mapping.ca.items[new] = mapping.ca.items.pop(old, None) or [None, None, None, None]
-    del mapping[old]
-
-
 def remove_key(mapping: CommentedMap, name: str) -> str:
     """Remove a key and return the comment on its line. Comments below it belong to the next key, and stay."""
     comments, slot = _comments_behind(mapping, name)

@@ -8,7 +8,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -204,7 +204,14 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
         unwrap(member).load_state_dict(saved)
     else:
         for key, item in decoded(saved, devices).items():
-            setattr(member, key, item)
+            if _is_trained(trained := getattr(member, key, None)) and _shape(trained) == _shape(item):
+                trained.data.copy_(item)  # in place, because an optimizer may hold it
+            else:
+                setattr(member, key, item)
+
+
+def _is_trained(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad and not is_sharded(value)
 
 
 def _has_state(member: Any) -> bool:
@@ -258,6 +265,7 @@ class _Attributes:
     def __init__(self, title: str, values: Mapping[str, Any]) -> None:
         self._title, self._values = title, values
         self._counts: collections.Counter[Any] = collections.Counter()
+        self._whole: set[Any] = set()  # storages of which a tensor spans all
         self._numbers: dict[Any, int] = {}
         self._shared: list[Any] = []
         for value in values.values():
@@ -273,7 +281,7 @@ class _Attributes:
         left_out = []
         for name, value in self._values.items():
             try:
-                kept[name] = self._encode(value, name)
+                kept[name] = value.detach() if _is_trained(value) else self._encode(value, name)
             except TypeError:
                 left_out.append(name)
         return kept | ({SPECIAL: self._shared} if self._shared else {}), left_out
@@ -285,6 +293,8 @@ class _Attributes:
                 return
         if isinstance(value, torch.Tensor):
             self._counts[_storage(value)] += 1
+            if value.layout is torch.strided and value.nbytes == value.untyped_storage().nbytes():
+                self._whole.add(_storage(value))
         elif isinstance(value, list | tuple | dict):
             for item in value.values() if isinstance(value, dict) else value:
                 self._count(item)
@@ -306,9 +316,9 @@ class _Attributes:
 
     def _encode_once(self, value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
-            if value.requires_grad and value.is_leaf:
-                raise TypeError  # an optimizer may train it, and would not know another tensor
-            if self._counts[_storage(value)] == 1:
+            if _is_trained(value):
+                raise TypeError  # an optimizer may hold it, and would not know another tensor
+            if self._counts[_storage(value)] == 1 or _storage(value) not in self._whole:
                 return value.detach()
             whole = torch.empty(0, dtype=value.dtype, device=value.device)
             number = self._number(_storage(value), lambda: whole.set_(value.untyped_storage()))
