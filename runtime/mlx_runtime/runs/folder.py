@@ -23,7 +23,6 @@ import contextlib
 import errno
 import fnmatch
 import hashlib
-import itertools
 import os
 import re
 import shutil
@@ -215,6 +214,14 @@ def run_folder(root: str, experiment: str, run: str) -> RunFolder:
     return RunFolder(copies / experiment / run, join_path(root, experiment, run))
 
 
+def next_name(storage: Storage, experiment: str, kind: str = RUN, name: str = "") -> str:
+    """Return the name of the next run or sweep; with `name`, raise UsageError if a folder with this suffix exists."""
+    found = storage.names(experiment)
+    if name and kind + name in found:
+        raise UsageError(f"{experiment}/{kind}{name} exists already; choose another name, or resume it")
+    return kind + (name or f"{1 + max((_number(item, kind) for item in found), default=0):03d}")
+
+
 def claim_run(
     root: str,
     experiment: str,
@@ -238,16 +245,11 @@ def claim_run(
     try:
         if storage.local:
             Path(storage.of(experiment)).mkdir(parents=True, exist_ok=True)
-        latest = max((_number(found, kind) for found in storage.names(experiment)), default=0)
-        names = iter([kind + name]) if name else (f"{kind}{number:03d}" for number in itertools.count(latest + 1))
-        folder = None
-        while folder is None:
-            folder = run_folder(root, experiment, next(names))
+        claimed = False
+        while not claimed:
+            folder = run_folder(root, experiment, kind + name if again else next_name(storage, experiment, kind, name))
             announce(folder.name)
-            if not storage.claim_folder(experiment, folder.name) and not again:
-                if name:
-                    raise UsageError(f"{folder.title} exists already; choose another name, or resume it")
-                folder = None
+            claimed = storage.claim_folder(experiment, folder.name) or again
         try:
             if folder.uri is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)  # left over from a storage that was emptied

@@ -112,12 +112,11 @@ def of_torch_trainer(config):
             first = torch.load(Path(folder, "part", "state.pt"))["epoch"] + 1
     for epoch in range(first, config["num_epochs"]):
         with tempfile.TemporaryDirectory() as folder:
-            saved = None
+            Path(folder, "part").mkdir()
             if context.get_world_rank() == 0:
-                Path(folder, "part").mkdir()
                 Path(folder, "empty").touch()
-                torch.save({"epoch": epoch}, Path(folder, "part", "state.pt"))
-                saved = ray.train.Checkpoint.from_directory(folder)
+            torch.save({"epoch": epoch}, Path(folder, "part", "state.pt"))
+            saved = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"loss": 1.0 / (1 + epoch)}, checkpoint=saved)
     return first, context.get_world_size()
 

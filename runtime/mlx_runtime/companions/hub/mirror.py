@@ -52,8 +52,8 @@ class Allowance:
         self._counted = present
         return max(0.0, (1 - self._left) * self._interval_s)
 
-    def take(self) -> None:
-        self._left -= 1
+    def take(self, commits: int = 1) -> None:
+        self._left -= commits
 
 
 class Mirror:
@@ -186,7 +186,8 @@ class Writer:
             raise UsageError(f"the run has {len(state.files):,} files; {self.address} may have {MAX_FILES:,}")
         committed, step = self._claim, self._claim.step if state is None else state.step
         self._claim = self._claim.next(status=status, step=step)
-        for pause_s in (*CONFLICTS_S, None):
+        pauses = iter(CONFLICTS_S)
+        while True:
             added: dict[str, Path] = {}
             removed: list[str] = []
             if state is not None:
@@ -201,10 +202,10 @@ class Writer:
             except OutdatedError:
                 if self._arrived():
                     return len(added)
+                pause_s = next(pauses, None)
                 if pause_s is None:
                     raise
                 time.sleep(pause_s)
-        raise AssertionError
 
     def _name(self, added: Mapping[str, Path], hidden: tuple[str, ...]) -> None:
         """List the files before the first upload, and removed secrets before any upload if they are new."""
@@ -333,6 +334,8 @@ class Follower:
         try:
             self._upload(last=last, whole=dirty or last)
         except (StorageError, OSError) as error:
+            if isinstance(error, OutdatedError):
+                self._allowance.take(1 + len(CONFLICTS_S))
             if not self._trying_again:
                 text = "training continues without a mirror until the upload succeeds"
                 self._notify(WarningNotice(f"{text}: {short_message(error)}"))

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from itertools import islice
@@ -94,7 +94,8 @@ class Candidate:
             rows = rows_of(dataset, self.name)
             if rows == 0:
                 raise DatasetError(f"datasets.{self.name} has no rows")
-            content = [rows, *_files_in(self.arguments, self.storage)]
+            skipped = {self.storage, *map(str, self.project.resolve().parents)}
+            content = [rows, *_files_in(self.arguments, skipped)]
             first = isinstance(dataset, IterableDataset)
             sample = self.first_rows(dataset) if first else self.sample(dataset, some_rows(rows))
             for key, column in sample.items():
@@ -159,32 +160,34 @@ def format_schema(schema: Schema) -> str:
     return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in schema.items())
 
 
-def _files_in(arguments: Any, storage: str) -> list[str]:
+def _files_in(arguments: Any, skipped: Set[str]) -> list[str]:
     """Return sizes and times of every file and folder named in arguments."""
     if isinstance(arguments, dict | list):
         items = arguments.values() if isinstance(arguments, dict) else arguments
-        return [facts for item in items for facts in _files_in(item, storage)]
-    return [_file_facts(arguments, storage)] if isinstance(arguments, str) and len(arguments) < 4096 else []
+        return [facts for item in items for facts in _files_in(item, skipped)]
+    return [_file_facts(arguments, skipped)] if isinstance(arguments, str) and len(arguments) < 4096 else []
 
 
-def _file_facts(path: str, storage: str = "") -> str:
+def _file_facts(path: str, skipped: Set[str] = frozenset()) -> str:
     """Return a path with the size and modification time of its file, or a digest of those of all files in its folder.
 
-    Hidden folders and the storage are left out: runs and tools write to them.
+    Hidden folders and `skipped` are left out: the storage, to which runs write, and folders that contain the project,
+    such as the whole disk of an argument `sep="/"`.
     """
     if Path(path).is_file():
         facts = Path(path).stat()
         return f"{path} {facts.st_size} {facts.st_mtime_ns}"
     if not path or not Path(path).is_dir():
         return path
-    root, files = os.path.realpath(path), list[str]()
-    for folder, folders, names in os.walk(root):
-        if folder == storage:
+    root, files, seen = os.path.realpath(path), list[str](), {*skipped}
+    for folder, folders, names in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
             folders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a broken link
+            with contextlib.suppress(OSError):  # a broken link, or one to itself
                 facts = Path(folder, name).stat()
                 files.append(f"{folder[len(root) :]}/{name} {facts.st_size} {facts.st_mtime_ns}")
     return f"{path} {digest(sorted(files))}" if files else path

@@ -70,7 +70,7 @@ def enter_ray_train(name: str, topology: "Topology | None", *, quiet: bool) -> N
 
 
 def call_functions(functions: Any) -> None:
-    """Let `ray.train.report` and others call the functions of a training function with the same purpose."""
+    """Let `ray.train.report` and others call those of a training function, until the next `enter_ray_train`."""
     _train().WorkerFunctions.functions = functions
 
 

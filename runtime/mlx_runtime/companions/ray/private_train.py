@@ -63,12 +63,15 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
 
     def _report(self, metrics: dict[str, Any], checkpoint: Any, *, validation: Any) -> None:
         rank = current("ray.train.report").rank
-        if validation or (checkpoint is not None and rank != 0):
-            what = "validation=" if validation else f"a checkpoint on rank {rank}; only rank 0 may save one"
-            raise MlxError(f"ray.train.report does not take {what}")
+        if validation:
+            raise MlxError("ray.train.report does not take validation=")
         self.functions.report(metrics)
-        if self.broadcast_from_rank_zero(checkpoint is not None):
-            self.functions.save_checkpoint(files={} if checkpoint is None else _files(checkpoint))
+        files = None if checkpoint is None else _files(checkpoint, read=rank == 0)
+        saved = self.broadcast_from_rank_zero(None if files is None else [*files])
+        if lost := sorted((files or {}).keys() - (saved or [])):
+            raise MlxError(f"ray.train.report saves the files of rank 0, which has no {lost[0]!r} of rank {rank}")
+        if saved is not None:
+            self.functions.save_checkpoint(files=files if rank == 0 else {})
 
     def get_checkpoint(self) -> Any:
         saved = None if self.functions is None else self.functions.load_checkpoint()
@@ -97,15 +100,16 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
         return broadcast(data)  # Ray would unpickle it, and anyone who reaches the nodes could send it
 
 
-def _files(checkpoint: Any) -> dict[str, Any]:
-    """Return the content of the files of a checkpoint, by their paths in its folder."""
+def _files(checkpoint: Any, *, read: bool) -> dict[str, Any]:
+    """Return the content of the files of a checkpoint, by their paths in its folder; without `read`, no bytes."""
     with checkpoint.as_directory() as folder:
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-        return {path.relative_to(folder).as_posix(): np.fromfile(path, np.uint8) for path in paths}
+        return {path.relative_to(folder).as_posix(): np.fromfile(path, np.uint8, -1 if read else 0) for path in paths}
 
 
 def enter(name: str, topology: Topology | None) -> None:
     """See `private.enter_ray_train`."""
+    WorkerFunctions.functions = None  # of a training function that this process has run before
     if topology is None:
         set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
         return

@@ -26,7 +26,7 @@ class MLflow:
         self.tracking_uri, self.experiment = tracking_uri, experiment
         self._client: Any = None
         self._id = ""
-        self._refused: set[str] = set()  # names that MLflow does not accept
+        self._refused: set[tuple[str, str]] = set()  # kinds and names of which MLflow has not accepted a value
         self._unreported: dict[str, str] = {}  # those among them that no warning has named, with the reason
 
     def on_run_start(self, run: RunInfo) -> None:
@@ -57,21 +57,24 @@ class MLflow:
             raise UsageError(f"MLflow does not accept the names {', '.join(found)}: {next(iter(found.values()))}")
 
     def _send(self, kind: str, items: list[Any]) -> None:
-        """Send metrics or params without refused names, for one of which MLflow would refuse the whole request."""
+        """Send metrics or params; those refused before one by one, because MLflow would refuse a whole request."""
         from mlflow.exceptions import MlflowException
 
-        items = [item for item in items if item.key not in self._refused]
-        try:
-            self._client.log_batch(self._id, **{kind: items})
-        except MlflowException as error:
-            if error.error_code != "INVALID_PARAMETER_VALUE":
-                raise
-            if len(items) == 1:
-                self._refused.add(items[0].key)
-                self._unreported[items[0].key] = error.message
-            else:
-                for item in items:
-                    self._send(kind, [item])
+        requests = [[item for item in items if (kind, item.key) not in self._refused]]
+        requests += [[item] for item in items if (kind, item.key) in self._refused]
+        for sent in filter(None, requests):
+            try:
+                self._client.log_batch(self._id, **{kind: sent})
+            except MlflowException as error:
+                if error.error_code != "INVALID_PARAMETER_VALUE":
+                    raise
+                name = sent[0].key
+                if len(sent) > 1:
+                    for item in sent:
+                        self._send(kind, [item])
+                elif (kind, name) not in self._refused:
+                    self._refused.add((kind, name))
+                    self._unreported[name] = error.message
 
     def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
         ends = {"SUCCEEDED": "FINISHED", "STOPPED": "KILLED"}

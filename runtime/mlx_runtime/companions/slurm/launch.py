@@ -17,7 +17,7 @@ from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.loop.options import ENGINES
 from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.folder import RunFolder, next_name, run_folder
 from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
@@ -56,9 +56,7 @@ class SlurmLaunch(Launch):
             return super()._claim(kind, name)
         cfg = self.config.cfg
         root = storage_root(cfg.storage_path)
-        numbers = [found.removeprefix(kind) for found in storage_at(root).names(cfg.name) if found.startswith(kind)]
-        latest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        return run_folder(root, cfg.name, f"{kind}{name or f'{latest + 1:03d}'}")
+        return run_folder(root, cfg.name, next_name(storage_at(root), cfg.name, kind, name))
 
     def _submit_driver(
         self,

@@ -76,6 +76,7 @@ class Following:
             self._follower.abandon,
             self._follower.done,
         )
+        self.waits_s = self._follower._allowance.wait_s
 
     def notices(self) -> list[Notice]:
         """Return what it has told since the last call."""
@@ -388,6 +389,22 @@ def test_commits_that_are_refused_forever_are_given_up(
     with pytest.raises(StorageError, match=r"hf://alice/digits refuses the commit because of another one; try"):
         pushing.push(training.folder, URI)
     assert len(server.faults.injected) == 4
+
+
+def test_refused_commits_count(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror, "CONFLICTS_S", (0.0,))
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
+    monkeypatch.setattr(Allowance.__init__, "__defaults__", (4, 1e6))
+    training = Training(tmp_path)
+    following = training.follow()
+    server.faults = Faults(1, ("409",), lambda method, path: "/commit/" in path)
+    training.save(0)
+    following.saved()
+    until(lambda: following.waits_s() > 0)
+    assert len(server.faults.injected) == 4
+    server.faults = Faults()
+    training.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
 
 
 def test_a_mirror_has_a_limited_number_of_files(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -397,7 +397,7 @@ class TestExamples:
         assert pickled.startswith("src.training.unpicklable returned a function on rank ")
         text, *where = reported.splitlines()
         assert text == "report(loss='low') is not a number; report numbers, or tensors of one element"
-        assert where == ["  src/training.py:138 in reports_text", '    report(loss="low")']
+        assert where == ["  src/training.py:158 in reports_text", '    report(loss="low")']
         assert nameless.splitlines()[0] == "report was called with a metric without a name"
         assert saved.startswith("save_checkpoint(model=...) is of type object, which a checkpoint cannot hold")
         on_every_worker = "; call report and save_checkpoint on every worker, not only on rank 0"

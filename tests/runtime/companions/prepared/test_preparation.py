@@ -155,11 +155,19 @@ def test_folders_that_arguments_name(project: SimpleNamespace, tmp_path: Path, m
     images.mkdir(parents=True)
     (tmp_path / ".cache").mkdir()
     (images / "1.png").touch()
-    for folder in ("runs", ".", "images"):
+    outside = tmp_path.with_name("outside")
+    outside.mkdir()
+    (images / "outside").symlink_to(outside)
+    (images / "itself").symlink_to("itself")
+    (images / "above").symlink_to(tmp_path.parent)
+    for folder in ("runs", ".", "images", "..", "/"):
         project.prepare(folder=folder)
         for changed in ("runs", ".cache"):
-            (tmp_path / changed / f"after {folder}").touch()
+            (tmp_path / changed / f"after {ord(folder[-1])}").touch()
         assert project.find(folder=folder) is not None
+    (outside / "2.png").touch()
+    assert project.find(folder="images") is None
+    project.prepare(folder="images")
     images.rename(images.with_name("dogs"))
     assert project.find(folder="images") is None
 

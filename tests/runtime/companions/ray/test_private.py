@@ -95,6 +95,19 @@ class TestWorkerFunctions:
         assert inspect.signature(LocalTrainContext).parameters.keys() == place | {"experiment_name"}
         assert inspect.signature(LocalTrainFnUtils).parameters.keys() == place | {"experiment_name", "dataset_shards"}
 
+    def test_a_training_function_has_its_own_for_one_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
+        second = Topology(1, 2, torch.device("cpu"))
+        enter_ray_train("digits", second, quiet=False)
+        ray_private.call_functions(SimpleNamespace(report=dict, load_checkpoint=lambda: {"files": {}}))
+        assert ray.train.get_checkpoint() is not None
+        (tmp_path / "rank_1").touch()
+        monkeypatch.setattr(private_train, "broadcast", lambda value: [])  # rank 0 has no files
+        with second.entered(), pytest.raises(MlxError, match="files of rank 0, which has no 'rank_1' of rank 1"):
+            ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(str(tmp_path)))
+        enter_ray_train("digits", second, quiet=False)
+        assert ray.train.get_checkpoint() is None
+
     def test_public_functions_ask_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -29,7 +29,7 @@ from mlx_runtime.companions.serving.http import shadow
 from mlx_runtime.companions.serving.http.access import Access, digest_of
 from mlx_runtime.companions.serving.http.asgi import Limits, application
 from mlx_runtime.companions.serving.http.batching import Batcher
-from mlx_runtime.companions.serving.http.bodies import MAX_VALUES, Part, RowParser
+from mlx_runtime.companions.serving.http.bodies import MAX_LISTS, MAX_VALUES, Part, RowParser
 from mlx_runtime.companions.serving.http.counters import Counters
 from mlx_runtime.companions.serving.http.negotiation import BodyError
 from mlx_runtime.companions.serving.http.server import Server, access_for
@@ -395,13 +395,17 @@ def test_values_are_counted_before_they_become_objects() -> None:
     """5 million empty lists in 15 MB of JSON froze the server for 9 s."""
     parser = RowParser(Schema((Column("v", "float32", (None, None)),)), 1024)
     row = b'{"rows": [{"v": [[%s]]}]}'
-    (part,), _ = parser.parse(row % b",".join([b"1"] * (MAX_VALUES - 10)), JSON)
-    assert part.batch["v"].shape == (1, 1, MAX_VALUES - 10)
-    ends = np.arange(MAX_VALUES + 2, dtype=np.int32).clip(max=MAX_VALUES)  # lists of one number, and an empty one
-    lists = pa.ListArray.from_arrays(ends, np.zeros(MAX_VALUES, dtype=np.int8))
-    table = pa.table({"v": pa.ListArray.from_arrays(np.array([0, MAX_VALUES + 1], dtype=np.int32), lists)})
-    for kind, body in ((JSON, row % b",".join([b"[]"] * MAX_VALUES)), (ARROW, stream(table))):
-        with pytest.raises(BodyError, match=f", of at most {MAX_VALUES:,}; send fewer rows") as raised:
+    pictures = 7 * 3 * 224 * 224
+    (part,), _ = parser.parse(row % b",".join([b"1"] * pictures), JSON)
+    assert part.batch["v"].shape == (1, 1, pictures)
+    ends = np.arange(MAX_LISTS + 2, dtype=np.int32).clip(max=MAX_LISTS)  # lists of one number, and an empty one
+    lists = pa.ListArray.from_arrays(ends, np.zeros(MAX_LISTS, dtype=np.int8))
+    table = pa.table({"v": pa.ListArray.from_arrays(np.array([0, MAX_LISTS + 1], dtype=np.int32), lists)})
+    for kind, limit, body in (
+        (JSON, MAX_VALUES, row % b",".join([b"[]"] * (MAX_VALUES // 5))),
+        (ARROW, MAX_LISTS, stream(table)),
+    ):
+        with pytest.raises(BodyError, match=f", of at most {limit:,}; send fewer rows") as raised:
             parser.parse(body, kind)
         assert raised.value.status == 413
 
