@@ -23,7 +23,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters, try_convert
-from mlx_runtime.config.interpolation import RECENT, escape, resolve_config
+from mlx_runtime.config.interpolation import escape, resolve_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message
@@ -190,11 +190,8 @@ def read(
                 from mlx_runtime.config.mismatches import unknown_key
 
                 problems.append(Problem(key, unknown_key(key, item.input_line, values, title)))
-        store = ConfigStore.instance()
-        store.repo.pop(f"{SELECTED}.yaml", None)  # Hydra 1.4 warns about replacing it, 1.3 takes no `replace`
-        store.store(SELECTED, selection.tree)
-        base: dict[str, Any] = {} if RECENT else {"version_base": None}
-        with initialize_config_dir(config_dir=str(path.parent.resolve()), **base):
+        ConfigStore.instance().store(SELECTED, selection.tree)
+        with initialize_config_dir(version_base=None, config_dir=str(path.parent.resolve())):
             config = compose(config_name=SELECTED, overrides=known)
         OmegaConf.set_struct(config, False)
         problems += _drop_unresolvable(config, "")

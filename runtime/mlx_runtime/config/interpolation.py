@@ -4,15 +4,12 @@ import contextlib
 import re
 from typing import Any
 
-from omegaconf import OmegaConf, __version__
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from mlx_runtime.errors import short_message
 from mlx_runtime.storage.documents import from_yaml
-
-RECENT = tuple(map(int, __version__.split(".")[:2])) >= (2, 4)
-"""True for OmegaConf 2.4 and Hydra 1.4, which require each other and warn about calls that earlier releases need."""
 
 
 class Reference(str):
@@ -77,12 +74,11 @@ def resolve_config(config: Any, *, environment: bool) -> Any:
                 return Reference(raw)
             raise
 
-    register: Any = OmegaConf.register_resolver if RECENT else OmegaConf.register_new_resolver
-    register("oc.env", variable, replace=True)
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
     try:
         return container(config, OmegaConf.to_container(config))
     finally:
-        register("oc.env", oc.env, replace=True)
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def unset_variables(node: Any) -> set[str]:

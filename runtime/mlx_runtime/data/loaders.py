@@ -423,7 +423,7 @@ class Loader:
                 changed = "has no group_by_length any more, but had it"
             elif shard.shuffle and state.get("streamed", self._streamed) != self._streamed:
                 now, then = ("a stream", "prepared") if self._streamed else ("prepared (see --no-prepared)", "a stream")
-                changed = f"is {now}, but was {then}, in another order,"
+                changed = f"is now {now} and has another order, but was {then}"
             if changed is not None:
                 raise DatasetError(
                     f"datasets.{shard.name} {changed} when the run was interrupted in the middle of an epoch; "

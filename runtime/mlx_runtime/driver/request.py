@@ -199,7 +199,7 @@ def load_config(
             if not choice.declared:
                 resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
     notes = [
-        f"note      {', '.join(names)} of {key} in {title or path} belong to its former class and are left out"
+        f"note      ignoring {', '.join(names)} of {key} in {title or path}, set for the class that was replaced"
         for key, names in composition.selection.left_out.items()
         if names
     ]

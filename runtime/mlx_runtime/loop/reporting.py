@@ -147,7 +147,7 @@ class Reporter:
         self._not_finite = True  # later ones would be reported again and again
         monitor = self._context.cfg.monitor
         text = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite at step {step} of epoch {epoch + 1}"
-        best = f"; a checkpoint with such a {monitor} is never the best" if monitor in names else ""
+        best = f"; checkpoints without a finite {monitor} are never the best" if monitor in names else ""
         self.events.send(
             WarningNotice(f"{text}{best}. cfg.debug.stop_on_nan=true ends a run at the first such gradient")
         )

@@ -144,7 +144,8 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
         at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
         raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
         if not at_limit and epochs and (record.get("epoch") or 0) + 1 < epochs:
-            raised += " and, after early stopping, the patience, like tools.early_stopping.patience=20"
+            patience = "tools.early_stopping.patience=20"
+            raised += f". If early stopping ended the run, also raise its patience, e.g. {patience}"
         further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
         raise RunFinished(
             f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "

@@ -121,9 +121,8 @@ class Session:
         trained = optimization.knows_steps or optimization.stepped or self._stepped
         if is_left and optimization.expected and not trained:
             self.reporter.events.notice(
-                f"worker_loop has ended at epoch {cfg.start_epoch} of {cfg.num_epochs} without training, as its "
-                "restored state demands; after early stopping, raise the patience, too, like "
-                "tools.early_stopping.patience=20"
+                f"worker_loop returned at epoch {cfg.start_epoch} of {cfg.num_epochs} without training. If early "
+                "stopping ended the run, also raise its patience, e.g. tools.early_stopping.patience=20"
             )
 
     def _end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:

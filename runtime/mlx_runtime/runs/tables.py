@@ -18,23 +18,25 @@ COLORS |= dict.fromkeys(("FAILED", "STALE", "UNREADABLE"), "red")
 MIN_WIDTH = 80
 
 CELL = 100
-"""Maximum length of a cell."""
+"""Maximum length of a cell or title in a listing."""
 
 
-def print_table(rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
-    """Print rows with the same columns: drawn on a terminal, plain and aligned in a pipe or a narrow terminal."""
+def print_table(rows: Sequence[Mapping[str, str]], stream: TextIO, *, whole: bool = False) -> None:
+    """Print rows with the same columns: drawn on a terminal, plain and aligned in a pipe or a narrow terminal.
+
+    Cells and titles are cut at `CELL` characters, unless the `whole` text is needed.
+    """
     if not rows:
         return
-    rows = [
-        {printable(key, one_line=True): shorten(printable(text, one_line=True)) for key, text in row.items()}
-        for row in rows
+    fit = str if whole else shorten
+    lines = [
+        [fit(printable(text, one_line=True)) for text in line] for line in (rows[0], *(row.values() for row in rows))
     ]
     width = shutil.get_terminal_size().columns if stream.isatty() else 0
     if width >= MIN_WIDTH:
-        _draw(rows, stream, width)
+        _draw(lines, stream, width)
         return
     # Importing rich would take half as long again as all of `mlx xp ls` (see docs/decisions/0014-libraries.md).
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip(), file=stream)
@@ -45,17 +47,17 @@ def shorten(text: str) -> str:
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
-def _draw(rows: Sequence[Mapping[str, str]], stream: TextIO, width: int) -> None:
+def _draw(lines: Sequence[Sequence[str]], stream: TextIO, width: int) -> None:
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
     fixed = {*COLUMNS, "trial", "fold"} - {*WRAPPED}
-    columns = [Column(name, no_wrap=name in fixed, min_width=None if name in fixed else 8) for name in rows[0]]
+    columns = [Column(name, no_wrap=name in fixed, min_width=None if name in fixed else 8) for name in lines[0]]
     gap = 2 if width >= 100 else 1
     table = Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
-    for row in rows:
-        table.add_row(*(Text(text, style=COLORS.get(text, ""), overflow="fold") for text in row.values()))
+    for line in lines[1:]:
+        table.add_row(*(Text(text, style=COLORS.get(text, ""), overflow="fold") for text in line))
     Console(file=stream).print(table)
 
 

@@ -22,7 +22,7 @@ AMBIGUOUS = re.compile(
 )
 """Beginnings of text that YAML 1.1 or 1.2 would read as a number, date, word or line break if it were not in quotes."""
 
-ESCAPE = "write \\${ for the characters themselves"
+ESCAPE = "for a literal ${, write \\${"
 """Cure for text with a `${` that begins no reference."""
 
 NAME_BYTES = 200

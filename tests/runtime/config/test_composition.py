@@ -246,7 +246,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         ),
         (
             ["cfg.name=${nope}"],
-            r"cfg.name: Interpolation key 'nope' not found; write \${ for the characters themselves",
+            r"cfg.name: Interpolation key 'nope' not found; for a literal ${, write \${",
         ),
     ],
 )
@@ -278,8 +278,8 @@ def test_another_class_has_its_own_defaults_and_what_is_typed_for_it(conf: Path)
     deep = f"models.net._target_={__name__}.Deep"
     config = load_config(Experiment, [deep, "models.net.depth=3"], conf)
     assert config.tree["models"]["net"] == {"_target_": f"{__name__}.Deep", "depth": 3}
-    left_out = f"width, kind, layer of models.net in {conf} belong to its former class and are left out"
-    assert config.notes == (f"note      {left_out}",)
+    left_out = f"width, kind, layer of models.net in {conf}, set for the class that was replaced"
+    assert config.notes == (f"note      ignoring {left_out}",)
     conf.write_text(config.yaml())
     assert load_config(Experiment, [deep], conf).tree["models"] == config.tree["models"]  # as on resume
     with pytest.raises(ConfigError, match="models.net._target_ is .*Needy, which is not a "):
@@ -658,7 +658,7 @@ def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, as
         ("=3", "the override '=3' has no key; write key=value without spaces"),
         (
             "cfg.name='${'",
-            "cfg.name='${': no viable alternative at input '${'; write \\${ for the characters themselves",
+            "cfg.name='${': no viable alternative at input '${'; for a literal ${, write \\${",
         ),
     ],
 )
@@ -797,10 +797,9 @@ def test_a_reference_to_the_environment_stays_one_and_a_text_like_it_a_text(
 def test_a_dollar_and_a_brace_alone_are_named_with_their_key_and_the_cure(conf: Path) -> None:
     text = conf.read_text()
     conf.write_text(text.replace("name: experiment", 'name: "a ${"'))
+    told = re.escape("cfg.name: no viable alternative at input '${'; for a literal ${, write \\${")
     for use in (load_config, bind):
-        with pytest.raises(
-            (BindError, ConfigError), match=re.escape("cfg.name: no viable alternative at input '${'; write \\${")
-        ):
+        with pytest.raises((BindError, ConfigError), match=told):
             use(Experiment, path=conf)
 
 

@@ -427,7 +427,7 @@ def test_going_on_in_the_order_of_a_prepared_dataset_is_refused_within_a_stream(
     manifest = SimpleNamespace(rows=37, columns={})
     other = shard(Numbers(), prepared=PreparedSet("", cast(Any, manifest), {"batch_size": 3})).iter_torch_batches()
     other.load_state_dict(loader.state_dict())
-    message = r"datasets.train is prepared \(see --no-prepared\), but was a stream, in another order, when"
+    message = r"datasets.train is now prepared \(see --no-prepared\) and has another order, but was a stream when"
     with pytest.raises(DatasetError, match=message):
         next(iter(other))
 

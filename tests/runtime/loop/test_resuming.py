@@ -42,7 +42,8 @@ HERE = __name__
 
 
 def test_the_setting_that_ended_a_run_is_the_one_to_raise(tmp_path: Path) -> None:
-    early = "cfg.num_epochs and, after early stopping, the patience, like tools.early_stopping.patience=20"
+    early = "cfg.num_epochs. If early stopping ended the run, also raise its patience, e.g. "
+    early += "tools.early_stopping.patience=20"
     for steps, epoch, setting in ((40, 0, "cfg.max_steps"), (41, 8, "cfg.num_epochs"), (41, 7, early)):
         run = claim_run(str(tmp_path), "digits")
         run.claim_attempt(1)

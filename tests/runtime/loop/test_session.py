@@ -153,7 +153,7 @@ class TestRestart:
         first, again = Events(), Events()
         for events in (first, again):
             run(Experiment(), tmp_path, sink=events, epochs=1)
-        text = "worker_loop has ended at epoch 1 of 3 without training, as its restored state demands"
+        text = "worker_loop returned at epoch 1 of 3 without training. If early stopping ended the run, "
         assert [
             sum(text in event.text for event in events if isinstance(event, Notice)) for events in (first, again)
         ] == [0, 1]

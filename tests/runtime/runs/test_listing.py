@@ -819,9 +819,18 @@ class TestRm:
 @pytest.mark.pure
 def test_a_long_name_does_not_widen_a_table() -> None:
     stream = io.StringIO()
-    tables.print_table([{"metric": "x" * 300, "best": "0.5"}, {"metric": "y", "best": "1"}], stream)
-    name, best = stream.getvalue().splitlines()[1].split()
-    assert (len(name), name[-1], best) == (100, "…", "0.5")
+    tables.print_table([{"metric": "x" * 300, "z" * 300: "0.5"}, {"metric": "y", "z" * 300: "1"}], stream)
+    (_, title), (name, best), _ = (line.split() for line in stream.getvalue().splitlines())
+    assert (len(title), title[-1], len(name), name[-1], best) == (100, "…", 100, "…", "0.5")
+
+
+@pytest.mark.pure
+def test_texts_that_differ_late_are_whole_in_a_diff(made: Made) -> None:
+    texts = ["x" * 300 + end for end in "ab"]
+    for text in texts:
+        made().conf.write_text(f"tools: {{text: {text}}}")
+    done = CliRunner().invoke(mlx_command, ["xp", "diff", "digits", "1", "2"])
+    assert ["tools.text", *texts] in [line.split() for line in done.stdout.splitlines()], done.output
 
 
 @pytest.mark.pure

@@ -251,7 +251,7 @@ def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(item.step, item.value) for item in history] == [(10, 0.5), (15, 0.5), (20, 0.25), (25, 0.25)]
     start = "cfg.trackers.mlflow failed in on_report, the run continues: MLflow does not accept the names "
-    names = [text.removeprefix(start).partition(": ")[0] for text in told]
+    names = [text.removeprefix(start).partition(". For ")[0] for text in told]
     assert names == ["models.net.p@1, acc@1", "acc@9", "acc@1, acc@5", "acc@9"]  # of each attempt
     for value in (None, 4.0):  # MLflow refuses the first one
         tracker._send("metrics", [Metric("cfg.seed", value, 0, 1)])

@@ -277,7 +277,7 @@ class Repository:
         cause, errors = _root(error), self._errors
         match _status(cause):
             case status if status in MOVED:
-                return OutdatedError(f"{self.address} refuses the commit because of another one; try again later")
+                return OutdatedError(f"{self.address} rejected the commit: the repository has changed; try again later")
             case 401 if not isinstance(cause, errors.RepositoryNotFoundError):
                 return UsageError(
                     f"the Hugging Face Hub does not accept the token for {self.address}; set HF_TOKEN to a valid one, "

@@ -54,7 +54,8 @@ class MLflow:
         self._send("metrics", [Metric(name, value, moment, report.step) for name, value in values.items()])
         if found := self._unreported:
             self._unreported = {}
-            raise UsageError(f"MLflow does not accept the names {', '.join(found)}: {next(iter(found.values()))}")
+            name, why = next(iter(found.items()))
+            raise UsageError(f"MLflow does not accept the names {', '.join(found)}. For {name}: {why}")
 
     def _send(self, kind: str, items: list[Any]) -> None:
         """Send metrics or params; those refused before one by one, because MLflow would refuse a whole request."""

@@ -167,7 +167,7 @@ def prepare(
     if is_uri(root):
         raise UsageError(f"the storage is {root}; a job of Slurm finds its code in a folder that the nodes share")
     if odd := re.search(r"[%\\\r\n]", root):  # in a directive, or replaced in it; scontrol shows %% as something else
-        raise UsageError(f"the storage is {root!r:.300}; a script of Slurm cannot name a folder with {odd[0]!r}")
+        raise UsageError(f"the storage is {root!r:.300}; Slurm cannot use a folder with {odd[0]!r} in its name")
     if nodes > 1 and cfg.start_workers == 0:
         raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):

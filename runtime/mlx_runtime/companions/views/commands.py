@@ -33,7 +33,7 @@ def xp_diff(words: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(to_json({"a": a.location, "b": b.location} | found), nl=False)
     elif any(found.values()):
-        print_table(difference.table(a, b, found), sys.stdout)
+        print_table(difference.table(a, b, found), sys.stdout, whole=True)
     else:
         say(f"{a.title} and {b.title} do not differ", err=True)
 

@@ -52,7 +52,7 @@ INTERVAL = "_interval"
 OF_WORKERS = ("fragments", "replicas")
 """Prefixes of numbers about workers, of which each has a chart with its ranks, like `fragments/bytes/rank_0`."""
 
-OF_TRAINING = re.compile(rf"({'|'.join((GROUP, 'time', 'gpu', *OF_WORKERS))})/|tflops$|.*_per_s$")
+OF_TRAINING = re.compile(rf"({'|'.join((GROUP, 'time', 'gpu', *OF_WORKERS))})/|.*_per_s$")
 """Names of numbers that are not results: learning rates, times, speeds, and the use of devices and networks."""
 
 Point = tuple[int, float | None, int]

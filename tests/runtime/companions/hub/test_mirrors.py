@@ -386,7 +386,7 @@ def test_commits_that_are_refused_forever_are_given_up(
     training.record.finish("STOPPED")
     claimed = lambda method, path: "/commit/" in path and bool(server.commits("alice/digits"))  # noqa: E731
     server.faults = Faults(1, ("409",), claimed, limit=50)
-    with pytest.raises(StorageError, match=r"hf://alice/digits refuses the commit because of another one; try"):
+    with pytest.raises(StorageError, match=r"hf://alice/digits rejected the commit: the repository has changed; try"):
         pushing.push(training.folder, URI)
     assert len(server.faults.injected) == 4
 

@@ -158,7 +158,7 @@ def test_a_printed_script_creates_nothing(mlx: Mlx, digits: Path, tmp_path: Path
         assert not storage.exists()
     done = mlx(digits, *launch, PATH=str(tmp_path), MLX_STORAGE=f"{storage}\ntouch owned")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
-    assert "; a script of Slurm cannot name a folder with '\\n'" in done.stderr
+    assert "; Slurm cannot use a folder with '\\n' in its name" in done.stderr
 
 
 @pytest.mark.pure
