@@ -256,7 +256,7 @@ class Follower:
         self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
         self.done = threading.Event()
         self._failure: str | None = None  # reason why uploads have ended
-        self._allowance = Allowance()
+        self.allowance = Allowance()
         writer.announce = lambda text: notify(Notice(text))
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
@@ -326,7 +326,7 @@ class Follower:
             self._changed.wait_for(lambda: self._dirty or self._ending, REFRESH_S)
             dirty = self._dirty
         if dirty:
-            self._pause(self._allowance.wait_s())
+            self._pause(self.allowance.wait_s())
         with self._changed:
             last, self._dirty = self._ending, False
             if self._abandoned:
@@ -335,7 +335,7 @@ class Follower:
             self._upload(last=last, whole=dirty or last)
         except (StorageError, OSError) as error:
             if isinstance(error, OutdatedError):
-                self._allowance.take(1 + len(CONFLICTS_S))
+                self.allowance.take(1 + len(CONFLICTS_S))
             if not self._trying_again:
                 text = "training continues without a mirror until the upload succeeds"
                 self._notify(WarningNotice(f"{text}: {short_message(error)}"))
@@ -348,7 +348,7 @@ class Follower:
         if self._trying_again:
             self._notify(Notice(f"mirror    {self._writer.address} is up to date again"))
         self._trying_again = False
-        self._allowance.take()
+        self.allowance.take()
         return last
 
     def _upload(self, *, last: bool, whole: bool) -> None:

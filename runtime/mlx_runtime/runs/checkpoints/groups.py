@@ -284,7 +284,8 @@ class _Attributes:
                 kept[name] = value.detach() if _is_trained(value) else self._encode(value, name)
             except TypeError:
                 left_out.append(name)
-        return kept | ({SPECIAL: self._shared} if self._shared else {}), left_out
+        shared = self._shared if any(item is not None for item in self._shared) else []  # None: it cannot be saved
+        return kept | ({SPECIAL: shared} if shared else {}), left_out
 
     def _count(self, value: Any) -> None:
         if isinstance(value, list | dict | torch.Tensor):

@@ -76,7 +76,7 @@ class Following:
             self._follower.abandon,
             self._follower.done,
         )
-        self.waits_s = self._follower._allowance.wait_s
+        self.waits_s = self._follower.allowance.wait_s
 
     def notices(self) -> list[Notice]:
         """Return what it has told since the last call."""
