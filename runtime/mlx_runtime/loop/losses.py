@@ -1,6 +1,7 @@
 """Plain functions as losses."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,8 @@ class Mean(Metric):
         self._value: tuple[torch.Tensor, Any] | None = None
         self.calls = 0
         self.counted: float | torch.Tensor | None = None
+        self._before: tuple[torch.Tensor, bool, int] | None = None  # value, has a gradient, rows; of the last batch
+        self._growth: list[torch.Tensor] | None = []  # by how much values fell less than rows, in short batches
         self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("elements", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -104,6 +107,19 @@ class Mean(Metric):
         """Return the mean, () float32."""
         return (self.total / self.elements).float()
 
+    def _watch_growth(self, value: torch.Tensor, rows: int) -> None:
+        """Warn once if the value has fallen with the number of rows in three short batches, as a sum does."""
+        before, self._before = self._before, (value.detach(), value.requires_grad, rows)
+        if self._growth is None or before is None or before[1] != value.requires_grad or not 0 < 2 * rows <= before[2]:
+            return
+        self._growth.append(value.detach() / before[0] * before[2] / rows)
+        if len(self._growth) == 3:
+            found, self._growth = torch.stack(self._growth).tolist(), None
+            if 0.7 < sorted(found)[1] < 1.4:
+                name = getattr(self.function, "__name__", "a loss")
+                cure = "if it returns the sum over a batch, write losses.Mean(..., reduction='sum')"
+                warnings.warn(f"values of {name} grow with the number of rows; {cure}", stacklevel=2)
+
     def _mean(
         self, args: tuple[Any, ...], count: float | torch.Tensor | None, options: dict[str, Any]
     ) -> tuple[torch.Tensor, Any]:
@@ -117,7 +133,11 @@ class Mean(Metric):
         value = value.reshape(())
         if count is None and self.ignore_index is None:
             rows = len(args[0] if args else next(iter(options.values())))
-            return (value / rows if self.reduction == "sum" else value), rows
+            if self.reduction == "sum":
+                return value / rows, rows
+            if self._growth is not None:
+                self._watch_growth(value, rows)
+            return value, rows
         if count is None:
             target = args[1] if len(args) > 1 else options["target"]
             count = (target != self.ignore_index).sum()

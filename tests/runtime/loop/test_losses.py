@@ -117,6 +117,22 @@ def test_a_function_that_reduces_nothing_by_default() -> None:
     torch.testing.assert_close(Mean(error)(*batch), F.mse_loss(*batch))
 
 
+def test_a_function_that_seems_to_sum() -> None:
+    """Each pass ends with a short batch."""
+
+    def read(loss: Mean) -> None:
+        for rows in (8, 8, 3) * 3:
+            loss(1 + torch.rand(rows, requires_grad=True) / 8, torch.zeros(rows))
+
+    with pytest.warns(UserWarning, match=r"^values of total grow with the number of rows; if it returns the sum"):
+        read(Mean(total))
+    read(Mean(F.mse_loss))
+
+
+def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().sum()
+
+
 def test_what_is_no_mean() -> None:
     with pytest.raises(MlxError, match=r"^losses.Mean takes a function, like F.cross_entropy, not 'cross_entropy'$"):
         Mean("cross_entropy")
