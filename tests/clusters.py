@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from leftovers import kill, marked
-from packages import install, program
 
 START_S = 300
 
@@ -69,13 +68,11 @@ class RayCluster:
         environment: environment variables of all processes, including jobs.
         token: required from clients; None means that none is required.
         grows_to: maximum number of nodes with one CPU that its autoscaler starts; None means that it has none.
-        one_folder: raylets use the folder of the head, so that Ray finds the logs of drivers on them.
     """
 
     environment: Mapping[str, str]
     token: str | None = None
     grows_to: int | None = None
-    one_folder: bool = False
     raylets: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
     _marks: dict[int, str] = field(default_factory=dict)
 
@@ -92,11 +89,10 @@ class RayCluster:
             (config := self.folder / "autoscaler.yaml").write_text(json.dumps(self._autoscaler(self.grows_to)))
             scaling = [f"--autoscaling-config={config}"]
             self._env |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-        self._head_options = (
+        self.head = self._start(
             *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0", *scaling),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
         )
-        self.head = self._start(*self._head_options)
         try:
             self.wait(0)
         except BaseException:
@@ -148,8 +144,7 @@ class RayCluster:
         **resources: float,
     ) -> None:
         """Start a raylet. Its GPUs are only numbers, which Ray assigns to workers."""
-        given = json.dumps(resources)
-        folder = self.folder if self.one_folder else self.folder / str(len(self.raylets))
+        given, folder = json.dumps(resources), self.folder / str(len(self.raylets))
         self.raylets.append(
             self._start(
                 *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
@@ -168,12 +163,6 @@ class RayCluster:
     def kill_head(self) -> None:
         """Kill all processes of the head at once, as if its machine were lost."""
         self._end(self.head)
-
-    def restart_head(self) -> None:
-        """Kill all processes of the head at once, and start it again."""
-        self.kill_head()
-        (self.folder / "ray_current_cluster").unlink()  # otherwise Ray refuses to start, as the raylets name that head
-        self.head = self._start(*self._head_options)
 
     def wait(self, nodes: int) -> None:
         """Wait until that many raylets have joined the head, and it accepts jobs."""
@@ -229,19 +218,6 @@ def _members(mark: str) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
-
-
-@contextlib.contextmanager
-def redis() -> Iterator[str]:
-    """Start a Redis that keeps its data in memory. Yield its address."""
-    install(("redis-tools",), ("redis-check-rdb",))  # the program of the server; redis-server would start a service
-    (port,) = free_ports(1)
-    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
-    with subprocess.Popen(command, executable=program("redis-check-rdb"), stdout=subprocess.DEVNULL) as process:
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            process.terminate()
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     **dict.fromkeys(("experiment", "run"), NAME),
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
     "heartbeat": TIME,
-    **dict.fromkeys(("attempt", "retries", "files", "size_bytes"), COUNT),
+    **dict.fromkeys(("attempt", "files", "size_bytes"), COUNT),
     "attempts": list_of(mapping_with(_DRIVER)),
     **dict.fromkeys(("boot", "pid_started", "device", "monitor", "experiment_class", "stop_reason"), TEXT.or_null()),
     **dict.fromkeys(("output", "filling", "code", "settings"), TEXT.or_null()),  # of a data job

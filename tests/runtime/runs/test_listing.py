@@ -24,7 +24,6 @@ from conftest import Mlx
 from mlx_runtime.cli import mlx as mlx_command
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.companions.ray.jobs import JobState
 from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records, tables
@@ -451,46 +450,6 @@ class TestLogs:
         for follow in (None, True):  # it has ended, so there is nothing to wait for
             assert xp.logs(resolve_run("digits", "1"), told.append, follow=follow) == code
         assert xp.logs(resolve_run("digits", "1"), told.append, follow=False) == 0
-
-    @pytest.mark.parametrize(
-        ("ends_as", "return_code", "metadata", "following"),
-        [
-            ({"status": "RUNNING"}, None, {"retries": "1"}, True),
-            ({"status": "STOPPED", "stop_reason": "SIGTERM"}, -9, {"retries": "1"}, True),  # without its parent process
-            ({"status": "FAILED"}, None, {"retries": "1"}, False),
-            ({"status": "RUNNING"}, 1, {"retries": "1"}, False),
-            ({"status": "RUNNING"}, None, {}, False),
-        ],
-    )
-    def test_jobs_that_a_guard_submits_are_followed(
-        self,
-        made: Made,
-        monkeypatch: pytest.MonkeyPatch,
-        ends_as: dict[str, Any],
-        return_code: int | None,
-        metadata: dict[str, str],
-        following: bool,
-    ) -> None:
-        monkeypatch.setattr(xp, "FOLLOW_S", 0.01)
-        job = {"id": "first", "address": "http://127.0.0.1:1"}
-        run, told = made(status="RUNNING", job=job, **leases.this_process()), list[str]()
-
-        def submit() -> None:
-            records.Record(run, records.load_record(run), status="PENDING", job=job | {"id": "second"})
-
-        class Cluster:
-            def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
-                write(job)
-                if job == "second":
-                    return JobState("SUCCEEDED", "", 0, metadata)
-                records.Record(run, records.load_record(run), **ends_as)
-                if following:
-                    threading.Timer(0.1, submit).start()
-                return JobState("FAILED", "", return_code, metadata)
-
-        monkeypatch.setattr(xp, "dashboard_of", lambda record: Cluster())
-        assert xp.logs(resolve_run("digits", "1"), told.append, follow=True) == (0 if following else 1)
-        assert told == (["first", "second"] if following else ["first"])
 
     @pytest.mark.parametrize(("status", "code"), [("PRUNED", 0), ("STALE", 1), ("FAILED", 1)])
     def test_the_code_of_a_run_that_has_ended(self, made: Made, status: str, code: int) -> None:

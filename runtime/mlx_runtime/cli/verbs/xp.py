@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
-from mlx_runtime.errors import ClusterError, MlxError, RunStopped, UsageError, suggest
+from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.extras import require
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RunFolder, find_run
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
-GUARD_S = 180.0  # maximum time until a guard has submitted a lost job again
-RETRIES = "retries"  # in the metadata of jobs that have a guard
-LOST_CODES = (None, -signal.SIGKILL, 128 + signal.SIGKILL)  # return codes of jobs that a guard may submit again
 MIRROR_S = 10.0  # interval for refreshing local copies of an object store
 STOP_S = 60  # maximum time for `stop` to wait for a step and a checkpoint
 
@@ -42,9 +39,6 @@ def stop(folder: RunFolder) -> str:
     record = records.load_record(folder)
     status = records.status_of(record, job_status(record))
     if status not in records.LIVING and not drivers.claiming_driver(folder, record):
-        if record["status"] in records.LIVING and status == "FAILED":  # a guard may be about to submit its job again
-            records.Record(folder, record).finish("STOPPED", stop_reason=RunStopped.REQUESTED)
-            return f"{title} had lost its job, and is STOPPED"
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (dashboard := dashboard_of(record)) is not None:
         dashboard.stop(record["job"]["id"])
@@ -91,31 +85,13 @@ def logs(
     dashboard = dashboard_of(record) if rank is None else None
     with contextlib.suppress(ClusterError):  # the cluster may go down; the output is stored
         if dashboard is not None and follow:
-            return _follow(folder, record["job"]["id"], dashboard, write, tail)
+            return dashboard.follow(record["job"]["id"], write, tail).exit_code
         if dashboard is not None:
             text = dashboard.log(record["job"]["id"])
             write(text if tail is None else last_lines(text, tail))
             return code
     followed = _stored_logs(folder, write, follow=follow, rank=rank, tail=tail)
     return followed if follow else code
-
-
-def _follow(
-    folder: RunFolder, job: str, dashboard: "Dashboard", write: Callable[[str], object], tail: int | None
-) -> int:
-    """Write the output of the job of a run, and of those that its guard submits. Return the exit code of the last."""
-    state = dashboard.follow(job, write, tail)
-    lost = RETRIES in state.metadata and state.status == "FAILED" and state.return_code in LOST_CODES
-    until = time.monotonic() + GUARD_S
-    while lost and time.monotonic() < until:
-        record = records.load_record(folder)
-        if (following := record["job"]["id"]) != job:
-            return _follow(folder, following, dashboard, write, None)
-        # A driver whose parent process is lost gets SIGTERM.
-        stopped = record["status"] == "STOPPED" and record.get("stop_reason") in (None, signal.SIGTERM.name)
-        lost = stopped or record["status"] in records.LIVING
-        time.sleep(FOLLOW_S)
-    return state.exit_code
 
 
 def lost_driver(folder: RunFolder) -> str | None:

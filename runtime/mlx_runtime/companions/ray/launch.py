@@ -137,7 +137,6 @@ class Launch:
         record = pending_record(run, before, known, config.overrides, **fields)
         metadata = {"mlx": "data" if is_data else "train", "experiment": run.experiment, "run": run.name, **metadata}
         if self.retries:
-            metadata |= {"retries": str(self.retries)}  # who follows the job then waits for the next one
             command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
         try:
             page = self.submit(job, command, metadata, {CLAIMED: there} if is_data else {})
@@ -195,7 +194,7 @@ def pending_record(
     known = provenance(overrides)
     facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
     facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
-    facts |= {"status": "PENDING", "start": documents.now(), "retries": 0, **fields, "job": dict(job)}
+    facts |= {"status": "PENDING", "start": documents.now(), **fields, "job": dict(job)}
     if before:
         facts |= {"attempts": records.attempts(before), records.REPLACED: before}
     run.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy

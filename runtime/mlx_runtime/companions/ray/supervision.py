@@ -4,8 +4,7 @@
 
 It is the parent process of the driver and imports neither torch nor Ray, so it survives most of the reasons for which
 a driver dies. Drivers are fenced as always: each claims an attempt in the folder. Between two of them, this process
-owns the record, and it gives up if anyone else has claimed the run. If this process or its node is lost, the `guard`
-submits its job again.
+owns the record, and it gives up if anyone else has claimed the run. If this process or its node is lost, the job ends.
 """
 
 import contextlib
@@ -45,9 +44,6 @@ POLL_S = 1.0
 
 PATIENCE_S = 600.0
 """Maximum time for a storage that does not answer."""
-
-GUARD = f"{__package__}.guard"
-"""Module that submits the job again if its node or this process is lost. It needs Ray, and so a process of its own."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -111,12 +107,6 @@ class Supervisor:
         """Return the exit code of the last driver, as a shell does."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        stored, own = _patiently(self._stored), Settings.read().job
-        if own is not None and (stored.get("job") or own)["id"] != own["id"]:
-            return self._give_up(0)
-        if retries := stored.get("retries", 0):  # a guard has submitted this job
-            self._died = self._short = retries
-            self._pause(stored["attempts"][-1]["error"], _patiently(self._folder.attempts), stored)
         while True:
             before, claimed = _patiently(self._stored), _patiently(self._folder.attempts)
             started, kills = time.monotonic(), memory_kills()
@@ -135,10 +125,10 @@ class Supervisor:
             self._short = 1 if time.monotonic() - started > STEADY_S else self._short + 1
             claimed, stored = _patiently(self._folder.attempts), _patiently(self._stored)
             if end.next == "retry":
-                self._pause(why, claimed, with_attempt(stored, why))
+                self._pause(why, claimed, _with_attempt(stored, why))
             else:
                 why = "the run was preempted"
-                self._pause(why, claimed, with_attempt(stored, why), f"requeue {self._requeued}")
+                self._pause(why, claimed, _with_attempt(stored, why), f"requeue {self._requeued}")
             if _patiently(self._folder.attempts) > claimed:
                 return self._give_up(code)
             if self._stopping:
@@ -191,11 +181,11 @@ class Supervisor:
     def _pause(self, why: str, claimed: int, stored: Mapping[str, Any], title: str = "") -> None:
         """Own the record for a while, as the reason for which the run waits, then leave it to the next driver."""
         title = title or f"retry {self._died} of {self._retries}"
-        seconds = pause_s(self._short)
+        seconds = min(PAUSE_S * 2.0 ** (self._short - 1), MAX_PAUSE_S)
         begins = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
         self._print(f"retry     {why}; {title} begins at {begins:%H:%M:%S} UTC")
         facts = leases.this_process() | {"status": "WAITING", "start": documents.now(), "attempt": claimed}
-        facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}", "retries": self._died}
+        facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}"}
         record = self._record = _patiently(lambda: records.Record(self._folder, stored, **facts))
         with record.alive():
             until = time.monotonic() + seconds
@@ -245,12 +235,7 @@ class Supervisor:
         log.close()
 
 
-def pause_s(number: int) -> float:
-    """Return the pause after that many drivers that ended soon."""
-    return min(PAUSE_S * 2.0 ** (number - 1), MAX_PAUSE_S)
-
-
-def with_attempt(stored: Mapping[str, Any], why: str) -> dict[str, Any]:
+def _with_attempt(stored: Mapping[str, Any], why: str) -> dict[str, Any]:
     """Return the record of a run with its last attempt, which is over, in the history."""
     ended = {**stored, "error": why, "end": stored.get("end") or documents.now()}
     ended |= {"status": "FAILED"} if stored["status"] in records.LIVING else {}
@@ -273,8 +258,6 @@ def main(words: Sequence[str]) -> None:
     retries, location, *driver = words
     folder = named_run(location, "", "")
     folder.path.mkdir(parents=True, exist_ok=True)
-    if int(retries):
-        subprocess.Popen([sys.executable, "-m", GUARD, folder.location])
     sys.exit(Supervisor(folder, [sys.executable, "-u", *driver], int(retries)).run())
 
 

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.job_submission import JobDetails, JobStatus, JobType
 
-from mlx_runtime.companions.ray import guard, supervision
+from mlx_runtime.companions.ray import supervision
 from mlx_runtime.companions.ray.supervision import DriverEnd, Supervisor
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RunFolder, claim_run
@@ -119,77 +117,6 @@ def test_a_driver_that_dies_is_followed_by_another(run: RunFolder) -> None:
     assert [line.partition(" begins")[0] for line in log] == [
         f"retry     the driver was killed by SIGKILL; retry {number} of 2" for number in (1, 2)
     ]
-
-
-def test_a_job_that_a_guard_has_submitted_counts_on(run: RunFolder) -> None:
-    before = supervision.with_attempt(load_record(run), "the node was lost")
-    records.Record(run, before, status="PENDING", retries=1)
-    code, record = supervise(run, 2, "die()", "succeed()")
-    assert (code, record["status"], record["retries"]) == (0, "SUCCEEDED", 2)
-    assert history(record) == [("FAILED", "the node was lost"), KILLED]
-    log = (run.path / "logs" / "driver.log").read_text().splitlines()
-    assert [line.partition(" begins")[0] for line in log] == [
-        "retry     the node was lost; retry 1 of 2",
-        "retry     the driver was killed by SIGKILL; retry 2 of 2",
-    ]
-
-
-@dataclass
-class Jobs:
-    """Ray's client for the jobs of a cluster, all of which are lost."""
-
-    found: dict[str, JobDetails]
-    full: bool = False
-
-    def get_job_info(self, job: str) -> JobDetails:
-        if job not in self.found:
-            raise RuntimeError(f"Job {job} does not exist")
-        return self.found[job]
-
-    def list_jobs(self) -> list[JobDetails]:
-        return [*self.found.values()]
-
-    def submit_job(self, *, entrypoint: str, submission_id: str, **_: Any) -> None:
-        if self.full:
-            raise RuntimeError("no room")
-        self.found[submission_id] = lost_job(submission_id, entrypoint)
-
-
-def lost_job(job: str, entrypoint: str) -> JobDetails:
-    return JobDetails(
-        type=JobType.SUBMISSION, submission_id=job, status=JobStatus.FAILED, entrypoint=entrypoint, driver_exit_code=-9
-    )
-
-
-def test_a_guard_submits_a_lost_job_once_per_retry(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the cluster did not accept it at first. After the last retry, the run has failed."""
-    monkeypatch.setattr(guard.ray, "nodes", list)
-    monkeypatch.setenv("MLX_JOB_ADDRESS", "http://head:8265")
-    entrypoint = f"python -m {supervision.__name__} 1 {run.location} main.py"
-    jobs = Jobs({"digits-run_001": lost_job("digits-run_001", entrypoint)}, full=True)
-    monkeypatch.setattr(guard, "JobSubmissionClient", lambda address: jobs)
-    watch = guard.Watch(run.location, "")
-    assert not watch.has_ended(), "it waits, as the run has not begun"
-    assert "retries" not in load_record(run)
-    time.sleep(0.3)
-    with pytest.raises(RuntimeError, match="no room"):
-        watch.has_ended()
-    jobs.full = False
-    assert not watch.has_ended()
-    record = load_record(run)
-    assert (record["status"], record["retries"], record["job"]["id"]) == ("PENDING", 1, "digits-run_001.1")
-    assert history(record) == [("FAILED", "the job of the driver was killed")]
-    assert [*jobs.found] == ["digits-run_001", "digits-run_001.1"]
-    assert watch.has_ended()
-    record = load_record(run)
-    assert (record["status"], record["error"]) == ("FAILED", "the job of the driver was killed, after 1 of 1 retries")
-    assert len(jobs.found) == 2
-
-
-def test_a_job_of_which_the_record_knows_nothing_trains_nothing(run: RunFolder) -> None:
-    records.Record(run, load_record(run), job={"id": "digits-run_001.2", "address": "http://head:8265"})
-    code, record = supervise(run, 1, "succeed()")
-    assert (code, record["status"]) == (0, "PENDING")
 
 
 def test_it_gives_up_after_the_last_retry(run: RunFolder) -> None:
