@@ -2,15 +2,14 @@
 
 import sys
 
-from mlx_runtime import clean_exit, connect, load_config, run_job
+from mlx_runtime import clean_exit, load_config, run_job
 
 from src.job import Job
 
 
 def main(overrides: list[str]) -> None:
     config = load_config(Job, overrides)  # src/conf.yaml and the overrides, all checked
-    with connect(config.cfg) as cluster:  # a Ray started here, or the cluster that this job runs on
-        run_job(Job, config, cluster)  # Job.run fills a folder of the storage, completely or not at all
+    run_job(Job, config)  # Job.run fills a folder of the storage, completely or not at all
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.fragments.clusterizing import clusterize
+    from mlx_runtime.companions.jobs.datajob import DataJob, run_job
+    from mlx_runtime.companions.jobs.options import DataConfig
     from mlx_runtime.companions.notebook.function_runs import Trainer, reattach
     from mlx_runtime.companions.notebook.functions import (
         accelerate,
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
         world_size,
     )
     from mlx_runtime.companions.notebook.runs import run
-    from mlx_runtime.companions.ray.datajob import DataJob, run_job
     from mlx_runtime.companions.serving.exports.exported import load_export
     from mlx_runtime.companions.sweeps.api import kfold, sweep
     from mlx_runtime.companions.sweeps.results import open_sweep
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from mlx_runtime.distributed.randomness import set_seed
     from mlx_runtime.distributed.topology import get_device
     from mlx_runtime.distributed.wrapping import prepare_model, unwrap
-    from mlx_runtime.driver.job_options import DataConfig
     from mlx_runtime.driver.planning import connect
     from mlx_runtime.driver.request import load_config
     from mlx_runtime.driver.terminal import fit
@@ -83,8 +83,8 @@ __all__ = [
 _HOMES = {
     "BaseModule": "loop.experiment",
     "DUMMY_PARAMS": "config.building",
-    "DataConfig": "driver.job_options",
-    "DataJob": "companions.ray.datajob",
+    "DataConfig": "companions.jobs.options",
+    "DataJob": "companions.jobs.datajob",
     "MlxError": "errors",
     "TrainConfig": "loop.options",
     "Trainer": "companions.notebook.function_runs",
@@ -107,7 +107,7 @@ _HOMES = {
     "reattach": "companions.notebook.function_runs",
     "report": "companions.notebook.functions",
     "run": "companions.notebook.runs",
-    "run_job": "companions.ray.datajob",
+    "run_job": "companions.jobs.datajob",
     "save_checkpoint": "companions.notebook.functions",
     "set_seed": "distributed.randomness",
     "sweep": "companions.sweeps.api",

@@ -21,7 +21,7 @@ MAX_MODULES, MAX_LINES = 98, 15_860
 
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
-    *("runs.outputs", "runs.queries", "runs.remote"),
+    *("runs.queries", "runs.remote"),
     *("tracking.tables", "workers.local", "companions.notebook.links", "workers.fork_server", "workers.watchdog"),
     *("loop.leftovers", "loop.weighting"),
 )

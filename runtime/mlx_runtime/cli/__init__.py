@@ -72,6 +72,10 @@ class LazyGroup(click.Group):
 
 
 def _group(name: str) -> click.Group:
+    if name in ("data", "serve"):  # all of their commands are those of companions
+        from mlx_runtime.cli import commands
+
+        return commands.Group(name, help=GROUPS[name])
     module: Any = importlib.import_module(f"mlx_runtime.cli.{name}")
     group: click.Group = module.group
     return group

@@ -10,7 +10,7 @@ import click
 from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
-from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
+from mlx_runtime.config.projects import Kind, main_class
 from mlx_runtime.runs.folder import names_run
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def load_config(
 ) -> "RunConfig":
     """Load and check the config, binding it first if necessary. With `look`, do not run code that conf.yaml names.
 
-    Further fields are those of `Request`. Rejects a run that is in use, and a data job whose output is in use or
-    exists. Without torch, the code is not imported, and its job checks the config.
+    Further fields are those of `Request`. Rejects a run that is in use. Without torch, the code is not imported, and
+    its job checks the config.
     """
     from mlx_runtime.driver.request import Request, load_config
 
@@ -102,7 +102,4 @@ def load_config(
         from mlx_runtime.cli.verbs import unseen
 
         main = unseen.stand_in(kind, folder)
-    config = load_config(main, Request(tuple(overrides), **fields), look=look or not seen)
-    if kind != AN_EXPERIMENT:
-        companions.part("ray.datajob").refuse_present(config)
-    return config
+    return load_config(main, Request(tuple(overrides), **fields), look=look or not seen)

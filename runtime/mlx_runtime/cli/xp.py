@@ -13,7 +13,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions import is_remote
-from mlx_runtime.errors import StorageError, UsageError, printable
+from mlx_runtime.errors import UsageError, printable
 from mlx_runtime.runs.folder import SWEEP, RunFolder
 from mlx_runtime.runs.queries import listing, lookup, ranking
 from mlx_runtime.runs.tables import print_table
@@ -131,55 +131,32 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @click.option("--failed", is_flag=True, help="Remove all runs of NAME that failed before their first checkpoint.")
 def rm(name: str, run: str | None, yes: bool, force: bool, failed: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
-    from mlx_runtime.runs.outputs import removal
-
-    if failed:
-        _remove_failed(name, run, yes)
-        return
-    plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
-    if plan.warning and yes and not force:
-        raise UsageError(f"{plan.warning}. To remove it anyway, add --force")
-    if plan.warning:
-        say(f"warning: {plan.warning}", err=True)
-    if not yes:
-        confirm(f"remove {plan.title}?")
-    removal.remove_run(plan, job_statuses)
-    say(f"removed {plan.title}")
-    _remove_unused_inputs(plan.path.root)
+    folders = _failed_runs(name, run) if failed else [lookup.resolve_run(name, _require_run(name, run, "rm"))]
+    for folder in folders:
+        if (problem := xp.refuse_living(folder)) is None:
+            continue
+        if yes and not force:
+            raise UsageError(f"{problem}; it may still be running. To remove it anyway, add --force")
+        say(f"warning: {problem}; it may still be running", err=True)
+    if folders and not yes:
+        confirm(f"remove {', '.join(xp.size_title(folder) for folder in folders)}?")
+    for folder in folders:
+        title = xp.size_title(folder)
+        xp.remove(folder)
+        say(f"removed {title}")
 
 
-def _remove_unused_inputs(root: str) -> None:
-    from mlx_runtime.runs.outputs import inputs
-
-    try:
-        count = inputs.remove_unused_inputs(root)
-    except StorageError as error:
-        say(f"warning: {error}; inputs of removed runs are left", err=True)
-    else:
-        if count:
-            say(f"removed {count} input{'s' * (count != 1)} that no run uses any more")
-
-
-def _remove_failed(name: str, run: str | None, yes: bool) -> None:
-    """Remove the runs that failed before their first checkpoint, except those of sweeps, which count them."""
-    from mlx_runtime.runs.outputs import removal
-
+def _failed_runs(name: str, run: str | None) -> list[RunFolder]:
+    """Return the runs that failed before their first checkpoint, except those of sweeps, which count them."""
     if run is not None or "/" in name:
         raise UsageError(
             f"--failed removes several runs; leave out the run: mlx xp rm {name.partition('/')[0]} --failed"
         )
     rows = listing.list_rows(name, status="FAILED", ask=job_statuses)
     found = [row.folder for row in rows if not row.record.get("latest") and not row.sweep]
-    plans = [removal.plan_run(folder, job_statuses) for folder in found]
-    if not plans:
+    if not found:
         say(f"no run of {name} has failed before its first checkpoint", err=True)
-    elif not yes:
-        confirm(f"remove {', '.join(folder.name for folder in found)} of {name}?")
-    for plan in plans:
-        removal.remove_run(plan, job_statuses)
-        say(f"removed {plan.title}")
-    if plans:
-        _remove_unused_inputs(plans[0].path.root)
+    return found
 
 
 @group.command()

@@ -22,11 +22,13 @@ class Companion(NamedTuple):
     scheme: str | None = None  # of the URIs of runs and checkpoints that its module `remote` reads
 
 
+STORAGE = tuple(f"data {word}" for word in ("new", "bind", "run", "ls", "logs", "stop", "show", "rm"))
 SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "stop", "update"))
 
 COMPANIONS = {
     "fragments": Companion(("train clusterize",)),
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
+    "jobs": Companion(STORAGE),
     "kubernetes": Companion(),
     "nodes": Companion(("train join",)),
     "notebook": Companion(),

@@ -34,7 +34,6 @@ from mlx_runtime.workers.placement import engine_class, engine_for, errors_of
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.folds import Fold
-    from mlx_runtime.driver.job_options import DataConfig
     from mlx_runtime.workers.protocol import Engine
 
 OPEN_FILES = 48, 16
@@ -57,7 +56,7 @@ class RunPlan:
 
 
 @contextlib.contextmanager
-def connect(cfg: "TrainConfig | DataConfig") -> Iterator[Cluster]:
+def connect(cfg: TrainConfig) -> Iterator[Cluster]:
     """Provide the machine or cluster that the run trains on.
 
     Raises:

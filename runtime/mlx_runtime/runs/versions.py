@@ -15,6 +15,10 @@ PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-
 """Packages whose versions are recorded."""
 
 
+LAUNCHER_FACTS = ("command", "overrides", "git")
+"""Facts that the launcher of a run or data job records, because they are unknown to its job."""
+
+
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the origin of a run with these overrides, as fields of its record, without secrets."""
     return {

@@ -26,6 +26,9 @@ STALE_S = 60
 MARK_S = 300
 """Age at which a mark has expired; holders refresh theirs more often."""
 
+READ_MARK = "used-"
+"""Prefix of the marks of processes that read the dataset in a folder."""
+
 
 def this_process() -> dict[str, Any]:
     """Return fields that identify this process among those of all machines."""
@@ -77,9 +80,9 @@ def heartbeat(beat: Callable[[], None], every_s: float | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def mark(storage: Storage, folder: str, prefix: str) -> Iterator[None]:
-    """Keep a fresh mark `<prefix>…` in a folder while the block runs, or none if the storage is not writable."""
-    name = f"{prefix}{uuid.uuid4().hex}"
+def mark(storage: Storage, folder: str) -> Iterator[None]:
+    """Keep a fresh mark that a folder is being read while the block runs, or none if the storage is not writable."""
+    name = f"{READ_MARK}{uuid.uuid4().hex}"
 
     def refresh() -> None:
         with contextlib.suppress(OSError):

@@ -1,7 +1,6 @@
 """The choice of an engine: in this process, on this machine, or on Ray, embedded or on an existing cluster."""
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +11,6 @@ from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import ENGINES
 
 if TYPE_CHECKING:
-    from mlx_runtime.driver.job_options import DataConfig
     from mlx_runtime.loop.options import TrainConfig
     from mlx_runtime.workers.protocol import EngineClass
 
@@ -40,15 +38,15 @@ def errors_of(engine: str, method: str) -> Iterator[None]:
         raise MlxError(f"cfg.engine={engine} failed in {method}: {located(error)}") from error
 
 
-def engine_for(cfg: "TrainConfig | DataConfig") -> tuple[str, str]:
+def engine_for(cfg: "TrainConfig") -> tuple[str, str]:
     """Return the name of the engine to use, and the reason if it is not the default.
 
     Raises:
         ConfigError: there is no such engine, or it cannot train with these settings.
     """
-    in_job, data_job = JOB_FLAG in os.environ, getattr(cfg, "is_data_job", False)
+    in_job = JOB_FLAG in os.environ
     if cfg.start_workers == 0:
-        if cfg.engine != "auto" and not data_job:
+        if cfg.engine != "auto":
             raise ConfigError(
                 f"cfg.engine={cfg.engine} needs workers, but cfg.start_workers=0 starts none; "
                 "use cfg.engine=auto or cfg.start_workers=1"
@@ -59,14 +57,14 @@ def engine_for(cfg: "TrainConfig | DataConfig") -> tuple[str, str]:
             reason = engine_class(cfg.engine).refusal(cfg, in_job=in_job)
         if reason:
             raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; use cfg.engine=auto")
-        return cfg.engine, "" if data_job else f"cfg.engine={cfg.engine}"
+        return cfg.engine, f"cfg.engine={cfg.engine}"
     if in_job:
         return "ray", ""
     reason = engine_class("local").refusal(cfg, in_job=False)
     return ("ray", reason) if reason else ("local", "")
 
 
-def changing_size(cfg: "TrainConfig | DataConfig") -> str | None:
+def changing_size(cfg: "TrainConfig") -> str | None:
     """Return the reason why the number of workers may change during a run, or None if it is fixed."""
     limits = {"min_workers": cfg.elastic.min_workers, "max_workers": cfg.elastic.max_workers}
     changing = [
@@ -82,7 +80,7 @@ class Shortage(NamedTuple):
     hint: str
 
 
-def shortage(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
+def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
     """Return the resources that the smallest group of workers lacks, or None if it fits.
 
     Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores, within `WORKERS_PER_CORE`.
@@ -95,7 +93,7 @@ def shortage(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, clust
         return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
     if cfg.cpus_per_worker > cpus:
         return Shortage(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {holder} has {cpus:g} cores", "Lower it")
-    if not (cluster or getattr(cfg, "is_data_job", False)) and workers > WORKERS_PER_CORE * cpus:
+    if not cluster and workers > WORKERS_PER_CORE * cpus:
         text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
         return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
     if cfg.use_gpu and workers * cfg.gpus_per_worker > gpus:
@@ -109,25 +107,22 @@ def shortage(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, clust
     return None
 
 
-def uses_gpus(cfg: "TrainConfig | DataConfig", gpus: float) -> bool:
+def uses_gpus(cfg: "TrainConfig", gpus: float) -> bool:
     """Return True if each worker gets GPUs: if `cfg.use_gpu` says so or, by default, if there are enough."""
     workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
     return gpus >= workers * cfg.gpus_per_worker if cfg.use_gpu is None else cfg.use_gpu
 
 
-def check_room(cfg: "TrainConfig | DataConfig", cpus: float, gpus: float, *, cluster: bool) -> None:
+def check_room(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> None:
     """Raise a ConfigError if the smallest group of workers does not fit; see `shortage`."""
     lacking = shortage(cfg, cpus, gpus, cluster=cluster)
     if lacking:
         raise ConfigError(f"{lacking.text}. {lacking.hint}")
 
 
-def this_machine(cfg: "TrainConfig | DataConfig", why: str = "") -> Cluster:
+def this_machine(cfg: "TrainConfig", why: str = "") -> Cluster:
     """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1
-    if getattr(cfg, "is_data_job", False):  # user code chooses its device
-        check_room(cfg, cores, math.inf, cluster=False)
-        return Cluster("on this machine", cores, 0, why=why)
     import torch
 
     gpus = torch.cuda.device_count()

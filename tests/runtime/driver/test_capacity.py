@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_runtime.driver.job_options import DataConfig
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.sections import Elastic
 from mlx_runtime.workers.in_process import InProcess
@@ -23,7 +22,6 @@ def test_workers_of_one_machine_may_outnumber_its_cores() -> None:
 
 def test_an_absurd_number_of_workers_is_refused_on_one_machine() -> None:
     assert shortage(TrainConfig(start_workers=64), 2, 0, cluster=False) is None
-    assert shortage(DataConfig(start_workers=100_000), 2, 0, cluster=False) is None
     assert shortage(TrainConfig(start_workers=100_000), 2, 0, cluster=False) == (
         "cfg.start_workers=100000 is more than 32 processes for each of the 2 cores of this machine",
         "Lower it; cfg.start_workers=2 uses every core",

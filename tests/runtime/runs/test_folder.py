@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import BaseModule, DataConfig, TrainConfig
-from mlx_runtime.companions.ray.datajob import output_path
+from mlx_runtime.companions.jobs import contents
+from mlx_runtime.companions.jobs.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver import request
@@ -18,7 +19,6 @@ from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run, read_errors, run_folder
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.runs.records import load_record
 from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
@@ -204,7 +204,7 @@ def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyt
     folder.record.write_text("{}")
     assert named_run(folder.location, "", "") == folder
     assert [found.path for found in list_runs(root)] == [folder.path]
-    assert StoragePath.parse(root, folder.location).path == str(folder.path)
+    assert contents.path_in(root, folder.location).parts == ("digits", "run_001")
     store.CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
     with pytest.raises(ConfigError, match="was not saved by this version"):
         store.read(f"{folder.checkpoints}/epoch_0001")

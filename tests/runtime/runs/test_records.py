@@ -20,7 +20,6 @@ from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs import versions as provenance
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.outputs.removal import plan_run
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.storage import files, leases
 
@@ -166,7 +165,7 @@ class TestOneDriver:
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
             drivers.take_over(run)
         with pytest.raises(UsageError, match=r"digits run_001 is being resumed by process \d+ on "):
-            plan_run(resolve_run(str(run.path), "latest"))
+            xp.refuse_living(resolve_run(str(run.path), "latest"))
         assert run.record.read_bytes() == before
         record.withdraw()
         record.update(status="FAILED")

@@ -44,7 +44,7 @@ def test_a_mark_is_there_while_the_block_runs(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(leases, "MARK_S", 0.05)
     (tmp_path / "data").mkdir()
     storage = storage_at(str(tmp_path))
-    with leases.mark(storage, "data", "used-"):
+    with leases.mark(storage, "data"):
         (name,) = [name for name in storage.names("data") if name.startswith("used-")]  # others are refreshes
         path = tmp_path / "data" / name
         os.utime(path, (0, 0))
@@ -57,5 +57,5 @@ def test_a_mark_is_there_while_the_block_runs(tmp_path: Path, monkeypatch: pytes
 
 
 def test_where_no_mark_can_be_written_the_block_runs_without(tmp_path: Path) -> None:
-    with leases.mark(storage_at(str(tmp_path)), "missing", "used-"):
+    with leases.mark(storage_at(str(tmp_path)), "missing"):
         assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ def stand_in(kind: Kind, folder: Path) -> type:
 
     Only the runtime's own settings in `cfg` have types.
     """
-    from mlx_runtime.driver.job_options import DataConfig
+    from mlx_runtime import DataConfig
     from mlx_runtime.loop.options import TrainConfig
 
     conf = folder / CONF

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +20,11 @@ from mlx_runtime.extras import require
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RunFolder, find_run
 from mlx_runtime.runs.logs import last_lines, log_name
+from mlx_runtime.runs.queries.listing import summarize
 from mlx_runtime.runs.queries.lookup import reached, storage_root
 from mlx_runtime.storage.documents import stays_below
-from mlx_runtime.storage.files import is_uri, join_path, storage_at, storage_errors
-from mlx_runtime.storage.leases import is_alive
+from mlx_runtime.storage.files import is_uri, join_path, size_text, storage_at, storage_errors
+from mlx_runtime.storage.leases import holder, is_alive
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.dashboard import Dashboard
@@ -60,6 +62,34 @@ def stop(folder: RunFolder) -> str:
         record = records.load_record(folder)
         status = records.status_of(record)
     return f"{title} is {status}"
+
+
+def refuse_living(folder: RunFolder) -> str | None:
+    """Raise UsageError if a run is alive. Return the problem if its record cannot be read, so that nobody knows."""
+    [row] = summarize([folder], job_statuses)
+    title = f"{folder.experiment} {folder.name}"
+    if row.status in records.LIVING:
+        raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
+    if driver := drivers.claiming_driver(folder, row.record):
+        raise UsageError(f"{title} is being resumed by {holder(driver)}")
+    return row.problem
+
+
+def size_title(folder: RunFolder) -> str:
+    """Return a line with the number and size of a run's files."""
+    with storage_errors(f"cannot read {folder.location}"):
+        files = storage_at(folder.location).below()
+    size = size_text(sum(file.size_bytes for file in files))
+    return f"{folder.title}, {len(files):,} files, {size}, in {folder.location}"
+
+
+def remove(folder: RunFolder) -> None:
+    """Remove the folder of a run and its working copy on this machine, unless it has been resumed."""
+    refuse_living(folder)
+    with storage_errors(f"{folder.location} was removed only in part"):
+        storage_at(folder.location).remove_folder()
+    if folder.uri is not None:
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def logs(

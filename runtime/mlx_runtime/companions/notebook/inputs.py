@@ -2,8 +2,8 @@
 
 <storage>/.inputs/<SHA-256 of its content>    a pickled dataset, or a checkpoint
 
-conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled. `mlx xp rm` removes files that no
-run names.
+conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled. Files stay until they are removed
+with `mlx data rm`; a run that is resumed without them fails, and says how to store them again.
 """
 
 import re
@@ -22,9 +22,11 @@ from mlx_runtime.companions.notebook import scripts, sources
 from mlx_runtime.companions.notebook.arrays import checkpoint_values
 from mlx_runtime.companions.notebook.ray_rows import read_rows
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
-from mlx_runtime.runs.outputs.inputs import INPUTS, keep_input
 from mlx_runtime.storage.files import join_path, storage_at, storage_errors
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
+
+INPUTS = ".inputs"
+"""Folder in the storage."""
 
 STREAM = "ray:"
 """Beginning of the names of files with a Ray Dataset."""
@@ -47,7 +49,7 @@ def store(root: str, write: Callable[[Any], object]) -> str:
             file = Path(folder, "content")
             with HashingWriter(file.open("wb")) as written:
                 write(written)
-            if keep_input(storage, written.sha256, written.size_bytes):
+            if storage.size_bytes(written.sha256) == written.size_bytes:
                 return written.sha256
             if storage.local:
                 file.replace(storage.of(written.sha256))

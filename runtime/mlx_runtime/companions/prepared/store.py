@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.runs.outputs.usage import READ_MARK, is_read_mark
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
 from mlx_runtime.storage.files import Stored, storage_at, storage_errors
@@ -133,7 +132,7 @@ class Store:
     def mark_used(self, name: str) -> Iterator[None]:
         """Mark a dataset as in use while the block runs, so that nobody removes it."""
         try:
-            with leases.mark(self.storage, name, READ_MARK):
+            with leases.mark(self.storage, name):
                 yield
         finally:
             if self.find(name):
@@ -205,4 +204,4 @@ class Store:
 
 
 def _is_busy(files: Sequence[Stored]) -> bool:
-    return any(is_read_mark(file.name, file.modified_s) for file in files)
+    return any(file.name.startswith(leases.READ_MARK) and leases.is_fresh(file.modified_s) for file in files)

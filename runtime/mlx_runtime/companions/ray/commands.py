@@ -68,15 +68,16 @@ def launch_and_exit(
 
         load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check, **fields)
         submit: Callable[[Any], SubmittedJob] = methodcaller("submit_run")
-        if kind == DATA_JOB:
-            submit = methodcaller("submit_data_job")
+        if tasks := kind == DATA_JOB:
+            load, submit = partial(_load_data_job, load), methodcaller("submit_data_job")
         if sweep is not None:
             load, submit = companions.part("sweeps.commands").launch_steps(kind, folder, *sweep, look=check)
         if elsewhere is not None:
             trials = None if sweep is None else sweep[1].get("parallel", 1)
             prepared = elsewhere(folder, load, trials=trials, show_all=check)
         else:
-            prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, retries=retries, show_all=check)
+            given = folder, Address.parse(ray_address), load
+            prepared = prepare(*given, pip=pip, retries=retries, tasks=tasks, show_all=check)
         code = 0
         if not check:
             job = submit(prepared)
@@ -94,6 +95,13 @@ def launch_and_exit(
         click.echo("\nif the job was submitted, it keeps running", err=True)
         code = 130
     sys.exit(code)
+
+
+def _load_data_job(load: "Callable[[], RunConfig]") -> "RunConfig":
+    """Load the config of a data job; raise an error if its output exists or is being filled."""
+    config = load()
+    companions.part("jobs.datajob").refuse_present(config)
+    return config
 
 
 @click.command("launch", context_settings=commands.OVERRIDES)

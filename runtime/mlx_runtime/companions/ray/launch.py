@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime import companions
 from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.cluster_storage import cluster_of, path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.companions.ray.datajob import CLAIMED, LAUNCHER_FACTS, output_path
-from mlx_runtime.companions.ray.items import interrupted
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.config.composition import storage_override
@@ -22,17 +21,19 @@ from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.outputs.jobs import jobs_root
 from mlx_runtime.runs.uploads import Upload
-from mlx_runtime.runs.versions import provenance
+from mlx_runtime.runs.versions import LAUNCHER_FACTS, provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
-from mlx_runtime.storage.files import storage_root
+from mlx_runtime.storage.files import join_path, storage_root
 from mlx_runtime.storage.secrets.redaction import redact
 from mlx_runtime.workers.placement import JOB_FLAG
 
 if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig
+
+DATA_JOB = "MLX_DATA_JOB"
+"""Variable with the folder that the launcher of a data job has claimed for its record."""
 
 STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
 FAILED_LOG_LINES = 40
@@ -139,7 +140,7 @@ class Launch:
         if self.retries:
             command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
         try:
-            page = self.submit(job, command, metadata, {CLAIMED: there} if is_data else {})
+            page = self.submit(job, command, metadata, {DATA_JOB: there} if is_data else {})
         except ClusterError as error:
             if before:
                 record.withdraw()
@@ -158,12 +159,13 @@ class Launch:
 
     def submit_data_job(self) -> SubmittedJob:
         """Create the record of a data job, and submit it."""
-        cfg: Any = self.config.cfg
-        root, path = storage_root(cfg.storage_path), path_there(output_path(cfg))
-        resumed = interrupted(self.config, path) if cfg.resume else None
+        jobs, cfg = companions.part("jobs.datajob"), self.config.cfg
+        root, path = storage_root(cfg.storage_path), path_there(jobs.output_path(cfg))
+        resumed = jobs.interrupted(self.config, path) if cfg.resume else None
         before = drivers.refuse_living(resumed) if resumed else {}
         command = ["main.py", *self.config.overrides, storage_override(path_there(root))]
-        return self._submit_driver(resumed or claim_run(jobs_root(root), cfg.name), before, command, {}, output=path)
+        folder = resumed or claim_run(join_path(root, jobs.JOBS), cfg.name)
+        return self._submit_driver(folder, before, command, {}, output=path)
 
     def submit(
         self, job: str, arguments: Sequence[str], metadata: Mapping[str, str], variables: Mapping[str, str]
@@ -234,13 +236,15 @@ def prepare(
     *,
     pip: bool = False,
     retries: int = 0,
+    tasks: bool = False,
     show_all: bool = False,
     write: Callable[[str], object] = print,
 ) -> Launch:
     """Check that a folder can run on a cluster, and write each result immediately, by default to stdout.
 
-    With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, passed checks are printed, too,
-    and after finding a secret or too large a folder, the nodes are still checked, without uploading them.
+    With `pip`, the cluster installs the packages of requirements.txt. With `tasks`, the folder is a data job. With
+    `show_all`, passed checks are printed, too, and after finding a secret or too large a folder, the nodes are still
+    checked, without uploading them.
 
     Raises `ClusterError` after failed checks, early if they prevent the others, and `UsageError` for a wrong option.
     """
@@ -271,7 +275,7 @@ def prepare(
     fits = show_checks(preflight.check_upload(upload))
     if config is None:
         raise failure()
-    snapshots.refuse_unmatched(folder, getattr(config.cfg, "code_files", ()))
+    snapshots.refuse_unmatched(folder, () if tasks else config.cfg.code_files)
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         write(line)
     safe = show_checks(preflight.check_secrets(config))
@@ -281,7 +285,7 @@ def prepare(
     root = storage_root(config.cfg.storage_path)
     sent = upload if safe and fits else dataclasses.replace(upload, files=())  # the probe needs only the runtime
     sent_env = runtime_env if safe else preflight.without_secrets(runtime_env)
-    show_checks(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env))
+    show_checks(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env, tasks=tasks))
     if failed:
         raise failure()
     return Launch(dashboard, config, upload, runtime_env, retries)

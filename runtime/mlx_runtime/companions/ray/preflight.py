@@ -17,8 +17,8 @@ from mlx_runtime.companions.ray.autoscaler import Room
 from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.companions.ray.start import refuse_no_task
 from mlx_runtime.config.projects import CONF, commands
-from mlx_runtime.driver.job_options import DataConfig
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.loop.options import ENGINES
 from mlx_runtime.runs.uploads import Upload
@@ -27,6 +27,7 @@ from mlx_runtime.storage.secrets.redaction import redact_override, secret_keys
 from mlx_runtime.workers.placement import engine_class, shortage, uses_gpus
 
 if TYPE_CHECKING:
+    from mlx_runtime.companions.jobs.options import DataConfig
     from mlx_runtime.config.composition import Config
     from mlx_runtime.driver.request import RunConfig
     from mlx_runtime.loop.options import TrainConfig
@@ -139,14 +140,18 @@ def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_nodes(
-    dashboard: Dashboard, cfg: "TrainConfig | DataConfig", root: str, upload: Upload, runtime_env: Mapping[str, Any]
+    dashboard: Dashboard, cfg: Any, root: str, upload: Upload, runtime_env: Mapping[str, Any], *, tasks: bool = False
 ) -> list[Check]:
-    """Run a job that checks Python, torch, the storage and variables on every node, and the cluster's capacity."""
+    """Run a job that checks Python, torch, the storage and variables on every node, and the cluster's capacity.
+
+    The workers of `cfg` form a group, or are the independent `tasks` of a data job.
+    """
     content = uuid.uuid4().hex
     file = f".probe-{content}"
     extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
     question: dict[str, Any] = {"root": path_there(root), "file": file, "content": content}
-    question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s, **_groups(cfg)}
+    question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s}
+    question |= {"workers": 0, "gpus": None} if tasks else _group(cfg)
     environment, command = {probe.QUESTION: json.dumps(question)}, ["python", "-m", probe.__name__]
     spec = JobSpec(command, upload, environment, {"mlx": "check"}, runtime_env)
     with writable(root, file, content) as unwritable:
@@ -162,13 +167,12 @@ def check_nodes(
                 cure = "Nodes run jobs with the python on their PATH: activate the environment of Ray before ray start"
             return [Check("nodes", short_message(error), cure)]
     nodes = node_checks(found["nodes"], root, written)
-    return [*nodes, *group_checks(found["groups"]), capacity_check(Room.of(found["room"]), cfg)]
+    room = Room.of(found["room"])
+    return [*nodes, *group_checks(found["groups"]), task_check(room, cfg) if tasks else capacity_check(room, cfg)]
 
 
-def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
+def _group(cfg: "TrainConfig") -> dict[str, int | None]:
     """Return the number of `workers` in a run, and the minimum number of `gpus` to train on them, or None."""
-    if isinstance(cfg, DataConfig):
-        return {"workers": 0, "gpus": None}
     workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
     gpus = None if cfg.use_gpu is False else workers * cfg.gpus_per_worker
     return {"workers": cfg.elastic.max_workers or cfg.start_workers, "gpus": gpus}
@@ -263,7 +267,16 @@ def _same_minor(one: str, another: str) -> bool:
     return one.split(".")[:2] == another.split(".")[:2]
 
 
-def capacity_check(room: Room, cfg: "TrainConfig | DataConfig") -> Check:
+def task_check(room: Room, cfg: "DataConfig") -> Check:
+    """Check that a task of a data job fits into the cluster, once it has grown."""
+    try:
+        refuse_no_task(cfg, room)
+    except ConfigError as error:
+        return Check("capacity", str(error), "Lower cfg.cpus_per_worker, or add larger nodes")
+    return Check("capacity", f"the cluster has {room.now(CPU=1):g} CPUs and {room.now(GPU=1):g} GPUs")
+
+
+def capacity_check(room: Room, cfg: "TrainConfig") -> Check:
     """Check that the workers fit into the whole cluster, once it has grown, ignoring its current use by others."""
     grown = f", with all that its autoscaler may start: {room.limits()}" if room.grows else ""
     if lacking := shortage(cfg, room.most(CPU=1), room.most(GPU=1), cluster=True):
@@ -274,7 +287,7 @@ def capacity_check(room: Room, cfg: "TrainConfig | DataConfig") -> Check:
         each["GPU"] = cfg.gpus_per_worker
     resources = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
     need = f"{workers} worker{'s' * (workers != 1)} of {resources}"
-    if (fit := room.most(**each)) < (1 if isinstance(cfg, DataConfig) else workers):
+    if (fit := room.most(**each)) < workers:
         hint = "Lower cfg.cpus_per_worker, or add larger nodes"
         return Check("capacity", f"{need} each do not fit: the nodes of the cluster hold {fit:g}{grown}", hint)
     text = f"the cluster has {room.now(CPU=1):g} CPUs and {room.now(GPU=1):g} GPUs, for {need}"

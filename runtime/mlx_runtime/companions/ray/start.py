@@ -4,14 +4,17 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from mlx_runtime.companions.ray.autoscaler import room
-from mlx_runtime.driver.job_options import DataConfig
-from mlx_runtime.errors import ClusterError, short_message
+from mlx_runtime.companions.ray.autoscaler import Room, room
+from mlx_runtime.errors import ClusterError, ConfigError, short_message
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
 from mlx_runtime.workers.placement import JOB_FLAG, check_room, uses_gpus
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.jobs.options import DataConfig
 
 EMBEDDED_RAY = {
     "RAY_prestart_worker_first_driver": "0",  # a run needs only its own workers
@@ -21,7 +24,7 @@ EMBEDDED_RAY = {
 
 
 @contextlib.contextmanager
-def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True) -> Iterator[Cluster]:
+def on_ray(cfg: TrainConfig, why: str = "", *, forward: bool = True) -> Iterator[Cluster]:
     """Provide Ray: in a job its cluster, otherwise an embedded Ray. `why` is the reason in the printed lines.
 
     With `forward`, this process prints the output of the cluster's processes.
@@ -36,12 +39,9 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
         found = room(embedded=embedded)
         cpus, most, gpus = found.now(CPU=1), found.most(CPU=1), found.gpus
         check_room(cfg, cores if embedded else most, found.most(GPU=1), cluster=not embedded)
-        title = f"in embedded Ray on {cores} cores" if embedded else f"in Ray cluster with {cpus} CPUs"
-        if not embedded and found.grows:
-            title += ", which grows" if math.isinf(most) else f", which grows to {most:g}"
         host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
         yield Cluster(
-            title,
+            _title(found, embedded=embedded),
             cpus,
             gpus,
             engine="ray",
@@ -56,6 +56,38 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
         )
 
 
+@contextlib.contextmanager
+def tasks_on_ray(cfg: "DataConfig") -> Iterator[str]:
+    """Provide Ray for the tasks of a data job. Yield where they run.
+
+    Raises:
+        ConfigError: no node has room for a task.
+    """
+    embedded = JOB_FLAG not in os.environ
+    with _ray(cfg.start_workers * (cfg.cpus_per_worker + 1)):
+        found = room(embedded=embedded)
+        refuse_no_task(cfg, found)
+        yield _title(found, embedded=embedded)
+
+
+def refuse_no_task(cfg: "DataConfig", found: Room) -> None:
+    """Raise a ConfigError if no node of a cluster has room for a task of a data job."""
+    gpus = int(cfg.use_gpu)
+    if found.most(CPU=cfg.cpus_per_worker, GPU=gpus) < 1:
+        raise ConfigError(
+            f"no node has room for a task with cfg.cpus_per_worker={cfg.cpus_per_worker} and {gpus} GPUs: lower it, or "
+            "set cfg.use_gpu=false"
+        )
+
+
+def _title(found: Room, *, embedded: bool) -> str:
+    if embedded:
+        return f"in embedded Ray on {os.cpu_count() or 1} cores"
+    most = found.most(CPU=1)
+    grows = ", which grows" if math.isinf(most) else f", which grows to {most:g}"
+    return f"in Ray cluster with {found.now(CPU=1)} CPUs{grows if found.grows else ''}"
+
+
 def preempted() -> bool:
     """Return True if a node of this run is about to be preempted. Every worker must call this."""
     from mlx_runtime.companions.ray.private import is_draining
@@ -66,8 +98,15 @@ def preempted() -> bool:
 
 
 @contextlib.contextmanager
-def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterator[None]:
+def start_ray(cfg: TrainConfig, *, forward: bool = True) -> Iterator[None]:
     """Start Ray on this machine or join the cluster of the job. Does nothing if Ray is running in this process."""
+    workers = cfg.elastic.max_workers or cfg.start_workers
+    with _ray(workers * (cfg.cpus_per_worker + 1), forward=forward):
+        yield
+
+
+@contextlib.contextmanager
+def _ray(cpus: int, *, forward: bool = True) -> Iterator[None]:
     import ray
 
     if ray.is_initialized():
@@ -78,12 +117,12 @@ def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterato
         if JOB_FLAG in os.environ:
             ray.init(logging_level=level, log_to_driver=forward)
         else:
-            _start_embedded(cfg, level)
+            _start_embedded(cpus, level)
         stack.callback(ray.shutdown)
         yield
 
 
-def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
+def _start_embedded(cpus: int, level: str) -> None:
     import ray
 
     from mlx_runtime.companions.ray.private import bare_head
@@ -93,8 +132,7 @@ def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     release_threads()  # processes of Ray are not limited to the cores of this one
     # Ray places workers by logical CPUs: with more of them than cores, any number of workers runs on a laptop.
     # Some are for Ray Data.
-    needed = (cfg.elastic.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2
-    cpus = max(os.cpu_count() or 1, needed)
+    cpus = max(os.cpu_count() or 1, cpus + 2)
     try:
         with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS), bare_head():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level, log_to_driver=True)

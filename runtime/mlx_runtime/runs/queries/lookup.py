@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime import companions
@@ -17,7 +16,7 @@ from mlx_runtime.runs.checkpoints.index import CheckpointInfo, best_first, list_
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run, read_errors
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import select_text
-from mlx_runtime.storage.files import Storage, is_uri, join_path, storage_at, storage_errors
+from mlx_runtime.storage.files import is_uri, join_path, storage_at
 from mlx_runtime.storage.files import storage_root as root_of
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
@@ -152,75 +151,3 @@ def no_checkpoint(folder: RunFolder) -> UsageError:
                 f"no checkpoint of {folder.title} is left that can be read; put one back, like {latest.get('path')}"
             )
     return UsageError(f"{folder.title} has no checkpoint yet")
-
-
-@dataclass(frozen=True)
-class StoragePath:
-    """A file or folder below the root of the storage; without parts the root itself."""
-
-    root: str
-    parts: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """Folder or URI for the user."""
-        return join_path(self.root, *self.parts)
-
-    @property
-    def path(self) -> str:
-        """Path in the file system of the storage."""
-        return storage_at(self.root).of(*self.parts)
-
-    @classmethod
-    def parse(cls, root: str, text: str | None) -> "StoragePath":
-        """Parse a path below the root, or a full path or URI that leads into it; None means the root.
-
-        Raises:
-            UsageError: It lies outside the storage, or does not exist.
-        """
-        storage = storage_at(root)
-        text = reached(text) if text and not storage.local else text
-        parts = _local_parts(storage, text or "") if storage.local else _remote_parts(root, text or "")
-        found = cls(root, parts)
-        with storage_errors(f"cannot read {root}"):
-            exists = os.path.lexists(found.path) if storage.local else storage.find(*parts) is not None
-        if not exists:
-            siblings = storage.names(*parts[:-1]) if parts else []
-            suggestion = suggest(parts[-1], siblings) if parts and len(siblings) <= 1000 else ""
-            raise UsageError(f"there is no {found.title}.{suggestion}")
-        return found
-
-
-def _local_parts(storage: Storage, text: str) -> tuple[str, ...]:
-    """Return the parts of a path with links resolved, except in the last part, which may be a link itself."""
-    if is_uri(text):
-        if not is_uri(storage.root):
-            raise _outside(text, storage.path)
-        text = "/".join(_remote_parts(storage.root, text))
-    root = Path(storage.path)
-    path = root / Path(text).expanduser()
-    if path.name == "..":
-        path = path.resolve()
-    real = path.parent.resolve() / path.name if path != root else root
-    if not real.is_relative_to(root):
-        raise _outside(text, storage.path)
-    return real.relative_to(root).parts
-
-
-def _remote_parts(root: str, text: str) -> tuple[str, ...]:
-    path = text
-    if is_uri(text):
-        base, whole = root.partition("?")[0].rstrip("/"), text.partition("?")[0].rstrip("/")
-        if whole != base and not whole.startswith(f"{base}/"):
-            raise _outside(text, base)
-        path = whole.removeprefix(base)
-    elif text.startswith("/"):
-        raise _outside(text, root)
-    parts = tuple(part for part in path.split("/") if part not in ("", "."))
-    if ".." in parts:
-        raise _outside(text, root)
-    return parts
-
-
-def _outside(text: str, root: str) -> UsageError:
-    return UsageError(f"{text} lies outside the storage {root}; MLX_STORAGE=FOLDER selects another storage")

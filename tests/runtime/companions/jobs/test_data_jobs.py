@@ -19,12 +19,10 @@ import pytest
 from conftest import Mlx, Start, edit
 from storages import files, put
 
+from mlx_runtime.companions.jobs import filling
+from mlx_runtime.companions.jobs.contents import path_in, survey
+from mlx_runtime.companions.jobs.filling import Filling, job_record
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.outputs import filling
-from mlx_runtime.runs.outputs.filling import Filling, job_record
-from mlx_runtime.runs.outputs.removal import remove
-from mlx_runtime.runs.outputs.usage import survey
-from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, to_json
 
@@ -66,7 +64,7 @@ def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
         record = job_record(storage_at(place))
         assert record is not None
         assert record["status"] == "FAILED"
-        shown = survey(StoragePath.parse(root, "data"), 1, 0).lines()
+        shown = survey(path_in(root, "data"), 1).lines(0)
         assert any("(incomplete: its job is FAILED)" in line for line in shown)
     with Filling(place, overwrite=False) as target:  # and the next one starts from scratch
         target.output.write("y", "b.txt")
@@ -182,17 +180,6 @@ def test_a_job_that_ends_while_it_replaces_gives_back_what_was(folder: Path, mon
     with pytest.raises(OSError, match="no more"), Filling(place, overwrite=True) as target:
         target.commit()
     assert storage_at(place).names() == ["1.txt", "job.json"]
-
-
-def test_files_that_went_missing_are_seen(root: str) -> None:
-    place = join_path(root, "data", "made")
-    with Filling(place, overwrite=False) as target:
-        for name in "abc":
-            target.output.write("x", name)
-        target.commit()
-    assert "gone" not in "".join(survey(StoragePath.parse(root, "data"), 1, 0).lines())
-    remove(StoragePath.parse(root, "data/made/b"))
-    assert "(1 of its files are missing)" in "".join(survey(StoragePath.parse(root, "data"), 1, 0).lines())
 
 
 def test_an_output_travels_to_tasks(root: str) -> None:
@@ -392,7 +379,6 @@ def test_an_interrupted_job_resumes_with_its_finished_items(job: SimpleNamespace
     (row,) = json.loads(mlx(job.project, "data", "ls", "--json").stdout)
     assert (row["status"], row["files"], [item["status"] for item in row["attempts"]]) == ("SUCCEEDED", 5, ["FAILED"])
     assert mlx(job.project, "data", "rm", "-y", "data/lines").returncode == 0
-    assert "data/lines (removed)" in mlx(job.project, "data", "ls").stdout
     assert "error: ValueError: line 2 is blank" in mlx(job.project, "data", "logs", "lines", "--tail", "40").stdout
 
 
@@ -426,7 +412,7 @@ def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
     assert not job.made.exists()
     if number == signal.SIGKILL:
         shown = mlx(job.project, "data", "show").stdout
-        assert "(incomplete: its job was killed)" in shown
+        assert "(incomplete: its job is STALE)" in shown
     else:
         assert told == f"error: stopped; {job.made} was not created\n"
         assert list(job.data.iterdir()) == []

@@ -11,10 +11,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
-from mlx_runtime.companions.ray.items import FinishedItems, fingerprints, interrupted
+from mlx_runtime import companions
+from mlx_runtime.companions.jobs import filling
+from mlx_runtime.companions.jobs.filling import JOBS, Filling, Output
+from mlx_runtime.companions.jobs.items import FinishedItems, fingerprints, interrupted
+from mlx_runtime.companions.jobs.options import DataConfig
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import Config
-from mlx_runtime.driver.job_options import DataConfig
 from mlx_runtime.errors import (
     ConfigError,
     DataJobError,
@@ -25,15 +28,12 @@ from mlx_runtime.errors import (
     short_message,
     user_errors,
 )
-from mlx_runtime.loop.job import Cluster
 from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import claim_run, named_run
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.runs.outputs import filling, jobs
-from mlx_runtime.runs.outputs.filling import Filling, Output
 from mlx_runtime.runs.records import Record, attempts, load_record
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.runs.versions import provenance
+from mlx_runtime.runs.versions import LAUNCHER_FACTS, provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
@@ -41,12 +41,6 @@ from mlx_runtime.storage.files import join_path, size_text, storage_root
 from mlx_runtime.storage.secrets.redaction import redact
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
-
-CLAIMED = "MLX_DATA_JOB"
-"""Variable with the folder that the launcher of a job has claimed for its record."""
-
-LAUNCHER_FACTS = ("command", "overrides", "git")
-"""Parts of the provenance of a run or data job that its launcher records, because they are unknown to its job."""
 
 MAX_RETRIES = 3  # of a task whose process or node is lost
 
@@ -123,19 +117,18 @@ class DataJob:
         return {name: value for name, value in vars(self).items() if name not in ("_display", "_finished")}
 
 
-def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
+def run_job(job: type[DataJob], config: Config) -> str:
     """Run a data job, and publish its output on success.
 
     Args:
         job: class of the job, importable by name.
         config: the checked config, from `load_config`.
-        cluster: cluster returned by `connect`.
 
     Returns:
         The folder or URI of the output.
 
     Raises:
-        ConfigError: `cfg` is not a `DataConfig`, or `cfg.path` lies outside the storage.
+        ConfigError: `cfg` is not a `DataConfig`, `cfg.path` lies outside the storage, or no node has room for a task.
         UsageError: the folder exists, or another job is filling it.
         StorageError: the storage cannot be written.
         DataJobError: user code raised an exception.
@@ -146,11 +139,10 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         raise ConfigError(f"cfg is a {type(cfg).__name__}; a data job needs class JobConfig(mlx_runtime.DataConfig)")
     path, started = output_path(cfg), time.monotonic()
     refuse_present(config)  # before there is a record
-    with _recorded(config, path) as (record, display):
+    with _tasks(cfg) as tasks, _recorded(config, path) as (record, display):
         display.print(f"job       {record.folder.experiment} {record.folder.name}")
         display.print(f"folder    {path}")
-        tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
-        display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
+        display.print(f"workers   {tasks}")
         facts = provenance(config.overrides)
         facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": Settings.read().job}
         adopt = record["filling"] if cfg.resume else None
@@ -182,6 +174,16 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
         display.print(f"folder    {path}", always=True)
     return path
+
+
+@contextlib.contextmanager
+def _tasks(cfg: DataConfig) -> Iterator[str]:
+    """Start Ray for the tasks of a job, or join the cluster that the job runs on. Yield where they run."""
+    if cfg.start_workers == 0:
+        yield "0: in this process"
+        return
+    with companions.part("ray.start").tasks_on_ray(cfg) as place:
+        yield f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {place}"
 
 
 @contextlib.contextmanager
@@ -222,12 +224,12 @@ def _recorded(config: Config, path: str) -> Iterator[tuple[Record, Display]]:
 def _claim(config: Config, path: str) -> Record:
     """Create the record of a job, or continue that of its launch."""
     facts = provenance(config.overrides) | {"status": "RUNNING", "start": documents.now(), "output": path}
-    claimed, folder = os.environ.get(CLAIMED), interrupted(config, path) if config.cfg.resume else None
+    claimed, folder = os.environ.get("MLX_DATA_JOB"), interrupted(config, path) if config.cfg.resume else None
     if claimed:
         folder = named_run(claimed, "", "")
         facts = {name: value for name, value in facts.items() if name not in LAUNCHER_FACTS}
     if folder is None:
-        folder = claim_run(jobs.jobs_root(storage_root(config.cfg.storage_path)), config.cfg.name)
+        folder = claim_run(join_path(storage_root(config.cfg.storage_path), JOBS), config.cfg.name)
         folder.claim_attempt(1, leases.lease())
         return Record(folder, **facts, attempt=1)
     attempt, before = drivers.take_over(folder), load_record(folder)

@@ -12,16 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_runtime.companions.jobs.filling import JOBS, RECORD, Output
 from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.outputs.filling import RECORD, Output
-from mlx_runtime.runs.outputs.jobs import jobs_root
 from mlx_runtime.runs.uploads import Upload
 from mlx_runtime.storage.documents import COUNT, TEXT, Kind, from_json, list_of, stays_below
-from mlx_runtime.storage.files import storage_at, storage_root, to_json
+from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 
 ITEMS = "logs/items.jsonl"
 """File in the folder of a job, with a line per finished item."""
@@ -134,7 +133,7 @@ def interrupted(config: Config, output: str) -> RunFolder | None:
     Raises:
         UsageError: the code or the config has changed since.
     """
-    for folder in reversed(list_runs(jobs_root(storage_root(config.cfg.storage_path)), config.cfg.name)):
+    for folder in reversed(list_runs(join_path(storage_root(config.cfg.storage_path), JOBS), config.cfg.name)):
         record = records.load_record(folder)
         if record.get("output") == output:
             break

@@ -24,6 +24,9 @@ from mlx_runtime.storage.files import Storage, parent_of, storage_at, to_json
 from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, leftovers, recover
 
+JOBS = ".jobs"
+"""Folder in the storage with the records and logs of data jobs."""
+
 RECORD = "job.json"
 """Name of the file that records the job of a folder, and whether the folder is complete."""
 

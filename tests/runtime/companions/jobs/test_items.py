@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_runtime.companions.ray.items import FinishedItems
+from mlx_runtime.companions.jobs.filling import Output
+from mlx_runtime.companions.jobs.items import FinishedItems
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.outputs.filling import Output
 
 pytestmark = pytest.mark.pure
 

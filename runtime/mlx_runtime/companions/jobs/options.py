@@ -1,14 +1,14 @@
 """Settings of every data job."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any
 
-from mlx_runtime.loop.options import CheckedSettings
-from mlx_runtime.sections import Elastic, at_least
+from mlx_runtime.sections import at_least
+from mlx_runtime.storage.documents import name_problem
 
 
 @dataclass
-class DataConfig(CheckedSettings):
+class DataConfig:
     """Settings of a data job, `cfg` in conf.yaml. Add your own by inheriting in `src/job.py`.
 
     Attributes:
@@ -36,9 +36,12 @@ class DataConfig(CheckedSettings):
     use_gpu: bool = False
     storage_path: str = "storage"
 
-    is_data_job: ClassVar[bool] = True
-
-    # Requirements of a cluster beyond those above; tasks are not a group that has to be complete.
-    engine: ClassVar[str] = "ray"
-    elastic: ClassVar[Elastic] = Elastic()
-    gpus_per_worker: ClassVar[int] = 1
+    @staticmethod
+    def out_of_range(cfg: Any) -> list[str]:
+        """Return one line per setting that is out of range."""
+        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
+        for item in fields(DataConfig):
+            value, least = getattr(cfg, item.name), item.metadata.get("minimum")
+            if least is not None and value < least:
+                problems.append(f"cfg.{item.name} is {value}; the minimum is {least}")
+        return problems

@@ -1,1 +1,0 @@
-"""Folders with the outputs of jobs and runs: filled whole or not at all, measured, and removed."""

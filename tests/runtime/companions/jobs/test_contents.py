@@ -1,0 +1,269 @@
+"""`mlx data show` and `rm`: the content of the storage, and safe removal.
+
+Uses real folders with links and permissions, and a real S3 server.
+
+<storage>/
+    data/digits/          a.bin 3,000 bytes, b.bin 1,000, deep/er/c.bin 500, deep/er/d.bin 500
+    digits/run_001/       run.json
+    link -> <elsewhere>   outside the storage
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Mlx
+from storages import SIZES, files, put
+
+from mlx_runtime.companions.jobs.contents import path_in, refuse_in_use, remove, survey
+from mlx_runtime.companions.stores.object_store import ObjectStore
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs.folder import run_folder
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import join_path, storage_at, to_json
+
+pytestmark = pytest.mark.pure
+
+
+# -- show --
+
+
+def test_the_tree_has_the_sizes_of_all_that_is_below(root: str) -> None:
+    digits = {"name": "digits", "kind": "folder", "size_bytes": 5000, "files": 4}
+    digits["children"] = [
+        {"name": "a.bin", "kind": "file", "size_bytes": 3000},
+        {"name": "b.bin", "kind": "file", "size_bytes": 1000},
+        {"name": "deep", "kind": "folder", "size_bytes": 1000, "files": 2},
+    ]
+    data = {"name": "data", "kind": "folder", "size_bytes": 5000, "files": 4, "children": [digits]}
+    top = {"name": root, "kind": "folder", "size_bytes": 5000, "files": 4, "children": [data]}
+    assert survey(path_in(root, ""), depth=3).as_json(20) == top
+
+
+def test_what_is_deeper_counts_and_is_not_listed(root: str) -> None:
+    for depth in range(6):
+        found = survey(path_in(root, "data/digits"), depth=depth)
+        assert (found.size_bytes, found.files) == (5000, 4)
+        assert len(found.lines(0)) == {0: 1, 1: 4, 2: 5}.get(depth, 7)
+
+
+def test_the_tree_for_people(root: str) -> None:
+    put(root, {"data/digits/deep/er/e.bin": b"x"})
+    assert survey(path_in(root, "data"), depth=2).lines(1) == [
+        "data              5.0 kB  5 files",
+        "└── digits        5.0 kB  5 files",
+        "    ├── a.bin     3.0 kB",
+        "    └── … 2 more  2.0 kB",
+    ]
+    assert survey(path_in(root, "data/digits"), depth=1).lines(2) == [  # the last entry rather than `1 more`
+        "digits     5.0 kB  5 files",
+        "├── a.bin  3.0 kB",
+        "├── deep   1.0 kB  3 files",
+        "└── b.bin  1.0 kB",
+    ]
+
+
+def test_a_link_to_a_folder_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "big").write_bytes(b"x" * 10_000)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "round").symlink_to(folder)
+    assert survey(path_in(str(folder), ""), depth=1).size_bytes == 5000
+
+
+@pytest.mark.process
+def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "show", "--json", "--depth", "0", "data/digits", MLX_STORAGE=root)
+    assert json.loads(done.stdout) == {"name": "digits", "kind": "folder", "size_bytes": 5000, "files": 4}
+    done = mlx(tmp_path, "data", "show", "data/digitz", MLX_STORAGE=root)
+    where = join_path(root, "data", "digitz")
+    assert (done.returncode, done.stderr) == (2, f"error: there is no {where}. Did you mean 'digits'?\n")
+    done = mlx(tmp_path, "data", "show")
+    assert done.returncode == 2
+    assert done.stderr == "error: which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER\n"
+
+
+@pytest.mark.process
+def test_a_storage_that_only_a_cluster_has_asks_for_it(mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "show", MLX_STORAGE="/nowhere/shared")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: /nowhere/shared does not exist on this machine; if only a cluster has it, pass "
+        "--ray-address http://HEAD:8265\n"
+    )
+
+
+# -- rm --
+
+
+def test_a_folder_goes_with_all_that_is_in_it(root: str) -> None:
+    put(root, {"data/other/e.bin": b"x"})
+    remove(path_in(root, "data/digits"))
+    assert files(root) == ["data/other/e.bin"]
+    assert storage_at(root).names("data") == ["other"]
+
+
+def test_a_file_goes_alone(root: str) -> None:
+    remove(path_in(root, "data/digits/a.bin"))
+    assert files(root) == ["data/digits/b.bin", "data/digits/deep/er/c.bin", "data/digits/deep/er/d.bin"]
+
+
+@pytest.mark.parametrize(
+    "path", ["../victim", "data/../../victim", "/victim", "link/inside", "link/../victim", "~/victim"]
+)
+def test_what_lies_outside_is_refused(folder: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "elsewhere" / "inside").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"lies outside the storage .*; MLX_STORAGE=FOLDER selects another storage"):
+        path_in(str(folder), str(tmp_path / "victim") if path == "/victim" else path)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "path", ["../victim", "data/../../victim", "/victim", "s3://other/victim", "s3://bucket/victim"]
+)
+def test_what_lies_outside_is_refused_on_s3(s3: str, tmp_path: Path, path: str) -> None:
+    root = s3.format(tmp_path.name)
+    put(root, {"a": b"x"})
+    with pytest.raises(UsageError, match="lies outside the storage"):
+        path_in(root, path)
+
+
+@pytest.mark.parametrize("path", ["", ".", "data/..", "/"])
+def test_the_storage_itself_is_refused(folder: Path, path: str) -> None:
+    with pytest.raises(UsageError, match="is the storage itself; name a folder in it"):
+        refuse_in_use(path_in(str(folder), str(folder) if path == "/" else path))
+
+
+def test_paths_that_lead_into_the_storage_are_understood(root: str) -> None:
+    for path in ("data/digits", "data/./digits/", join_path(root, "data", "digits")):
+        assert path_in(root, path).parts == ("data", "digits")
+
+
+def test_paths_over_links_inside_are_understood(folder: Path, tmp_path: Path) -> None:
+    (folder / "shortcut").symlink_to(folder / "data")
+    (tmp_path / "alias").symlink_to(folder)
+    assert path_in(str(folder), "shortcut/digits").parts == ("data", "digits")
+    assert path_in(str(folder), "data/digits/../digits").parts == ("data", "digits")
+    assert path_in(str(folder), str(tmp_path / "alias" / "data")).parts == ("data",)
+    assert path_in(str(tmp_path / "alias"), "data").parts == ("data",)
+
+
+@pytest.mark.process
+def test_of_a_link_only_the_link_goes(folder: Path, tmp_path: Path, mlx: Mlx) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("precious", "job.json"):
+        (tmp_path / "elsewhere" / name).write_text("{}")
+    (folder / "data" / "digits" / "out").symlink_to(tmp_path / "elsewhere")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    for path in ("link", "data/digits"):
+        assert mlx(folder, "data", "rm", "-y", path, MLX_STORAGE=str(folder)).returncode == 0
+    assert files(str(tmp_path / "elsewhere")) == ["job.json", "precious"]
+    assert sorted(path.name for path in folder.rglob("*")) == ["data"]
+
+
+def test_runs_are_not_data(root: str) -> None:
+    put(root, {"digits/run_001/run.json": b"{}", "digits/run_001/checkpoints/epoch_0001/state.pt": b"x"})
+    run_folder(root, "claimed", "run_001").path.mkdir(parents=True, exist_ok=True)
+    run_folder(root, "claimed", "run_001").claim_attempt(1)
+    for path in ("digits", "digits/run_001", "digits/run_001/checkpoints", "claimed"):
+        with pytest.raises(UsageError, match=r"run_001.* is a run; remove it with: mlx xp rm "):
+            refuse_in_use(path_in(root, path))
+
+
+def test_what_is_being_filled_is_refused(root: str) -> None:
+    record: dict[str, Any] = {"status": "RUNNING", "heartbeat": documents.now()} | leases.this_process()
+    put(root, {"data/made/job.json": to_json(record).encode(), "data/made/a/b": b"x"})
+    for path in ("data", "data/made", "data/made/a"):
+        with pytest.raises(UsageError, match=r"data/made.* is being filled by process \d+"):
+            refuse_in_use(path_in(root, path))
+    put(root, {"data/made/job.json": to_json(record | {"status": "FAILED"}).encode()})
+    refuse_in_use(path_in(root, "data/made"))
+
+
+def test_what_is_being_read_is_refused(root: str) -> None:
+    put(root, {".prepared/Rows-1/0.npy": b"x", ".prepared/Rows-1/used-0123": b""})
+    for path in (".prepared", ".prepared/Rows-1"):
+        with pytest.raises(UsageError, match=r"Rows-1.* is being read"):
+            refuse_in_use(path_in(root, path))
+
+
+@pytest.mark.process
+def test_it_asks_and_takes_no_for_an_answer(folder: Path, mlx: Mlx) -> None:
+    done = mlx(folder, "data", "rm", "data/digits", MLX_STORAGE=str(folder))
+    assert done.returncode == 1
+    assert done.stdout == f"remove {folder}/data/digits, 4 files, 5.0 kB? [y/N]: \n"
+    assert files(str(folder)) == sorted(SIZES)
+
+
+@pytest.mark.process
+def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "rm", "--yes", "data/digits", MLX_STORAGE=root)
+    where = join_path(root, "data", "digits")
+    assert (done.returncode, done.stdout) == (0, f"removed {where}, 4 files, 5.0 kB\n"), done.stderr
+    assert files(root) == []
+
+
+@pytest.mark.process
+def test_unclear_requests_are_refused(folder: Path, mlx: Mlx) -> None:
+    done = mlx(folder, "data", "rm", MLX_STORAGE=str(folder))
+    message = "error: remove what? A part of the storage: mlx data rm PATH; prepared datasets: add --prepared\n"
+    assert (done.returncode, done.stderr) == (2, message)
+    done = mlx(folder, "data", "rm", "-y", "data", "--prepared", MLX_STORAGE=str(folder))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: a PATH and the options of --prepared contradict each other; pass one of them\n",
+    )
+    assert files(str(folder)) == sorted(SIZES)
+
+
+@pytest.mark.process
+def test_half_a_removal_is_told_and_does_not_look_whole(folder: Path, mlx: Mlx) -> None:
+    put(str(folder), {"data/digits/job.json": b"{}"})
+    stuck = folder / "data" / "digits" / "deep" / "er" / "c.bin"
+    if subprocess.run(["chattr", "+i", str(stuck)], capture_output=True).returncode:
+        pytest.skip("no file attributes here")
+    try:
+        done = mlx(folder, "data", "rm", "-y", "data/digits", MLX_STORAGE=str(folder))
+    finally:
+        subprocess.run(["chattr", "-i", str(stuck)], capture_output=True)
+    assert (done.returncode, done.stderr.split(": ")[1]) == (1, f"{folder}/data/digits was removed only in part")
+    assert files(str(folder)) == ["data/digits/deep/er/c.bin"]
+
+
+class Refusing:
+    """An S3 file system that loses its connection after some deletions."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def delete_dir(self, path: str) -> None:
+        self._fs.delete_file(f"{path}/a.bin")
+        raise OSError("connection lost")
+
+
+@pytest.mark.s3
+def test_half_a_removal_is_told_on_s3(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = s3.format(tmp_path.name)
+    put(root, {name: b"x" * size for name, size in SIZES.items()} | {"data/digits/job.json": b"{}"})
+
+    class Losing(ObjectStore):
+        def __init__(self, root: str) -> None:
+            super().__init__(root)
+            self._fs = Refusing(self._fs)
+
+    path = path_in(root, "data/digits")
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_runtime.companions.jobs.contents.storage_at", Losing)
+        with pytest.raises(StorageError, match=r"was removed only in part: connection lost"):
+            remove(path)
+    assert "data/digits/job.json" not in files(root)  # nobody takes it for the whole
+    remove(path)
+    assert files(root) == []
