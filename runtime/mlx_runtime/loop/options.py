@@ -108,10 +108,8 @@ class TrainConfig(CheckedSettings):
         start_workers: number of workers; 0 trains in this process, where a debugger works.
         loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
             per worker.
-        prefetch_batches: batches that are read while the loop trains on earlier ones. None means 2 for each process of
-            `workers=N` and for streams of Ray Data, and 0 for datasets that the worker itself reads. With a number, a
-            thread of the worker reads the latter, unless the first batch of a pass draws from the global random
-            generators, because that would change the random numbers of the loop.
+        prefetch_batches: batches that each reading process of `loader=workers=N` reads ahead of the loop, at least 1;
+            None means 2. It starts no process.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
             `sharding.shard_size` of them, with replicas; `pipeline` cuts them into stages, one per worker.
             `Models.strategies = {"net": "ddp"}` overrides it. May also be the import path of your own strategy.

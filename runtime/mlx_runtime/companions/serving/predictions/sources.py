@@ -13,9 +13,8 @@ from mlx_runtime.companions.serving.schema import Schema
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import parse_overrides
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.data.batches import Batch, BatchReader, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, dataset_error, rows_of
 from mlx_runtime.data.definitions import adopt_dataset, construction
-from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.randomness import set_seed, temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, UsageError, full_message, suggest
