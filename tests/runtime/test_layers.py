@@ -89,7 +89,7 @@ HOMES = {
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "orjson": {"companions.serving.http.bodies"},
-    "pathspec": {"runs.snapshots", "runs.uploads"},
+    "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},
     "prometheus_client": {"companions.serving.http.counters"},
     "pyarrow": {

@@ -81,8 +81,8 @@ class RunRecorder:
             if (cls := self._plan.experiment).__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
             self._note_repositories()
-            if self._plan.config.kept and not snapshots.is_unpacked(self._plan.project):  # it has its code
-                snapshots.store(self._plan.project, self.record.folder, self._plan.config.cfg.code_files)
+            if self._plan.config.kept:
+                snapshots.store(self._plan.project, self.record.folder)
 
     def succeed(self) -> events.RunEnded:
         """Record that the run has succeeded."""

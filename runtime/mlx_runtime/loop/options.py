@@ -127,8 +127,6 @@ class TrainConfig(CheckedSettings):
         deterministic: use only deterministic algorithms of torch, and fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
-        code_files: further files for `code.zip` of a run, which contains those that git tracks or the code imports;
-            patterns as in a .gitignore.
         log_every_steps: training steps between two reductions of the metrics over all workers.
         trackers: objects by name that receive the recorded numbers, in addition to `metrics.jsonl`: classes of
             `mlx_runtime.trackers`, or any class with methods of `mlx_runtime.tracking.callbacks`; `null` removes one.
@@ -177,7 +175,6 @@ class TrainConfig(CheckedSettings):
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     deterministic: bool = False
     storage_path: str = "runs"
-    code_files: tuple[str, ...] = ()
     log_every_steps: int = at_least(1, 50)
     trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
     callbacks: dict[str, Any] = field(default_factory=dict)

@@ -91,7 +91,7 @@ def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, s
         lines.append("          later: newer checkpoints and metrics, and the weights of the best at the end")
     if hidden:
         lines.append(redactions(hidden))
-    lines.append("          to change this: cfg.hub.mirror, cfg.keep_checkpoints, cfg.code_files, .gitignore;")
+    lines.append("          to change this: cfg.hub.mirror, cfg.keep_checkpoints, .gitignore;")
     lines.append(f"          to change the visibility: {settings}")
     return "\n".join(lines)
 

@@ -23,7 +23,7 @@ from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.outputs.jobs import jobs_root
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
@@ -116,7 +116,7 @@ class Launch:
         cfg = self.config.cfg
         folder = claim_run(storage_root(cfg.storage_path), cfg.name, kind, name=name)
         if kind == SWEEP:
-            snapshots.store(Path.cwd(), folder, cfg.code_files)
+            snapshots.store(Path.cwd(), folder)
         return folder
 
     def _submit_driver(
@@ -272,7 +272,6 @@ def prepare(
     fits = show_checks(preflight.check_upload(upload))
     if config is None:
         raise failure()
-    snapshots.refuse_unmatched(folder, getattr(config.cfg, "code_files", ()))
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         write(line)
     safe = show_checks(preflight.check_secrets(config))

@@ -71,7 +71,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     found = plan(experiment, definition, **how)
     load_function(found.config.cfg)  # the files of imported modules are compared
     changes = differences(stored, found.definition)
-    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder, found.config.cfg.code_files)]
+    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
     if found.definition.folds != stored.folds:
         raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
     if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
@@ -128,7 +128,7 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
         before, trials, attempt = {"trials": []}, [], 1
         folder.claim_attempt(attempt, leases.lease())
     folder.path.mkdir(parents=True, exist_ok=True)
-    snapshots.store(project, folder, cfg.code_files)
+    snapshots.store(project, folder)
     if plan.rows:
         facts["fold_rows"] = rows_digest(plan.rows)
         file = folder.path / FOLDS
