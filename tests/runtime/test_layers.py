@@ -79,7 +79,7 @@ HOMES = {
         *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
     },
     "cookiecutter": {"cli.verbs.projects"},
-    "detect_secrets": {"storage.secrets.detection"},
+    "detect_secrets": {"companions.hub.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},

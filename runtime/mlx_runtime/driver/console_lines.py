@@ -18,7 +18,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration, plural, shorten
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import split_options
-from mlx_runtime.storage.secrets.redaction import secret_keys
+from mlx_runtime.storage.redaction import secret_keys
 from mlx_runtime.tracking.console import Display
 
 

@@ -21,7 +21,7 @@ from mlx_runtime.runs.checkpoints.index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, names_run, read_errors, refuse_empty
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets.detection import LEFT_OUT
+from mlx_runtime.storage.redaction import LEFT_OUT
 from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 
 
 class RunRecorder:

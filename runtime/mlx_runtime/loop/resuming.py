@@ -36,8 +36,7 @@ from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets.detection import HIDDEN, LEFT_OUT, is_secret
-from mlx_runtime.storage.secrets.redaction import redact, redact_override, unredact
+from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, redact_override, unredact
 
 FIXED = {
     *("cross_validation", "debug.limit_batches", "debug.limit_eval_batches", "debug.limit_train_batches"),

@@ -24,7 +24,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.storage.local import read_regular
-from mlx_runtime.storage.secrets.redaction import FILES
+from mlx_runtime.storage.redaction import FILES
 
 FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
 """Maximum size of a file in a snapshot, and of all files together; larger files are data, not code."""

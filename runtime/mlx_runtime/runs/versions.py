@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_runtime.storage.leases import this_process
-from mlx_runtime.storage.secrets.redaction import FILES, redact, redact_override
+from mlx_runtime.storage.redaction import FILES, redact, redact_override
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 """Packages whose versions are recorded."""

@@ -6,14 +6,14 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mlx_runtime.companions.hub.detection import find
 from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.config.interpolation import escape, parse_config
 from mlx_runtime.runs.folder import EVALUATIONS
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import size_text
-from mlx_runtime.storage.secrets.detection import HIDDEN, find
-from mlx_runtime.storage.secrets.redaction import hidden_texts, redact_tree
+from mlx_runtime.storage.redaction import HIDDEN, hidden_texts, redact_tree
 
 NAMED = 10
 """Number of positions that a line lists before it counts the rest."""

@@ -38,7 +38,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import join_path, size_text, storage_root
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
 

@@ -28,7 +28,7 @@ from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import storage_root
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.workers.placement import JOB_FLAG
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError
 from mlx_runtime.loop.options import ENGINES
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.storage.secrets.redaction import redact_override, secret_keys
+from mlx_runtime.storage.redaction import redact_override, secret_keys
 from mlx_runtime.workers.placement import engine_class, shortage, uses_gpus
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from mlx_runtime.runs.folder import RunFolder, next_name, run_folder
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.workers.placement import engine_class
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import storage_at, storage_root
-from mlx_runtime.storage.secrets.detection import HIDDEN
+from mlx_runtime.storage.redaction import HIDDEN
 
 FOLDS = "folds.npz"
 """File of a sweep with the row numbers of each fold."""

@@ -47,7 +47,7 @@ from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import parent_of, size_text, storage_errors, to_json
 from mlx_runtime.storage.publishing import Publication, recover
-from mlx_runtime.storage.secrets.redaction import redact_tree
+from mlx_runtime.storage.redaction import redact_tree
 
 LIBRARIES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
