@@ -18,7 +18,7 @@ from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import EVALUATIONS, claim_run
-from mlx_runtime.runs.versions import provenance
+from mlx_runtime.runs.records import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json

@@ -12,7 +12,6 @@ from mlx_runtime import open_run
 from mlx_runtime.companions.views import difference
 from mlx_runtime.config import interpolation
 from mlx_runtime.runs import records
-from mlx_runtime.runs import versions as provenance
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import redaction
 from mlx_runtime.storage.redaction import hidden_texts, is_secret, redact, redact_override, redact_tree, unredact
@@ -185,7 +184,7 @@ def test_the_diff_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "src/experiment.py").write_text(f'lr = 3\nclient.login(password="{SECRET}")\n')
     (tmp_path / "src/conf.yaml").write_text(f"cfg:\n  db_password: {SECRET}\n")
     monkeypatch.chdir(tmp_path)
-    found = provenance.provenance([f"cfg.password={SECRET}", "cfg.seed=3"])
+    found = records.provenance([f"cfg.password={SECRET}", "cfg.seed=3"])
     assert SECRET not in json.dumps(found)
     assert '+lr = 3\n+client.login(password="…")\n' in found["git"]["diff"]
     assert not any(name.rpartition("/")[2] in found["git"]["diff"] for name in names)

@@ -31,9 +31,8 @@ from mlx_runtime.runs.folder import claim_run, named_run
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.outputs import filling, jobs
 from mlx_runtime.runs.outputs.filling import Filling, Output
-from mlx_runtime.runs.records import Record, attempts, load_record
+from mlx_runtime.runs.records import Record, attempts, load_record, provenance
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name

@@ -23,8 +23,8 @@ from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.outputs.jobs import jobs_root
+from mlx_runtime.runs.records import provenance
 from mlx_runtime.runs.snapshots import Upload
-from mlx_runtime.runs.versions import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import storage_root

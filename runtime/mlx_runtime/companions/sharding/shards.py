@@ -20,7 +20,7 @@ from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.segments import SegmentReader
 from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, UnreadTensor, io_errors
-from mlx_runtime.runs.checkpoints.staging import Staging
+from mlx_runtime.runs.checkpoints.store import Staging
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 from mlx_runtime.storage.files import Storage, join_path
 

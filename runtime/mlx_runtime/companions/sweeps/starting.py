@@ -20,7 +20,7 @@ from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, named_run
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently
-from mlx_runtime.runs.versions import provenance
+from mlx_runtime.runs.records import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name

@@ -17,7 +17,7 @@ from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import AskJobs, summarize
 from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.storage.files import Storage, join_path, size_text, storage_at
-from mlx_runtime.storage.local import open_folder, remove_tree
+from mlx_runtime.storage.local import open_folder
 
 MANIFEST = "manifest.json"
 """Last file of a prepared dataset; without it, the dataset is incomplete."""
@@ -80,10 +80,11 @@ def _remove_local(storage: Storage, path: StoragePath) -> None:
                 os.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             raise StorageError(f"cannot remove {path.title}: {error.strerror or error}; nothing was removed") from error
-        problem = remove_tree(hidden, folder)
-    if problem is not None:
-        cause = f"{problem.strerror or problem}: {problem.filename}"
-        raise _partly_removed(path, StoragePath(path.root, (*above, hidden)), cause) from problem
+    try:
+        shutil.rmtree(storage.of(*above, hidden))
+    except OSError as error:
+        cause = f"{error.strerror or error}: {error.filename}"
+        raise _partly_removed(path, StoragePath(path.root, (*above, hidden)), cause) from error
 
 
 def _remove_objects(storage: Storage, path: StoragePath) -> None:
