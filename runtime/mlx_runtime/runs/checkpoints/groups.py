@@ -8,7 +8,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -338,7 +338,8 @@ def decoded(saved: State, devices: Mapping[str, torch.device] = MappingProxyType
     made: list[Any] = []  # lists, dicts and tensors, by number
 
     def decode(value: Any, device: torch.device) -> Any:
-        kind, *rest = value[SPECIAL] if isinstance(value, dict) and value.keys() == {SPECIAL} else [None]
+        special = isinstance(value, dict) and value.keys() == {SPECIAL}
+        kind, *rest = cast("list[Any]", value[SPECIAL] if special else [None])
         if kind == "same":
             return made[rest[0]]
         if kind == "numpy":
@@ -348,7 +349,8 @@ def decoded(saved: State, devices: Mapping[str, torch.device] = MappingProxyType
         if isinstance(value, torch.Tensor | UnreadTensor):
             made.append(value.to(device) if isinstance(value, torch.Tensor) else value)
         elif isinstance(value, list):
-            made.append(items := [])
+            items: list[Any] = []
+            made.append(items)
             items.extend(decode(item, device) for item in value)
             return items
         elif isinstance(value, dict):
