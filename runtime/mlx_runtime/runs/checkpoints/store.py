@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import hashlib
 import shutil
 import tempfile
 import threading
@@ -43,7 +42,7 @@ from mlx_runtime.storage.files import Storage, is_uri, join_path, parent_of, sto
 from mlx_runtime.storage.publishing import HashingWriter, Publication, recover, sha256_of, unpublish
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding.shards import Parts, ShardedTensors
+    from mlx_runtime.companions.sharding.shards import Parts
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -328,10 +327,7 @@ def read(path: str, *, whole: bool = True) -> State:
         raise ConfigError(problem)
     except ConfigError as error:
         others = ", ".join(item.name for item in list_checkpoints(storage) if item.name != name)
-        inside = join_path(path, "checkpoints")  # of a run
-        names = [] if Path(path).is_file() else [item.name for item in list_checkpoints(inside)]
-        another = join_path(inside, names[-1]) if names else "RUN/checkpoints/epoch_0003"
-        example = f"The folder also contains: {others}" if others else f"Name another, like {another}"
+        example = f"The folder also contains: {others}" if others else "Name another, like RUN/checkpoints/epoch_0003"
         raise type(error)(f"{error}. {example}") from error
 
 
@@ -364,32 +360,10 @@ def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> St
             raise ConfigError(f"{path} is damaged: {short_message(error)}") from error
     if missing := PARTS - (state.keys() if isinstance(state, dict) else set()):
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
-    shards = _sharded_tensors(storage, name, about)
-    if shards is None:
-        if has_placeholders(state):
-            raise damage(join_path(storage.root, name, ABOUT), "it names no index of the shards")
-        return cast("State", state)
-    shards.check_files()
-    with io_errors(path):
-        try:
-            return cast("State", shards.fill_placeholders(state))
-        except TypeError as error:
-            raise ValueError(short_message(error)) from error
-
-
-def _sharded_tensors(storage: Storage, name: str, about: CheckpointInfo | None) -> "ShardedTensors | None":
-    """Return the shards of a checkpoint, or None if it has none. Raise DamagedError if they are not described."""
-    file_name = about.index if about is not None else INDEX
-    if file_name is None:
-        return None
-    with io_errors(join_path(storage.root, name, file_name)):
-        try:
-            content = storage.read(name, file_name)
-        except FileNotFoundError:
-            if about is None:
-                return None
-            raise
-        if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
-            raise ValueError("its SHA-256 is not the one it was saved with")
-        shards: ShardedTensors = companions.part("sharding.shards").ShardedTensors(storage, name, content)
-        return shards
+    index = about.index if about is not None else INDEX if storage.size_bytes(name, INDEX) is not None else None
+    if index is not None:
+        filled: State = companions.part("sharding.shards").fill(state, storage, name, index, about)
+        return filled
+    if has_placeholders(state):
+        raise damage(join_path(storage.root, name, ABOUT), "it names no index of the shards")
+    return cast("State", state)
