@@ -82,7 +82,7 @@ HOMES = {
         *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
     },
     "cookiecutter": {"cli.verbs.projects"},
-    "detect_secrets": {"storage.secrets.detection"},
+    "detect_secrets": {"companions.hub.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
@@ -92,7 +92,7 @@ HOMES = {
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "orjson": {"companions.serving.http.bodies"},
-    "pathspec": {"runs.snapshots", "runs.uploads"},
+    "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},
     "prometheus_client": {"companions.serving.http.counters"},
     "pyarrow": {

@@ -10,7 +10,7 @@ import yaml
 from pathspec import GitIgnoreSpec
 from test_template import make
 
-from mlx_runtime.storage.secrets.redaction import FILES
+from mlx_runtime.storage.redaction import FILES
 
 pytestmark = pytest.mark.process
 

@@ -32,13 +32,6 @@ class _WithVariants(click.Command):
         super().format_epilog(ctx, formatter)
 
 
-code_option = click.option(
-    "--code",
-    type=click.Choice(["stored"]),
-    help="Use the code stored with the run. Anyone who can write to its storage could have changed that code.",
-)
-
-
 @group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
 @options.json
 @options.debug
@@ -61,7 +54,6 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
 @commands.prepare_option
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of prepared datasets.")
 @click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN, or the latest run.")
-@code_option
 @commands.from_option
 @commands.variant_option
 @click.argument("overrides", nargs=-1)
@@ -72,7 +64,6 @@ def run(
     make: bool,
     never: bool,
     resume: str | None,
-    code: str | None,
     origin: str | None,
     variants: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -83,15 +74,12 @@ def run(
         raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
     refuse_empty({"--resume": resume, "--from": origin})
     resume, overrides = commands.split_resume(resume, overrides)
-    if code and not resume:
-        raise UsageError("--code=stored goes with --resume: it is the code of that run")
     from mlx_runtime.driver.request import Request
 
     given = {"--prepare-batches": make, "--no-prepared": never, f"--overfit={overfit}": overfit, "--profile": profile}
     implied = Request.parse([option for option, value in given.items() if value]).overrides
     overrides += (*commands.variant_words(variants), *implied)
-    stored = lookup.resolve_run(resume) if code and resume else None
-    projects.run(AN_EXPERIMENT, overrides, stored, resume=resume, origin=origin, fast=fast)
+    projects.run(AN_EXPERIMENT, overrides, resume=resume, origin=origin, fast=fast)
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
@@ -99,10 +87,9 @@ def run(
 @click.option(
     "--checkpoint", "which", metavar="WHICH", type=options.word, help="Of RUN: latest (default), best or epoch_0004."
 )
-@code_option
 @commands.variant_option
 @click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
-def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def evaluate(which: str | None, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Evaluate a checkpoint without training: run eval_loop, and store the results in the run's folder.
 
     RUN is run_003, 3 or latest (the default), or name/run_003. PATH is the folder or URI of a run or of a checkpoint.
@@ -110,5 +97,4 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
     named = [item for item in arguments[:1] if names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
     overrides = [*commands.variant_words(variants), *arguments[len(named) :]]
-    stored = folder if code else None
-    projects.run(AN_EXPERIMENT, overrides, stored, origin=folder.location, checkpoint=checkpoint)
+    projects.run(AN_EXPERIMENT, overrides, origin=folder.location, checkpoint=checkpoint)

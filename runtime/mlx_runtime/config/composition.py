@@ -30,7 +30,7 @@ from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import DEPTH, ESCAPE, scalar_text, to_yaml
-from mlx_runtime.storage.secrets.redaction import redact_tree
+from mlx_runtime.storage.redaction import redact_tree
 
 SELECTED = "mlx-selected"
 """Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""

@@ -1,7 +1,6 @@
-"""Batches from samples of a dataset: calls of its `ray_map_batches` or `collate`, and checks of their results."""
+"""Batches from samples of a dataset: by its `ray_map_batches` or `collate`, or by key if they are dicts."""
 
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from operator import length_hint
 from typing import Any
@@ -10,13 +9,29 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.errors import DatasetError, note
+from mlx_runtime.distributed.collectives import lost_peer
+from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, note, short_message
 
 Batch = dict[str, Any]
 """Tensors (rows, ...) by name, and any other values that `ray_map_batches` returns, like a list of strings."""
 
+PAD = "Pad them with a `collate` of the dataset, like DataCollatorWithPadding(tokenizer), or return equal shapes"
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types in place of types that NumPy lacks, by bytes per element."""
+
+
+class AdoptedDataset:
+    """A dataset made by this package from an object of the user, its `owner`, whose attributes it has."""
+
+    owner: Any
+
+
+def owner_of(dataset: Any) -> Any:
+    """Return the user's object that a dataset comes from."""
+    return dataset.owner if isinstance(dataset, AdoptedDataset) else dataset
 
 
 class BatchReader:
@@ -41,19 +56,10 @@ class BatchReader:
                 samples = list(map(self.dataset.__getitem__, remaining))  # the fastest loop in Python
         except Exception as error:
             count = len(rows) - length_hint(remaining)
-            which = f"sample {rows[count - 1]}" if count else self._unreadable(rows)
+            which = f"sample {rows[count - 1]}" if count else f"samples {rows[0]} …"
             note(error, f"while reading {which} of datasets.{self.name}")
             raise
         return self.stack(samples, rows)
-
-    def _unreadable(self, rows: Sequence[int]) -> str:
-        """Describe the first row that cannot be read alone, given rows that cannot be read together."""
-        for row in rows:
-            try:
-                self.dataset[row]
-            except Exception:
-                return f"sample {row}"
-        return f"samples {rows[0]} …"
 
     def stack(self, samples: list[Any], rows: Sequence[int] | None = None) -> Batch:
         """Return a batch of samples; `rows` are their numbers. Raises DatasetError if it is not valid."""
@@ -61,20 +67,80 @@ class BatchReader:
         method = "ray_map_batches" if hasattr(self.dataset, "ray_map_batches") else "collate"
         function = getattr(self.dataset, method, None)
         if function is None:
-            from mlx_runtime.data.collation import stack  # here, for rows that are dicts only
-
             return _tensors(stack(samples, rows, self.name), len(samples), f"datasets.{self.name}: rows are")
         try:
             batch = function({"item": samples} if method == "ray_map_batches" else samples)
         except Exception as error:
-            from mlx_runtime.data.collation import culprit
-
-            text = f"in {method}, while stacking {len(samples)} samples of datasets.{self.name}"
-            if method == "collate" and (row := culprit(function, samples, rows)):
-                text += f": {row} cannot be collated"
-            note(error, text)
+            note(error, f"in {method}, while stacking {len(samples)} samples of datasets.{self.name}")
             raise
         return _tensors(batch, len(samples), f"datasets.{self.name}: {method} returned")
+
+
+def stack(rows: Sequence[Any], numbers: Sequence[int], name: str) -> dict[str, Any]:
+    """Return a batch of rows that are dicts with the same keys: {key: tensor (rows, ...), or a list}.
+
+    Args:
+        rows: Rows of the dataset.
+        numbers: Number of each row, for errors.
+        name: Name of the dataset in `Datasets`, for errors.
+
+    Raises:
+        DatasetError: Rows are not dicts, or differ in their keys or shapes.
+    """
+    for number, row in zip(numbers, rows, strict=True):
+        if not isinstance(row, Mapping):
+            raise DatasetError(
+                f"datasets.{name} has no ray_map_batches, and row {number} is a {type(row).__name__}. Return a dict, "
+                'or add a static method that stacks samples: ray_map_batches({"item": [sample, ...]}) -> '
+                "{name: tensor (n, ...)}"
+            )
+        if row.keys() != rows[0].keys():
+            raise DatasetError(
+                f"datasets.{name}: row {number} has {_keys_of(row)}, but row {numbers[0]} has {_keys_of(rows[0])}; "
+                "return the same keys for all rows, or add a `collate`"
+            )
+    batch = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        column = _column(values)
+        if column is None:
+            index = next((index for index, value in enumerate(values) if _shape(value) != _shape(values[0])), 0)
+            shapes = [_shape(values[index]), _shape(values[0])]
+            raise DatasetError(
+                f"datasets.{name}: row {numbers[index]} has {key!r} of shape {shapes[0]}, but row {numbers[0]} has "
+                f"{shapes[1]}. {PAD}"
+            )
+        batch[key] = column
+    return batch
+
+
+def _column(values: list[Any]) -> torch.Tensor | list[Any] | None:
+    """Return the values of one key as a tensor, unchanged if they are not numbers, or None if the shapes differ."""
+    first = values[0]
+    if not isinstance(first, (torch.Tensor, np.ndarray, list, tuple, *_NUMBERS)):
+        return values
+    try:
+        if isinstance(first, torch.Tensor):
+            return torch.stack(values)
+        column = torch.as_tensor(np.stack(values) if isinstance(first, np.ndarray) else values)
+        if column.numel() or len({_shape(value) for value in values}) == 1:
+            return column
+        return None  # the first list is empty: torch would ignore the others
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shapes = {_shape(value) for value in values}
+        return values if None in shapes or len(shapes) == 1 else None
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array of numbers; None for other values, like strings or lists of different lengths."""
+    try:
+        return tuple(torch.as_tensor(value).shape)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _keys_of(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "nothing"
 
 
 def _tensors(batch: Any, rows: int, subject: str) -> Batch:
@@ -107,11 +173,10 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor, an array of numbers or a flat list of numbers as a tensor; None for other values."""
     if isinstance(value, torch.Tensor):
         return value
-    numbers = (bool, int, float, complex, np.generic)
     if isinstance(value, list | tuple):
-        flat = all(isinstance(item, numbers) or (isinstance(item, torch.Tensor) and not item.ndim) for item in value)
+        flat = all(isinstance(item, _NUMBERS) or (isinstance(item, torch.Tensor) and not item.ndim) for item in value)
     else:
-        flat = isinstance(value, (*numbers, np.ndarray))
+        flat = isinstance(value, (*_NUMBERS, np.ndarray))
     try:
         return torch.as_tensor(value) if flat else None
     except (TypeError, ValueError, RuntimeError):
@@ -166,7 +231,7 @@ def rows_of(dataset: Any, name: str) -> int:
     try:
         return len(dataset)
     except (TypeError, ValueError, NotImplementedError) as error:
-        cls = type(getattr(dataset, "owner", dataset)).__name__
+        cls = type(owner_of(dataset)).__name__
         cure = getattr(dataset, "length_cure", "give it __len__, the number of rows in one pass")
         raise DatasetError(f"datasets.{name}: {cls} has no length; {cure}") from error
 
@@ -216,14 +281,12 @@ def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 
 def check(cls: type, key: str) -> None:
-    """Check before a run that a dataset class, at a key in conf.yaml, can be batched, or raise DatasetError."""
+    """Check before a run that a dataset class, at a key in conf.yaml, can be read, or raise DatasetError."""
     if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf", "to_reader")):
         return
-    if not callable(getattr(cls, "ray_map_batches", None)) and not _may_return_dicts(cls):
-        raise DatasetError(
-            f"{key}: {cls.__name__} has no ray_map_batches, and its samples are not dicts. Add a static method that "
-            'stacks samples: ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
-        )
+    method = "__iter__" if issubclass(cls, IterableDataset) else "__getitem__"
+    if getattr(cls, method, None) in (None, Dataset.__getitem__):
+        raise DatasetError(f"{key}: {cls.__name__} has no {method}, which returns its samples")
     if issubclass(cls, IterableDataset) and "__len__" not in dir(cls):
         raise DatasetError(
             f"{key}: {cls.__name__} is an IterableDataset without __len__; "
@@ -231,18 +294,17 @@ def check(cls: type, key: str) -> None:
         )
 
 
-def _may_return_dicts(cls: type) -> bool:
-    """Return False if a class cannot be read by row, or if the annotation of its rows excludes dicts."""
-    method = getattr(cls, "__iter__" if issubclass(cls, IterableDataset) else "__getitem__", None)
-    if method in (None, Dataset.__getitem__):
-        return False
-    if "collate" in dir(cls):
-        return True
-    try:
-        hint = typing.get_type_hints(method).get("return", Any)
-    except Exception:  # annotations are arbitrary expressions
-        return True
-    kind = typing.get_origin(hint) or hint
-    if kind is Any or not isinstance(kind, type):  # `Any` is a class since Python 3.11
-        return True
-    return issubclass(kind, Mapping | Iterator) or issubclass(dict, kind)
+def dataset_error(error: BaseException, what: str) -> MlxError:
+    """Return the MlxError for an exception of another process: raised by user code, or a lost process."""
+    if lost_peer(error):
+        return WorkerLostError(f"{what}: {short_message(error)}")
+    cause = error
+    while not isinstance(cause, MlxError):
+        inner = getattr(cause, "cause", None) or cause.__cause__
+        if not isinstance(inner, BaseException):
+            break
+        cause = inner
+    if isinstance(cause, MlxError):
+        return cause
+    notes = "".join(f" ({text})" for text in getattr(cause, "__notes__", []))
+    return DatasetError(f"{what}: {type(cause).__name__}: {short_message(cause)}{notes}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset
@@ -65,7 +65,7 @@ class LoaderOptions:
     """Settings of all loaders of a run."""
 
     seed: int = 0  # determines the order, together with the epoch
-    prefetch: int | None = None  # batches read ahead; None is the default of each kind of dataset
+    prefetch: int | None = None  # batches that each reading process reads ahead; None means 2
     processes: int = 0  # reading processes per worker; 0 reads in the worker itself
     accumulate: int = 1  # steps per update of a training dataset
     wanted_workers: int | None = None  # keep the global batch of this many workers; None keeps each worker's batch
@@ -201,7 +201,7 @@ class DatasetShard:
             batch_size: Rows per worker and step; by default the dataset's attribute `batch_size`.
             drop_last: Drop a last batch that is smaller than the others; by default the dataset's attribute
                 `drop_last`, or False.
-            prefetch_batches: Batches read ahead; by default `cfg.prefetch_batches`.
+            prefetch_batches: Batches that each reading process reads ahead; by default `cfg.prefetch_batches`.
             unsupported: Other arguments of Ray Data's method of this name.
 
         Raises:
@@ -241,29 +241,6 @@ class DatasetShards:
         return iter(self.__dict__.values())
 
 
-class LoaderObserver(Protocol):
-    """Observer of the passes over a loader. The value that it returns for a pass is passed to its other methods."""
-
-    def loader_iterated(self, loader: "Loader") -> None:
-        """`iter(loader)` was called."""
-
-    def advances(self, loader: "Loader") -> bool:
-        """Return True if the coming pass advances its loader, False if it only reads the rows."""
-        ...
-
-    def pass_begins(self, loader: "Loader", part: WorkerPass) -> Any:
-        """The first batch of a pass is about to be read."""
-
-    def batch_given(self, item: Any, batch: Batch) -> None:
-        """The loop is about to receive a batch."""
-
-    def step_finished(self, item: Any, batch: Batch) -> None:
-        """The loop has finished with a batch and requests the next."""
-
-    def pass_left(self, item: Any) -> None:
-        """The loop has left the pass before its end. Called while the iterator is closed: do nothing that can fail."""
-
-
 class Loader:
     """Iterable of the batches of one shard, for one pass per epoch. Every worker must take part in each pass.
 
@@ -271,7 +248,7 @@ class Loader:
         shard: Shard to read.
         asked: Arguments for batch size, `drop_last` and batches to read ahead; None for defaults.
         epoch: Number of the next pass, which determines the order; restored on restart.
-        observer: Observer of each pass.
+        observer: The `Session` that acts at each step, called in the order of `_read`; None reads only.
         current: The pass that last advanced this loader, whose position is checkpointed; None before the first.
     """
 
@@ -285,7 +262,7 @@ class Loader:
         self.shard = shard
         self.asked = (batch_size, drop_last, prefetch)
         self.epoch = 0
-        self.observer: LoaderObserver | None = None
+        self.observer: Any = None
         self.current: WorkerPass | None = None
         self._resumed: dict[str, Any] | None = None
         self.compared = False  # the rows of all workers
@@ -311,7 +288,7 @@ class Loader:
 
     @property
     def prefetch(self) -> int | None:
-        """Batches to read ahead; None is the default of each kind of dataset."""
+        """Batches that each reading process reads ahead; None means 2."""
         return self.shard.options.prefetch if self.asked[2] is None else self.asked[2]
 
     @cached_property

@@ -4,7 +4,6 @@ The epoch of a dataset, and random generators that are its attributes, are set b
 depend on neither the reader nor an interruption.
 """
 
-import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mlx_runtime.data.batches import Batch, BatchReader, rows_of
-from mlx_runtime.data.prefetching import DEFAULT_PREFETCH, ReadingThread, read_ahead
+from mlx_runtime.data.batches import Batch, BatchReader, owner_of, rows_of
 from mlx_runtime.data.sampling import WorkerPass, mix_seeds
 from mlx_runtime.distributed.randomness import (
     GENERATORS,
     random_state,
-    same_random_state,
     seed_generators,
     set_random_state,
     set_seed,
@@ -42,7 +39,7 @@ class Reader(Protocol):
         """Return the number of rows in one pass. Raises DatasetError if the dataset has no length."""
 
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
-        """Yield the remaining batches of a pass, read up to `prefetch` batches ahead; None means the default."""
+        """Yield the remaining batches of a pass. Each reading process reads `prefetch` batches ahead; None means 2."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class ReadingProcesses:
             batch_size=None,
             collate_fn=_identity,
             pin_memory=self.pin_memory,
-            prefetch_factor=DEFAULT_PREFETCH if prefetch is None else max(1, prefetch),  # 0 would read nothing
+            prefetch_factor=2 if prefetch is None else max(1, prefetch),  # 0 would read nothing
             generator=torch.Generator(),  # otherwise each pass would advance the random state of training
             **options,
         )
@@ -98,9 +95,7 @@ def _receive(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 def _generators(dataset: Any) -> list[Any]:
     """Return the random generators among the attributes of a dataset."""
-    owner = getattr(dataset, "owner", None)  # of a dataset of Hugging Face
-    held = [*getattr(dataset, "__dict__", {}).values(), *getattr(owner, "__dict__", {}).values()]
-    return [item for item in held if isinstance(item, GENERATORS)]
+    return [item for item in getattr(owner_of(dataset), "__dict__", {}).values() if isinstance(item, GENERATORS)]
 
 
 class MapReader:
@@ -126,8 +121,7 @@ class MapReader:
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
         if self._processes.count:
             return self._read_by_processes(part, prefetch)
-        batches = starmap(self._batches.read, _Sampler(part))  # a DataLoader is a fifth slower for small batches
-        return read_ahead(batches, prefetch, pin_memory=self._processes.pin_memory) if prefetch else batches
+        return starmap(self._batches.read, _Sampler(part))  # a DataLoader is a fifth slower for small batches
 
     def _read_by_processes(self, part: WorkerPass, prefetch: int | None) -> Iterator[Batch]:
         own, self._idle = self._idle, None  # a nested pass needs its own
@@ -203,10 +197,7 @@ class IterableReader:
         batches = _IterableBatches(self._dataset, self._name, part)
         if self._processes.count:
             return _receive(self._processes.loader(batches, prefetch, num_workers=1))
-        if not prefetch:
-            return batches.read()
-        pin_memory = self._processes.pin_memory
-        return read_ahead(batches.read(), prefetch, draws=lambda: batches.draws, pin_memory=pin_memory)
+        return batches.read()
 
 
 class _IterableBatches(IterableDataset[Any]):
@@ -214,12 +205,6 @@ class _IterableBatches(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, name: str, part: WorkerPass) -> None:
         self.dataset, self.name, self.part = dataset, name, part
-        self._randomness: _Randomness | None = None  # of the samples, once they are read
-
-    @property
-    def draws(self) -> bool:
-        """True if reading samples has drawn random numbers."""
-        return self._randomness is not None and self._randomness.drawn
 
     def __iter__(self) -> "Iterator[Batch | _Failure]":
         from mlx_runtime.distributed.torch_private import outside_data_loader  # here, because few runs need it
@@ -245,7 +230,7 @@ class _IterableBatches(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.part.epoch)
         seed_generators(_generators(self.dataset), self.part.epoch_seed)
-        self._randomness = randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
+        randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
         with randomness:
             if hasattr(self.dataset, "in_order"):
                 samples = self.dataset.in_order(self.part.epoch_seed if self.part.shuffle else None)
@@ -270,7 +255,7 @@ class _IterableBatches(IterableDataset[Any]):
             note(error, f"while reading samples {position} to {position + before + count - 1} of datasets.{self.name}")
             raise
         if len(own) < count:
-            owner = type(getattr(self.dataset, "owner", self.dataset)).__name__
+            owner = type(owner_of(self.dataset)).__name__
             raise DatasetError(
                 f"datasets.{self.name}: {owner} ended after {position + skipped + len(own)} "
                 f"samples, but __len__() is {self.part.plan.rows}"
@@ -283,21 +268,12 @@ class _Randomness:
 
     def __init__(self, seed: int) -> None:
         with temporary_seed(seed):
-            self._own = self._first = random_state()
-
-    @property
-    def drawn(self) -> bool:
-        """True if code in a block has drawn a random number."""
-        return not same_random_state(self._first, self._own)
+            self._own = random_state()
 
     def __enter__(self) -> None:
-        # those of the loop must not change while a thread reads, which never draws any
-        self._swaps = not isinstance(threading.current_thread(), ReadingThread)
-        if self._swaps:
-            self._outside = random_state()
-            set_random_state(self._own)
+        self._outside = random_state()
+        set_random_state(self._own)
 
     def __exit__(self, *error: object) -> None:
-        if self._swaps:
-            self._own = random_state()
-            set_random_state(self._outside)
+        self._own = random_state()
+        set_random_state(self._outside)

@@ -48,13 +48,6 @@ def set_random_state(state: tuple[Any, ...]) -> None:
     torch.set_rng_state(state[2])
 
 
-def same_random_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return True if nothing was drawn between two calls of `random_state`."""
-    (name, keys, *position), (other_name, other_keys, *other_position) = one[1], other[1]
-    same_numpy = [name, *position] == [other_name, *other_position] and np.array_equal(keys, other_keys)
-    return bool(one[0] == other[0] and same_numpy and torch.equal(one[2], other[2]))
-
-
 @contextlib.contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
     """Seed everything inside the block, and restore all states after it.

@@ -18,7 +18,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration, plural, shorten
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import split_options
-from mlx_runtime.storage.secrets.redaction import secret_keys
+from mlx_runtime.storage.redaction import secret_keys
 from mlx_runtime.tracking.console import Display
 
 
@@ -81,7 +81,7 @@ class ConsoleLines:
             from mlx_runtime.loop.resuming import change_lines  # here, because a new run changes nothing
 
             self._rows_before = records.load_record(config.run).get("datasets") or {}
-            for line in change_lines(config.run, self._plan.project, config.changes, config.overrides, cfg.code_files):
+            for line in change_lines(config.run, self._plan.project, config.changes, config.overrides):
                 self._print(line)
         else:
             for change in config.changes:

@@ -25,7 +25,7 @@ from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.strategies import selection
-from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
@@ -96,9 +96,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             f"{experiment.__name__} has no eval_loop(self, dataset_shards), which mlx train eval calls; "
             "write it in src/experiment.py, like worker_loop without the training"
         )
-    project, settings = snapshots.project_of(experiment), Settings.read()
-    if config.kept and not snapshots.is_unpacked(project):
-        snapshots.refuse_unmatched(project, config.cfg.code_files)
+    project, settings = Path.cwd(), Settings.read()
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_able_to_read(config, cluster, project))
         engine = _engine(config, cluster)

@@ -17,12 +17,11 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.checkpoints.index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, names_run, read_errors, refuse_empty
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets.detection import LEFT_OUT
+from mlx_runtime.storage.redaction import LEFT_OUT
 from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
 if TYPE_CHECKING:
@@ -174,10 +173,9 @@ def load_config(
     with _conf_of(source) as conf:
         read_from = path if choice.declared or conf is None else conf
         title = join_path(source.location, source.conf.name) if source and read_from is not path else title
-        with _way_out(experiment, run is not None or checkpoint is not None):
-            if implied:
-                composition = read(read_from, [*typed, *implied], settings, title, path)
-            config = check(experiment, composition, look=look)
+        if implied:
+            composition = read(read_from, [*typed, *implied], settings, title, path)
+        config = check(experiment, composition, look=look)
         if run is not None or choice.origin is not None:
             _refuse_hidden(config)
         if run is not None and conf is not None:
@@ -213,17 +211,6 @@ def load_config(
         checkpoint=checkpoint,
         notes=(*choice.notes, *notes),
     )
-
-
-@contextlib.contextmanager
-def _way_out(experiment: type, has_code: bool) -> Iterator[None]:
-    """Add a hint about the stored code of the run to an error of the config, unless that code is used already."""
-    try:
-        yield
-    except ConfigError as error:
-        if has_code and error.problems and not snapshots.is_unpacked(snapshots.project_of(experiment)):
-            error.hint = "if the code has changed since that run, use the code that it stored: add --code=stored"
-        raise
 
 
 def choose_run(request: Request, cls: type, composition: Composition, *, look: bool = False) -> _Choice:

@@ -18,11 +18,11 @@ from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import EVALUATIONS, claim_run
-from mlx_runtime.runs.versions import provenance
+from mlx_runtime.runs.records import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 
 
 class RunRecorder:
@@ -81,8 +81,8 @@ class RunRecorder:
             if (cls := self._plan.experiment).__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
             self._note_repositories()
-            if self._plan.config.kept and not snapshots.is_unpacked(self._plan.project):  # it has its code
-                snapshots.store(self._plan.project, self.record.folder, self._plan.config.cfg.code_files)
+            if self._plan.config.kept:
+                snapshots.store(self._plan.project, self.record.folder)
 
     def succeed(self) -> events.RunEnded:
         """Record that the run has succeeded."""

@@ -33,7 +33,7 @@ from mlx_runtime.runs.checkpoints.groups import (
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import BackgroundSaver
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
-from mlx_runtime.storage.secrets.redaction import hidden_texts, unredact
+from mlx_runtime.storage.redaction import hidden_texts, unredact
 
 SAVED_ONCE = ("models", "optimizers", "tools", "own")
 """Groups saved from rank 0; `own` contains the objects that `worker_loop` assigns to the experiment itself."""

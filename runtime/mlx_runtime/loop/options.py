@@ -108,10 +108,8 @@ class TrainConfig(CheckedSettings):
         start_workers: number of workers; 0 trains in this process, where a debugger works.
         loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
             per worker.
-        prefetch_batches: batches that are read while the loop trains on earlier ones. None means 2 for each process of
-            `workers=N` and for streams of Ray Data, and 0 for datasets that the worker itself reads. With a number, a
-            thread of the worker reads the latter, unless the first batch of a pass draws from the global random
-            generators, because that would change the random numbers of the loop.
+        prefetch_batches: batches that each reading process of `loader=workers=N` reads ahead of the loop, at least 1;
+            None means 2. It starts no process.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
             `sharding.shard_size` of them, with replicas; `pipeline` cuts them into stages, one per worker.
             `Models.strategies = {"net": "ddp"}` overrides it. May also be the import path of your own strategy.
@@ -129,8 +127,6 @@ class TrainConfig(CheckedSettings):
         deterministic: use only deterministic algorithms of torch, and fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
-        code_files: further files for `code.zip` of a run, which contains those that git tracks or the code imports;
-            patterns as in a .gitignore.
         log_every_steps: training steps between two reductions of the metrics over all workers.
         trackers: objects by name that receive the recorded numbers, in addition to `metrics.jsonl`: classes of
             `mlx_runtime.trackers`, or any class with methods of `mlx_runtime.tracking.callbacks`; `null` removes one.
@@ -179,7 +175,6 @@ class TrainConfig(CheckedSettings):
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     deterministic: bool = False
     storage_path: str = "runs"
-    code_files: tuple[str, ...] = ()
     log_every_steps: int = at_least(1, 50)
     trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
     callbacks: dict[str, Any] = field(default_factory=dict)

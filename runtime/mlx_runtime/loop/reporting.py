@@ -84,7 +84,6 @@ class Reporter:
         if self._begins_at is None or not self._context.topology.writes:
             return
         begins_at, self._begins_at = self._begins_at, None
-        self._context.checkpoints.set_damaged_aside()
         if self.tracking is not None:
             self.tracking.rewind(*begins_at)
             self.tracking.start()

@@ -36,8 +36,7 @@ from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.secrets.detection import HIDDEN, LEFT_OUT, is_secret
-from mlx_runtime.storage.secrets.redaction import redact, redact_override, unredact
+from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, redact_override, unredact
 
 FIXED = {
     *("cross_validation", "debug.limit_batches", "debug.limit_eval_batches", "debug.limit_train_batches"),
@@ -68,9 +67,7 @@ class Change:
         return f"{self.key}: {before} → {after}"
 
 
-def change_lines(
-    run: RunFolder, project: Path, found: Sequence[Change], overrides: Sequence[str], code_files: Sequence[str]
-) -> Iterator[str]:
+def change_lines(run: RunFolder, project: Path, found: Sequence[Change], overrides: Sequence[str]) -> Iterator[str]:
     """Yield lines about the changes since a run was stored: of its config and code, and overrides without effect."""
     for change in found:
         yield f"changed   {change}{'' if change.key.startswith('cfg.') else ', set once its state is restored'}"
@@ -79,7 +76,7 @@ def change_lines(
         if not key.startswith("-") and not any(f"{change.key}.".startswith(f"{key}.") for change in found):
             yield f"unchanged {redact_override(item)}"
     with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
-        files = snapshots.changed_files(project, run, code_files)
+        files = snapshots.changed_files(project, run)
         if files := [name for name in files if not name.endswith(".yaml")]:
             yield f"changed   {', '.join(files)}, since the run stored its code"
 

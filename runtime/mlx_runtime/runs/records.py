@@ -4,10 +4,15 @@ Only the driver that owns the run writes it, atomically.
 """
 
 import contextlib
+import importlib.metadata
 import math
+import platform
+import shlex
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +35,9 @@ from mlx_runtime.storage.documents import (
     one_of,
 )
 from mlx_runtime.storage.files import join_path, split_options, storage_at, storage_errors, to_json
-from mlx_runtime.storage.leases import heartbeat, is_alive, lease
+from mlx_runtime.storage.leases import heartbeat, is_alive, lease, this_process
 from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.storage.redaction import FILES, redact, redact_override
 
 LAST_PAUSES_S = (1, 4, 8)
 """Pauses before the last record of a run is written to an object store again."""
@@ -43,6 +49,12 @@ LIVING = ("PENDING", "WAITING", "RUNNING")
 
 REPLACED = "replaced"
 """Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
+
+PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
+"""Packages whose versions are recorded."""
+
+LAUNCHER_FACTS = ("command", "overrides", "git")
+"""Facts that the launcher of a run or data job records, because they are unknown to its job."""
 
 ENDING = ("end", "error", "stop_reason")
 """Fields of an ended record; a driver that continues the run begins without them."""
@@ -274,3 +286,45 @@ def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     if last["end"] is None:  # its driver was killed
         last |= {"end": record.get("heartbeat"), "status": "STALE"}
     return [*record.get("attempts", []), last]
+
+
+def provenance(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the origin of a run with these overrides, as fields of its record, without secrets."""
+    return {
+        "command": shlex.join(redact_override(word) for word in sys.orig_argv),
+        "overrides": [redact_override(item) for item in overrides],
+        "git": _git(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    } | this_process()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
+    """Return the commit and the uncommitted changes of the working directory, or None outside a repository.
+
+    Leaves out files whose names suggest that they hold secrets, and recognizable secrets in others.
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, errors="replace")
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    names = [f"{name}**" if name.endswith("/") else name for name in FILES if not name.startswith("!")]
+    hidden = [f":(exclude,icase,glob)**/{name}" for name in names]
+    diff = git("diff", "HEAD", "--", ".", *hidden) or ""
+    if len(diff) > limit_bytes:  # cut after whole lines, so that every secret in them is recognized
+        diff = diff[: diff.rfind("\n", 0, limit_bytes) + 1]
+    return {"commit": commit.strip(), "diff": redact(diff)}

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from mlx_runtime import companions
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
-from mlx_runtime.storage.local import IrregularError, open_folder, open_regular, remove_tree, write_atomic
+from mlx_runtime.storage.local import IrregularError, open_regular, write_atomic
 
 T = TypeVar("T")
 
@@ -255,13 +255,8 @@ class LocalStorage(Storage):
         Path(self.of(*parts)).unlink(missing_ok=True)
 
     def remove_folder(self, *parts: str) -> None:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open_folder(self.path, *parts[:-1]) if parts else open_folder(str(Path(self.path).parent)) as above,
-        ):
-            error = remove_tree(parts[-1] if parts else Path(self.path).name, above)
-            if error is not None:
-                raise error
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.of(*parts) if parts else self.path)
 
 
 def _entry(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:

@@ -5,12 +5,11 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 
 class IrregularError(OSError):
@@ -103,63 +102,3 @@ def open_folder(root: str | int, *parts: str, create: bool = False) -> Iterator[
         yield folder
     finally:
         os.close(folder)
-
-
-def size_below(folder: int, path: str) -> int | None:
-    """Return the size of a file below an open folder; None if it is missing, irregular, or reached through a link."""
-    *above, name = path.split("/")
-    try:
-        with open_folder(folder, *above) as parent:
-            facts = os.stat(name, dir_fd=parent, follow_symlinks=False)
-    except OSError:
-        return None
-    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
-
-
-def create_below(folder: int, name: str, content: IO[bytes]) -> None:
-    """Replace a file or a link in an open folder by new content, atomically."""
-    temporary = f".{uuid.uuid4().hex}"
-    try:
-        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=folder)) as copy:
-            shutil.copyfileobj(content, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
-        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
-
-
-def remove_tree(name: str, above: int) -> OSError | None:
-    """Remove a folder and everything below it that can be removed. Return the first error if something is left.
-
-    Each step goes through the descriptor of a folder, from that of the folder above, so that replacing a folder with a
-    link at any time has no effect. (`shutil.rmtree` does the same, but accepts a descriptor only since Python 3.11.)
-    """
-    errors: list[OSError] = []
-
-    def remove(name: str, folder: int, shown: str) -> None:
-        try:
-            try:
-                os.rmdir(name, dir_fd=folder)
-            except NotADirectoryError:
-                os.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            error.filename = shown
-            errors.append(error)
-
-    try:
-        for path, folders, files, folder in os.fwalk(name, topdown=False, onerror=errors.append, dir_fd=above):
-            for entry in [*files, *folders]:
-                remove(entry, folder, f"{path}/{entry}")
-    except OSError as error:  # the folder itself cannot be listed
-        errors.append(error)
-    remove(name, above, name)
-    try:
-        os.stat(name, dir_fd=above, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return errors[0] if errors else None

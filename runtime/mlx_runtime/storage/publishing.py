@@ -12,13 +12,14 @@ once its marker, the one file that names the others, exists; it is written last.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.local import write_atomic
@@ -167,3 +168,45 @@ def create_whole(path: Path, content: bytes) -> bool:
     finally:
         temporary.unlink()
     return True
+
+
+class HashingWriter:
+    """A file that counts and hashes the bytes written to it. A `with` block writes it to disk and closes it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self._digest.update(data)
+        size = memoryview(data).nbytes
+        self.size_bytes += size
+        return size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the written bytes, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> "HashingWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.flush()
+            with contextlib.suppress(OSError, AttributeError, ValueError):  # an object store has no descriptor
+                os.fsync(self._file.fileno())
+
+
+def sha256_of(file: BinaryIO) -> tuple[str, int]:
+    """Return the SHA-256 of an open file, in hexadecimal, and its size in bytes; the file is then at its beginning."""
+    digest = hashlib.sha256()
+    while data := file.read(1 << 20):
+        digest.update(data)
+    size_bytes = file.tell()
+    file.seek(0)
+    return digest.hexdigest(), size_bytes

@@ -21,7 +21,7 @@ from mlx_runtime.config.composition import Config, check, read
 from mlx_runtime.config.constructors.signatures import settings_of
 from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError, UsageError
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 
 pytestmark = pytest.mark.pure
 

@@ -107,32 +107,3 @@ def test_an_experiment_must_say_how(trained: Path, mlx: Mlx, tmp_path: Path) -> 
     done = mlx(folder, "train", "eval")
     assert done.returncode == 2
     assert done.stderr.startswith("error: Experiment has no eval_loop(self, dataset_shards)")
-
-
-@pytest.mark.local
-def test_a_run_older_than_its_code_is_evaluated_and_resumed_with_the_code_that_it_stored(
-    trained: Path, mlx: Mlx, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(trained, tmp_path / "digits"))
-    for file in (folder / "src").glob("*.py"):
-        file.write_text(file.read_text().replace("DigitsNet", "Renamed"))
-    assert mlx(folder, "train", "bind").returncode == 0
-    run = folder / "runs/digits/run_001"
-    before = (run / "code.zip").read_bytes()
-    for command in (("eval", "run_001"), ("run", "--resume=run_001", "cfg.num_epochs=3")):
-        done = mlx(folder, "train", *command, "cfg.start_workers=2")
-        hint = "if the code has changed since that run, use the code that it stored: add --code=stored\n"
-        assert (done.returncode, done.stderr.endswith(hint)) == (1, True), done.stderr
-        assert "models.net._target_ is 'src.models.DigitsNet', which cannot be imported" in done.stderr
-        done = mlx(folder, "train", *command, "--code=stored", "cfg.start_workers=2")
-        assert done.returncode == 0, done.stderr
-    assert [path.name for path in (run / "evaluations").glob("*.json")]
-    assert (run / "checkpoints" / "epoch_0003").is_dir()
-    assert (run / "code.zip").read_bytes() == before
-    done = mlx(folder, "train", "launch", "--resume=run_001", "--code=stored")
-    assert (done.returncode, done.stderr.endswith(f" launch there: unzip -o {run}/code.zip\n")) == (2, True)
-    done = mlx(folder, "train", "run", "--code=stored")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: --code=stored goes with --resume: it is the code of that run\n",
-    )

@@ -34,7 +34,7 @@ from mlx_runtime.runs.checkpoints.groups import load_into, state_of
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import claim_run
-from mlx_runtime.storage.secrets.detection import HIDDEN
+from mlx_runtime.storage.redaction import HIDDEN
 
 pytestmark = pytest.mark.pure
 

@@ -17,7 +17,7 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import drivers, records
-from mlx_runtime.runs import versions as provenance
+from mlx_runtime.runs import records as provenance
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.queries.lookup import resolve_run

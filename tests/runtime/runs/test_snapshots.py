@@ -1,50 +1,19 @@
-"""The code stored with a run, and its import next to the code of other experiments."""
+"""The files of an experiment that are uploaded to a cluster, and stored with a run."""
 
+import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from mlx_runtime import MlxError
-from mlx_runtime.config.building import build
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.snapshots import Upload
 
 pytestmark = pytest.mark.pure
-
-MODELS = """
-import src.sizes
-from src import sizes as same
-from src.layers import Linear
-from . import layers
-
-class Net:
-    def __init__(self, width: int = src.sizes.WIDTH):
-        self.layer, self.width = Linear(), width
-        assert same is src.sizes and layers.Linear is Linear
-
-    def late(self) -> int:
-        from src.sizes import WIDTH
-        import json
-        return json.loads(str(WIDTH))
-"""
-
-
-def project(folder: Path, width: int) -> Path:
-    source = folder / "src"
-    source.mkdir(parents=True)
-    for name, text in {
-        "__init__": "",
-        "experiment": "from src import models",
-        "models": MODELS,
-        "sizes": f"WIDTH = {width}",
-        "layers": "class Linear: pass",
-    }.items():
-        Path(source, f"{name}.py").write_text(text)
-    return folder
 
 
 @pytest.fixture
@@ -54,91 +23,179 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-NODE = {"_target_": "src.models.Net", "inner": [{"_target_": "src.layers.Linear"}]}
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x", *words], check=True)
 
 
-def test_two_experiments_are_open_at_once(tmp_path: Path) -> None:
-    """Also if a function imports when it is called, and whatever `src` is in this process."""
-    before = sys.modules.get("src")
-    nets = []
-    for width in (3, 5):
-        node = snapshots.private({"_target_": "src.models.Net"}, project(tmp_path / str(width), width))
-        nets.append(build(node, "models"))
-    assert [net.width for net in nets] == [3, 5]
-    assert [net.late() for net in nets] == [3, 5]
-    assert type(nets[0]) is not type(nets[1])
-    assert sys.modules.get("src") is before
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
 
 
-def test_importing_stored_code_loads_no_data(tmp_path: Path) -> None:
-    here = project(tmp_path, 3)
-    (here / "src" / "__init__.py").write_text("import mlx_runtime\nmlx_runtime.defer_loading(__name__)")
-    (here / "src" / "models.py").write_text(
-        "made = []\nclass Rows:\n    def to_hf(self): ...\n    def __init__(self): made.append(self)\n"
-        "class Net:\n    def __init__(self, rows=Rows()):\n        self.made = len(made)"
+def uploaded(folder: Path) -> set[str]:
+    """Return the files that a cluster would receive, from a real copy."""
+    with Upload.of(folder).stage() as staged:
+        files = [path for path in staged.rglob("*") if path.is_file()]
+        return {str(path.relative_to(staged)) for path in files if path.relative_to(staged).parts[0] != "mlx_runtime"}
+
+
+def test_what_git_tracks_or_would_add_is_uploaded(tmp_path: Path) -> None:
+    """
+    kept: main.py  src/a.py  src/data/keep.csv  notes/b.txt  tracked.log  sub/module.py
+    not:  .git .venv runs .env *.log src/data/*.csv notes/private
+    """
+    put(tmp_path, "main.py", "src/a.py", "src/__pycache__/a.pyc", "src/data/keep.csv", "src/data/x.csv", "x.log")
+    put(
+        tmp_path,
+        ".venv/bin/python",
+        "runs/digits/run_001/run.json",
+        ".env",
+        "notes/b.txt",
+        "notes/private",
+        "tracked.log",
     )
-    assert build(snapshots.private({"_target_": "src.models.Net"}, here), "models").made == 0
+    put(tmp_path / "sub", "module.py")
+    (tmp_path / ".gitignore").write_text("*.log\nsrc/data/*.csv\n!src/data/keep.csv\n")
+    (tmp_path / ".rayignore").write_text("/notes/private\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-f", "tracked.log")
+    code = {"main.py", "src/a.py", "src/data/keep.csv", "notes/b.txt", "tracked.log", "sub/module.py"}
+    assert uploaded(tmp_path) == code | {".gitignore", ".rayignore"}
+    with Upload.of(tmp_path).stage() as staged:
+        assert (staged / "src" / "a.py").read_text() == "src/a.py"
+        assert (staged / "mlx_runtime" / "cli" / "train.py").is_file()
+        assert not list(staged.rglob("*.pyc"))
 
 
-def test_targets_in_src_are_renamed_and_others_are_not(tmp_path: Path) -> None:
-    node = {"a": [NODE, {"_target_": "torch.nn.Linear", "name": "src.models"}], "b": "src.models.Net"}
-    made = snapshots.private(node, tmp_path)
-    assert made["a"][0]["_target_"].endswith(".src.models.Net")
-    assert made["a"][0]["inner"][0]["_target_"].endswith(".src.layers.Linear")
-    assert made["a"][1] == node["a"][1]
-    assert made["b"] == node["b"]
+def test_without_git_src_and_the_files_beside_it_are_uploaded(tmp_path: Path) -> None:
+    put(tmp_path, "main.py", "requirements.txt", "src/a.py", "src/deep/b.py", "data/big.bin", ".env", "src/token.txt")
+    assert uploaded(tmp_path) == {"main.py", "requirements.txt", "src/a.py", "src/deep/b.py"}
+    put(tmp_path / "library", "__init__.py", "deep/c.py")
+    assert uploaded(tmp_path / "library") == {"__init__.py", "deep/c.py"}
+
+
+def test_a_file_that_was_removed_since_is_left_out(tmp_path: Path) -> None:
+    """As editors do with the files that they write next to the one that is open."""
+    for name in ("main.py", ".main.py.swp"):
+        (tmp_path / name).write_text(name)
+    upload = Upload.of(tmp_path)
+    (tmp_path / ".main.py.swp").unlink()
+    with upload.stage() as staged:
+        assert [path.name for path in staged.glob("*main*")] == ["main.py"]
+
+
+@pytest.mark.parametrize("inside", ["", "projects/digits"])
+def test_what_git_ignores_elsewhere_is_ignored(tmp_path: Path, inside: str) -> None:
+    """Exclude by `.git/info/exclude`, and by a `.gitignore` above a project inside a repository."""
+    project = tmp_path / inside
+    put(project, "main.py", "private.txt", "notes/private.txt", "big.bin", "top.log", "kept.log")
+    put(tmp_path, "README.md")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".git/info/exclude").write_text(f"private.txt\n/{inside}/big.bin\n".replace("//", "/"))
+    (tmp_path / ".gitignore").write_text("*.log\n!kept.log\n")
+    expected = {"main.py", "kept.log"} | (set() if inside else {".gitignore", "README.md"})
+    assert uploaded(project) == expected
+    assert Upload.of(project).notes == []
+
+
+def test_a_project_that_git_ignores_is_uploaded(tmp_path: Path) -> None:
+    put(tmp_path / "demo" / "digits", "main.py", "src/a.py")
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitignore").write_text("demo/\n")
+    assert uploaded(tmp_path / "demo/digits") == {"main.py", "src/a.py"}
+
+
+SECRETS = (
+    *(".env", ".env.local", "sub/.ENV.prod", "key.pem", "deep/er/server.KEY", "id_rsa", "sub/id_ed25519.pub", ".netrc"),
+    *(".aws/credentials", ".ssh/config", "sub/.kube/config", "gcp-credentials.json", "service-account.json", "a.kdbx"),
+)
+
+
+def test_secrets_are_left_out_and_named(tmp_path: Path) -> None:
+    put(tmp_path, "main.py", "src/keys.py", "src/tokenizer.json", ".env.example", "environment.yaml", *SECRETS)
+    git(tmp_path, "init", "-q")
+    upload = Upload.of(tmp_path)
+    assert uploaded(tmp_path) == {"main.py", "src/keys.py", "src/tokenizer.json", ".env.example", "environment.yaml"}
+    named = {str(path) for path in upload.left_out["may hold secrets"]}
+    assert named == {*SECRETS}
+    [note] = upload.notes
+    assert note.startswith("not uploaded, may hold secrets: .aws/credentials, .env, .env.local, .netrc, .ssh/config, ")
+    assert note.endswith(" and 4 more")
+
+
+def test_what_is_ignored_is_not_named(tmp_path: Path) -> None:
+    put(tmp_path, "main.py", ".env", "key.pem")
+    (tmp_path / ".gitignore").write_text(".env\n*.pem\n")
+    git(tmp_path, "init", "-q")
+    assert Upload.of(tmp_path).notes == []
+
+
+def test_links_are_not_followed_out_of_the_project(tmp_path: Path) -> None:
+    project, outside = tmp_path / "project", tmp_path / "outside"
+    put(outside, "secret.txt", "folder/secret.txt")
+    put(project, "main.py", "src/a.py", ".env", ".aws/credentials")
+    (project / "inside.py").symlink_to("src/a.py")
+    (project / "file").symlink_to(outside / "secret.txt")
+    (project / "data").symlink_to(outside / "folder")
+    (project / "up").symlink_to("..")
+    (project / "src" / "again").symlink_to("../src")
+    (project / "settings").symlink_to(".env")
+    (project / "settings2").symlink_to(".aws/credentials")
+    (project / "nowhere").symlink_to("nothing")
+    git(project, "init", "-q")
+    assert uploaded(project) == {"main.py", "src/a.py", "inside.py"}
+    assert {why: {str(path) for path in paths} for why, paths in Upload.of(project).left_out.items()} == {
+        "a link out of the project": {"file", "data", "up"},
+        "a link to a folder, or another repository": {"src/again"},
+        "may hold secrets": {".env", ".aws/credentials", "settings", "settings2"},
+    }
+
+
+def test_a_project_may_be_reached_by_a_link(tmp_path: Path) -> None:
+    put(tmp_path / "project", "main.py", "src/a.py")
+    (tmp_path / "link").symlink_to("project")
+    assert uploaded(tmp_path / "link") == {"main.py", "src/a.py"}
+
+
+def test_an_ignore_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".rayignore")
+    with pytest.raises(UsageError, match=".rayignore is not a regular file"):
+        Upload.of(tmp_path)
+
+
+SOURCE = {"src/__init__.py", "src/experiment.py", "src/sizes.py"}
+
+
+def stored(run: RunFolder) -> set[str]:
+    return set(zipfile.ZipFile(run.path / "code.zip").namelist())
 
 
 def test_a_snapshot_holds_code_and_no_data(tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = project(tmp_path / "here", 3)
-    here.joinpath(".gitignore").write_text("ignored/\n")
-    for name, size in {"ignored/x.py": 1, "weights.bin": 2 << 20, "main.py": 10, "mlx_runtime/a.py": 1}.items():
-        here.joinpath(name).parent.mkdir(exist_ok=True)
-        here.joinpath(name).write_bytes(b"#" * size)
+    here = tmp_path / "here"
+    put(here, *SOURCE, "main.py", "ignored/x.py", "mlx_runtime/a.py")
+    (here / ".gitignore").write_text("ignored/\n")
+    (here / "weights.bin").write_bytes(b"#" * (2 << 20))
+    git(here, "init", "-q")
     snapshots.store(here, run)
-    source = {f"src/{name}.py" for name in ("__init__", "experiment", "models", "sizes", "layers")}
-    assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == source | {"main.py", ".gitignore"}
-    monkeypatch.setattr(snapshots, "ALL_BYTES", sum(here.joinpath(name).stat().st_size for name in source))
+    assert stored(run) == SOURCE | {"main.py", ".gitignore"}
+    monkeypatch.setattr(snapshots, "ALL_BYTES", sum(len(name) for name in SOURCE))
     snapshots.store(here, run)
-    assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == source
+    assert stored(run) == SOURCE
     assert sorted(file.name for file in run.path.iterdir()) == ["code.zip"]
 
 
-@pytest.mark.parametrize("in_git", [True, False])
-def test_a_snapshot_holds_what_is_tracked_imported_or_listed(in_git: bool, tmp_path: Path, run: RunFolder) -> None:
-    """src/{__init__,experiment,models,sizes,layers,named,lazy}.py src/conf.yaml src/variants/a.yaml main.py …"""
-    here = project(tmp_path / "here", 3)
-    code = {
-        "main.py": "import helper\n",
-        "helper.py": "",
-        "src/experiment.py": "from src.models import Net\ndef f():\n    from src import lazy\n",
-        "src/lazy.py": "",
-        "src/named.py": "class Loss: ...",
-        "src/conf.yaml": "losses: {loss: {_target_: src.named.Loss}}\n",
-        "src/variants/a.yaml": "cfg: {seed: 1}\n",
-    }
-    loose = ("prod.env", "secrets.yaml", "token.txt", "src/scratch.py", "src/broken.py", "notes.md", "data/words.txt")
-    for name, text in {**code, **dict.fromkeys(loose, "def broken(:"), "data/tracked.txt": "x"}.items():
-        here.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
-        here.joinpath(name).write_text(text)
-    if in_git:
-        subprocess.run(["git", "init", "-q"], cwd=here, check=True)
-        subprocess.run(["git", "add", "data/tracked.txt", "src/experiment.py"], cwd=here, check=True)
-    snapshots.store(here, run, ("data/words.*", "*.env"))
-    source = {f"src/{name}.py" for name in ("__init__", "models", "sizes", "layers")}
-    expected = {*code, *source, "data/words.txt", *(["data/tracked.txt"] if in_git else [])}
-    assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == expected
+def test_files_of_src_that_differ_from_the_stored_ones_are_named(tmp_path: Path, run: RunFolder) -> None:
+    here = tmp_path / "here"
+    put(here, *SOURCE, "notes.txt")
+    snapshots.store(here, run)
+    assert snapshots.unpack(run) == snapshots.unpack(run)
     assert snapshots.changed_files(here, run) == []
+    put(here, "src/more.py")
     (here / "src/sizes.py").write_text("WIDTH = 4")
-    (here / "src/lazy.py").unlink()
-    assert snapshots.changed_files(here, run) == ["src/lazy.py", "src/sizes.py"]
-
-
-def test_stored_code_is_imported_once_unpacked(tmp_path: Path, run: RunFolder) -> None:
-    snapshots.store(project(tmp_path / "here", 7), run)
-    folder = snapshots.unpack(run)
-    assert snapshots.unpack(run) == folder
-    assert build(snapshots.private({"_target_": "src.models.Net"}, folder), "models").width == 7
+    (here / "src/experiment.py").unlink()
+    (here / "notes.txt").unlink()
+    assert snapshots.changed_files(here, run) == ["src/experiment.py", "src/more.py", "src/sizes.py"]
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "has no stored code"), (b"no zip", "code.zip is damaged")])
@@ -147,10 +204,3 @@ def test_no_or_damaged_code_is_one_line(content: bytes | None, message: str, run
         (run.path / "code.zip").write_bytes(content)
     with pytest.raises(MlxError, match=message):
         snapshots.unpack(run)
-
-
-def test_a_listed_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    folder = project(tmp_path / "one", 1)
-    snapshots.refuse_unmatched(folder, ["sizes.py", "!models.py"])
-    with pytest.raises(ConfigError, match="cfg.code_files names 'nope.txt', which matches no file"):
-        snapshots.refuse_unmatched(folder, ["sizes.py", "nope.txt"])

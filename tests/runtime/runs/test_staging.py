@@ -10,8 +10,7 @@ from test_checkpoints import a_state
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
-from mlx_runtime.runs.checkpoints.staging import Staging
-from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore, Staging
 
 pytestmark = pytest.mark.pure
 

@@ -12,11 +12,9 @@ from mlx_runtime import open_run
 from mlx_runtime.companions.views import difference
 from mlx_runtime.config import interpolation
 from mlx_runtime.runs import records
-from mlx_runtime.runs import versions as provenance
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.secrets import redaction
-from mlx_runtime.storage.secrets.detection import is_secret
-from mlx_runtime.storage.secrets.redaction import hidden_texts, redact, redact_override, redact_tree, unredact
+from mlx_runtime.storage import redaction
+from mlx_runtime.storage.redaction import hidden_texts, is_secret, redact, redact_override, redact_tree, unredact
 
 pytestmark = pytest.mark.pure
 
@@ -57,24 +55,41 @@ def test_what_is_none_stays(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            f"postgres://me:{SECRET}@host/db",
-            f"s3://KEY:{SECRET}@bucket/runs",
-            f"--password {SECRET} x",
-            f"--token={SECRET}",
-        ),
-        *(f"Authorization: Bearer {SECRET}", f"ghp_{'a1' * 18}", "AKIAABCDEFGHIJKLMNOP", f"hf_{'x' * 30}"),
-        f"-----BEGIN RSA PRIVATE KEY-----\n+{SECRET}\n+{SECRET}\n-----END RSA PRIVATE KEY-----",
+        *(f"postgres://me:{SECRET}@host/db", f"https://{SECRET}@bucket/runs", f"--token={SECRET}"),
+        *(f"Authorization: Bearer {SECRET}", f'{{"Authorization": "Token {SECRET}"}}', f"AWS_SESSION_TOKEN={SECRET}"),
         *(f"login(password='{SECRET}')", f'PASSWORD: str = "{SECRET}"', f"cfg.db={{user: me, password: {SECRET}}}"),
+        *(f"https://x.org/a?access_token={SECRET}", f'"{{\\"api_key\\": \\"{SECRET}\\"}}"'),
     ],
 )
-def test_secrets_are_seen_wherever_they_stand(text: str) -> None:
+def test_the_values_of_names_and_users_in_urls_are_left_out(text: str) -> None:
     found = redact(f"before {text} after")
     assert SECRET not in found
     assert found.startswith("before ")
     assert found.endswith(" after")
     assert "…" in found
     assert redact(found) == found
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"losses": {"token": {"_target_": "src.losses.Focal", "gamma": 2}}, "eos_token": "</s>", "max_tokens": 512},
+        {"tokenizer": {"pad_token": "[PAD]"}, "n_tokens": 7, "lr": 1e-4, "token_embedding": "sum", "token": None},
+        {
+            "commit": "da55b4c0e0f4d33f84db21cb9df16ce8dc1e0a5b",
+            "name": "resnet50_cifar10_lr1e-3_bs256_seed42",
+            "password": "${oc.env:X}",
+        },
+    ],
+)
+def test_keys_that_are_harmless_keep_their_values(tree: object) -> None:
+    assert redact_tree(tree) == tree
+
+
+@pytest.mark.parametrize("key", ["token", "hf_token", "db_pass", "clientSecret", "webhook_url", "headers"])
+def test_values_of_a_config(key: str) -> None:
+    value: object = {"Authorization": f"Token {SECRET}"} if key == "headers" else SECRET
+    assert SECRET not in str(redact_tree({"tools": {"client": {key: value}}}))
 
 
 def test_what_was_left_out_comes_back_where_nothing_has_changed() -> None:
@@ -169,7 +184,7 @@ def test_the_diff_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "src/experiment.py").write_text(f'lr = 3\nclient.login(password="{SECRET}")\n')
     (tmp_path / "src/conf.yaml").write_text(f"cfg:\n  db_password: {SECRET}\n")
     monkeypatch.chdir(tmp_path)
-    found = provenance.provenance([f"cfg.password={SECRET}", "cfg.seed=3"])
+    found = records.provenance([f"cfg.password={SECRET}", "cfg.seed=3"])
     assert SECRET not in json.dumps(found)
     assert '+lr = 3\n+client.login(password="…")\n' in found["git"]["diff"]
     assert not any(name.rpartition("/")[2] in found["git"]["diff"] for name in names)

@@ -19,8 +19,7 @@ from mlx_runtime.data.batches import DeviceCopies
 from mlx_runtime.distributed import randomness
 from mlx_runtime.loop.assembly import matmul_precision
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
-from mlx_runtime.runs.checkpoints.staging import Staging
-from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore
+from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, Staging
 
 TEMPLATE = ROOT / "<<cookiecutter.experiment_name>>"
 

@@ -28,7 +28,6 @@ from mlx_runtime.workers.stop_requests import StopRequests, Terminated, sigterm_
 
 if TYPE_CHECKING:
     from mlx_runtime.config.binding.conf_file import Binding
-    from mlx_runtime.runs.folder import RunFolder
 
 PACKAGED = Path(__file__).parents[2] / "template"
 CHECKOUT = Path(__file__).parents[4]
@@ -185,13 +184,13 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
         yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
-def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None, **fields: Any) -> None:
-    """Call `main` of the `main.py` in the working directory, or in the code stored with a run.
+def run(kind: Kind, overrides: Sequence[str], **fields: Any) -> None:
+    """Call `main` of the `main.py` in the working directory.
 
     Its argument is a `Request` with these overrides and further fields.
     """
     with _stopped_early() if kind == AN_EXPERIMENT else contextlib.nullcontext():
-        folder, _ = load(kind, overrides, "run", code_of)  # explains import errors better than main.py would
+        folder, _ = load(kind, overrides, "run")  # explains import errors better than main.py would
         main = folder / "main.py"
         if not main.is_file():
             raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
@@ -216,10 +215,10 @@ def _stopped_early() -> Iterator[None]:
         raise RunStopped(f"stopped by {why} before the run began", control.exit_code) from None
 
 
-def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | None" = None) -> tuple[Path, type]:
+def load(kind: Kind, overrides: Sequence[str], verb: str) -> tuple[Path, type]:
     """Prepare to run the project in the working directory, and bind it if it has no conf.yaml.
 
-    Return its folder and its class, or those of the code stored with a run.
+    Return its folder and its class.
     """
     folder = kind.folder()
     refuse_options(kind, overrides, verb)
@@ -227,10 +226,6 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
     if kind == AN_EXPERIMENT and not Settings.read().quiet:
         print(f"loading   {kind.file}", flush=True)
     bind_first(kind, folder)
-    if code_of is not None:
-        from mlx_runtime.runs import snapshots
-
-        folder = snapshots.unpack(code_of)
     cls = main_class(kind, folder)
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
         from mlx_runtime.workers.local import warm_up

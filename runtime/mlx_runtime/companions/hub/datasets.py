@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.config.constructors.declarations import is_hf_dataset
+from mlx_runtime.data.batches import AdoptedDataset, owner_of
 from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.settings import Settings
@@ -62,7 +63,7 @@ class Batched(Dataset[Any]):
         return self.source
 
 
-class _OwnedDataset:
+class _OwnedDataset(AdoptedDataset):
     """A Hugging Face dataset that has the attributes of its owner, the object that it comes from.
 
     Args:
@@ -167,7 +168,7 @@ def batch_size_cure(dataset: Any) -> str:
     if isinstance(dataset, _OwnedDataset) and dataset.owner is dataset.source:
         wrap = "wrap it in mlx_runtime.datasets.Batched(..., batch_size=32)"
         return f"give the function that returns it an argument batch_size, or {wrap}"
-    cls = "its class" if dataset is None else type(getattr(dataset, "owner", dataset)).__name__
+    cls = "its class" if dataset is None else type(owner_of(dataset)).__name__
     return f"set self.batch_size to a number of rows, 1 or more, in {cls}"
 
 

@@ -3,12 +3,15 @@
 import contextlib
 import errno
 import os
+import shutil
+import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mlx_runtime.companions.hub.claims import FILE, Claim, claim_of
 from mlx_runtime.companions.hub.repository import Address, File, Head, Repository
@@ -18,7 +21,7 @@ from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_errors
-from mlx_runtime.storage.local import create_below, open_folder, size_below
+from mlx_runtime.storage.local import open_folder
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
@@ -167,3 +170,29 @@ def _replace_file(file: Path, folder: int, path: str) -> None:
             with file.open("rb") as content:
                 create_below(parent, name, content)
             file.unlink()
+
+
+def size_below(folder: int, path: str) -> int | None:
+    """Return the size of a file below an open folder; None if it is missing, irregular, or reached through a link."""
+    *above, name = path.split("/")
+    try:
+        with open_folder(folder, *above) as parent:
+            facts = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except OSError:
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+
+def create_below(folder: int, name: str, content: IO[bytes]) -> None:
+    """Replace a file or a link in an open folder by new content, atomically."""
+    temporary = f".{uuid.uuid4().hex}"
+    try:
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=folder)) as copy:
+            shutil.copyfileobj(content, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        raise

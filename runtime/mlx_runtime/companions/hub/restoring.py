@@ -7,13 +7,14 @@ import contextlib
 import datetime
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.hub.contents import latest_step
-from mlx_runtime.companions.hub.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun
+from mlx_runtime.companions.hub.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun, create_below, size_below
 from mlx_runtime.companions.hub.repository import Address, Repository
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
@@ -21,7 +22,7 @@ from mlx_runtime.runs.checkpoints.index import ABOUT
 from mlx_runtime.runs.folder import RUN, RunFolder, attempt_name, claim_run, list_runs, run_folder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, join_path, size_text, storage_at, to_json
-from mlx_runtime.storage.local import create_below, open_folder, remove_tree, size_below
+from mlx_runtime.storage.local import open_folder
 
 DOWNLOADING = ".downloading"
 """Folder in a run folder for an incomplete download."""
@@ -135,9 +136,10 @@ def _download_to_store(mirrored: MirroredRun, run: RunFolder, notify: Callable[[
 def _download_to_folder(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
     """Download a run to a local folder, completely or not at all. Links in the storage are not followed."""
     claim, parts = mirrored.claim, (run.experiment, run.name)
+    unfinished = run.path / DOWNLOADING
     with mirrored.write_errors(run.root), open_folder(run.root, *parts) as folder:
         is_new = size_below(folder, run.record.name) is None
-        remove_tree(DOWNLOADING, folder)
+        shutil.rmtree(unfinished, ignore_errors=True)
         try:
             mirrored.download(mirrored.of_run(), (run.root, *parts, DOWNLOADING), notify)
             with open_folder(folder, DOWNLOADING) as half:
@@ -147,11 +149,10 @@ def _download_to_folder(mirrored: MirroredRun, run: RunFolder, notify: Callable[
             create_below(folder, attempt_name(claim.attempt), io.BytesIO())
         except BaseException:
             if is_new:
-                with open_folder(run.root, run.experiment) as above:
-                    remove_tree(run.name, above)
+                shutil.rmtree(run.path, ignore_errors=True)
             raise
         finally:
-            remove_tree(DOWNLOADING, folder)
+            shutil.rmtree(unfinished, ignore_errors=True)
     return aside
 
 

@@ -6,14 +6,14 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mlx_runtime.companions.hub.detection import find
 from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.config.interpolation import escape, parse_config
 from mlx_runtime.runs.folder import EVALUATIONS
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import size_text
-from mlx_runtime.storage.secrets.detection import HIDDEN, find
-from mlx_runtime.storage.secrets.redaction import hidden_texts, redact_tree
+from mlx_runtime.storage.redaction import HIDDEN, hidden_texts, redact_tree
 
 NAMED = 10
 """Number of positions that a line lists before it counts the rest."""
@@ -91,7 +91,7 @@ def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, s
         lines.append("          later: newer checkpoints and metrics, and the weights of the best at the end")
     if hidden:
         lines.append(redactions(hidden))
-    lines.append("          to change this: cfg.hub.mirror, cfg.keep_checkpoints, cfg.code_files, .gitignore;")
+    lines.append("          to change this: cfg.hub.mirror, cfg.keep_checkpoints, .gitignore;")
     lines.append(f"          to change the visibility: {settings}")
     return "\n".join(lines)
 

@@ -31,14 +31,13 @@ from mlx_runtime.errors import (
 from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import claim_run, named_run
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.runs.records import Record, attempts, load_record
+from mlx_runtime.runs.records import LAUNCHER_FACTS, Record, attempts, load_record, provenance
 from mlx_runtime.runs.tables import plural
-from mlx_runtime.runs.versions import LAUNCHER_FACTS, provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import join_path, size_text, storage_root
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
 

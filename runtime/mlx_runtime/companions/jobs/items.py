@@ -18,7 +18,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage.documents import COUNT, TEXT, Kind, from_json, list_of, stays_below
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 

@@ -25,7 +25,7 @@ from mlx_runtime.runs.records import load_record
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import to_yaml
 from mlx_runtime.storage.files import is_uri, storage_root
-from mlx_runtime.storage.secrets.redaction import secret_keys
+from mlx_runtime.storage.redaction import secret_keys
 
 if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig

@@ -187,7 +187,7 @@ class NodesGroup(LocalGroup):
         key_file = self._scratch.path / "join.key"
         key_file.touch(0o600)
         key_file.write_text(f"{engine.key}\n")
-        snapshots.store(job.project, RunFolder(self._scratch.path), engine.cfg.code_files)
+        snapshots.store(job.project, RunFolder(self._scratch.path))
         self._code = self._scratch.path / snapshots.CODE
         gpus = job.cluster.gpus_per_worker if engine.use_gpu else 0
         try:

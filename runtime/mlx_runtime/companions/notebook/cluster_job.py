@@ -37,7 +37,7 @@ from mlx_runtime.exits import clean_exit
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 
 END = "End"
 """Kind of the last line, with `status` and `error`, the text of an error or null."""

@@ -23,7 +23,7 @@ from mlx_runtime.companions.notebook.arrays import checkpoint_values
 from mlx_runtime.companions.notebook.ray_rows import read_rows
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.storage.files import join_path, storage_at, storage_errors
-from mlx_runtime.storage.hashing import HashingReader, HashingWriter
+from mlx_runtime.storage.publishing import HashingWriter, sha256_of
 
 INPUTS = ".inputs"
 """Folder in the storage."""
@@ -72,10 +72,9 @@ def load(root: str, sha256: str, read: Callable[[BinaryIO], Any]) -> Any:
         stream = storage_at(place).open(sha256)
     with stream:
         with storage_errors(f"cannot read {join_path(place, sha256)}"):
-            found, _ = HashingReader(stream).finish()
+            found, _ = sha256_of(stream)
         if found != sha256:
             raise StorageError(f"{join_path(place, sha256)} is damaged: remove it, then {cure}")
-        stream.seek(0)
         return read(stream)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from mlx_runtime.companions import part
-from mlx_runtime.data.errors import dataset_error
+from mlx_runtime.data.batches import dataset_error
 from mlx_runtime.errors import UsageError
 from mlx_runtime.storage.files import size_text
 

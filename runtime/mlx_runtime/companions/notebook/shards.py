@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import inputs
-from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.batches import AdoptedDataset, Batch
 from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes
 from mlx_runtime.data.sampling import Subset, WorkerPass
 from mlx_runtime.errors import MlxError, UsageError
@@ -114,7 +114,8 @@ class FunctionShard(IterableDataset[Any]):
         Args:
             batch_size: rows per worker and step.
             drop_last: leave out the last rows if they do not fill a batch of every worker.
-            prefetch_batches: batches read ahead; by default those of `Trainer(prefetch_batches=...)`.
+            prefetch_batches: batches that each reading process reads ahead; by default those of
+                `Trainer(prefetch_batches=...)`.
 
         Raises:
             UsageError: `batch_size` is not a number of rows.
@@ -180,7 +181,7 @@ class ShardLoader(Loader):
         return tree_map(lambda number: batch[str(number)], batch[STRUCTURE]["numbers"])
 
 
-class _Rows(Dataset[Any]):
+class _Rows(AdoptedDataset, Dataset[Any]):
     """A dataset whose samples may be anything, for loaders of batches that are dicts."""
 
     prepare = False  # so that no line advises it

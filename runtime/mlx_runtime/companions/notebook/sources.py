@@ -27,7 +27,7 @@ import torch
 
 from mlx_runtime.companions.notebook.cells import defined_names, first_line
 from mlx_runtime.errors import UsageError, short_message
-from mlx_runtime.storage.secrets.detection import find
+from mlx_runtime.storage.redaction import redact
 
 MODULE = "mlx_cells"
 """Name of the module of a run, on workers and in the session that starts it."""
@@ -254,8 +254,8 @@ def _holds_secret(name: str, text: str) -> bool:
         pickled = base64.b64decode(text.split('"')[1])
         texts = [name, *(item for _, item, _ in pickletools.genops(pickled) if isinstance(item, str))]
         text = "\n".join(f"{one} = {other!r}" for one, other in pairwise(texts))
-        return bool(find(text, code=True))
-    return bool(find(f"{name} = {text}", code=True))
+        return redact(text) != text
+    return redact(f"{name} = {text}") != f"{name} = {text}"
 
 
 def _of_session(value: Any) -> bool:

@@ -5,7 +5,6 @@ If they are in an object store, workers first copy the files to a folder on thei
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -17,7 +16,6 @@ import torch
 
 from mlx_runtime.companions.prepared.store import MANIFEST, Manifest, PreparedSet, Store
 from mlx_runtime.data.batches import Batch, as_numpy, device_copies, dtype_name
-from mlx_runtime.data.prefetching import read_ahead
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
@@ -127,8 +125,6 @@ class PreparedReader:
         per_chunk = max(1, CHUNK_BYTES // max(1, row_bytes * max(sizes, default=1)))
         groups = [sizes[first : first + per_chunk] for first in range(0, len(sizes), per_chunk)]
         chunks, on_gpu = self._chunks(part.rows(), groups), self._device.type == "cuda"
-        if prefetch:
-            chunks = read_ahead(chunks, math.ceil(prefetch / per_chunk), pin_memory=on_gpu)
         for group, chunk in zip(groups, chunks, strict=True):
             moved = device_copies(self._device)(chunk) if on_gpu else chunk
             parts = [torch.split(column, group) for column in moved.values()]

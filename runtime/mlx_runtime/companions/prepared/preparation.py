@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import PreparedSet, Store
-from mlx_runtime.data.errors import dataset_error
+from mlx_runtime.data.batches import dataset_error
 from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 

@@ -24,7 +24,7 @@ from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.errors import ClusterError, StorageError, UsageError, printable
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import DOCUMENT_BYTES, Storage, Stored
 from mlx_runtime.storage.local import IrregularError

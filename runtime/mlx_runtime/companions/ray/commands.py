@@ -116,7 +116,6 @@ def _load_data_job(load: "Callable[[], RunConfig]") -> "RunConfig":
     "--retries", metavar="N", type=click.IntRange(min=0), default=0, help="Resume at most N times if the driver dies."
 )
 @click.option("--run", "--resume", "resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN.")
-@click.option("--code", hidden=True)
 @commands.from_option
 @commands.variant_option
 @launch_options
@@ -126,7 +125,6 @@ def train_launch(
     make: bool,
     name: str | None,
     resume: str | None,
-    code: str | None,
     origin: str | None,
     variants: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -135,12 +133,6 @@ def train_launch(
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
     refuse_empty({"--resume": resume, "--from": origin})
     resume, overrides = commands.split_resume(resume, overrides)
-    if code is not None:
-        stored = lookup.resolve_run(resume or "latest").location
-        raise UsageError(
-            "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
-            f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
-        )
     overrides += ("cfg.preparation.mode=make",) * make
     if place is not None:  # words that are not options here may be options of that companion
         if given := [name for name in ELSEWHERE[place] if settings[name]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import ConfigError, UsageError, short_message
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage.documents import from_yaml
 
 SIGNAL_S = 5.0

@@ -21,12 +21,12 @@ from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.uploads import Upload
-from mlx_runtime.runs.versions import LAUNCHER_FACTS, provenance
+from mlx_runtime.runs.records import LAUNCHER_FACTS, provenance
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import join_path, storage_root
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.workers.placement import JOB_FLAG
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Launch:
         cfg = self.config.cfg
         folder = claim_run(storage_root(cfg.storage_path), cfg.name, kind, name=name)
         if kind == SWEEP:
-            snapshots.store(Path.cwd(), folder, cfg.code_files)
+            snapshots.store(Path.cwd(), folder)
         return folder
 
     def _submit_driver(
@@ -275,7 +275,6 @@ def prepare(
     fits = show_checks(preflight.check_upload(upload))
     if config is None:
         raise failure()
-    snapshots.refuse_unmatched(folder, () if tasks else config.cfg.code_files)
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         write(line)
     safe = show_checks(preflight.check_secrets(config))

@@ -21,9 +21,9 @@ from mlx_runtime.companions.ray.start import refuse_no_task
 from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.loop.options import ENGINES
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.storage.secrets.redaction import redact_override, secret_keys
+from mlx_runtime.storage.redaction import redact_override, secret_keys
 from mlx_runtime.workers.placement import engine_class, shortage, uses_gpus
 
 if TYPE_CHECKING:

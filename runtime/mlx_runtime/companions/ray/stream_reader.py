@@ -26,9 +26,7 @@ from mlx_runtime.companions.ray.streams import (
     stream_blocks,
     stream_of,
 )
-from mlx_runtime.data.batches import Batch
-from mlx_runtime.data.errors import dataset_error
-from mlx_runtime.data.prefetching import read_ahead
+from mlx_runtime.data.batches import Batch, dataset_error
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.topology import Topology
@@ -206,9 +204,6 @@ class StreamReader:
             self._assigner.close()
 
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
-        return self._read(part) if prefetch == 0 else read_ahead(self._read(part), prefetch)
-
-    def _read(self, part: WorkerPass) -> Iterator[Batch]:
         self._passes += 1
         plan, rank, seed = part.plan, part.rank, part.epoch_seed
         arguments = (self._passes, plan, rank, part.epoch, seed % MAX_SEED if part.shuffle else None, self._copy)

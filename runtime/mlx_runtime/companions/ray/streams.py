@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from mlx_runtime.config.building import build
-from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.batches import Batch, dataset_error
 from mlx_runtime.data.definitions import adopt_dataset, construction
-from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.errors import DatasetError, MlxError
 
 Part = tuple[Any, int, int]

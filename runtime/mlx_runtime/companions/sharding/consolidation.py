@@ -14,7 +14,7 @@ from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import find_checkpoint
 from mlx_runtime.storage.files import size_text
-from mlx_runtime.storage.hashing import HashingWriter
+from mlx_runtime.storage.publishing import HashingWriter
 
 BATCH_BYTES = 256 << 20
 """Size of the tensors in memory at the same time; a larger tensor is read alone."""

@@ -15,8 +15,7 @@ from mlx_runtime.companions.sharding.writer import ShardedTensorWriter, StagedPl
 from mlx_runtime.runs.checkpoints.groups import State
 from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX, CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
-from mlx_runtime.storage.hashing import HashingWriter
-from mlx_runtime.storage.publishing import Publication
+from mlx_runtime.storage.publishing import HashingWriter, Publication
 
 
 def save_checkpoint(

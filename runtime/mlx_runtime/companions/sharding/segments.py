@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from mlx_runtime.storage.hashing import HashingWriter
+from mlx_runtime.storage.publishing import HashingWriter
 
 SEGMENT_BYTES = 8 << 20
 """Size of a segment; the last one of a file may be smaller."""

@@ -8,6 +8,7 @@ index in JSON, and the parts are in safetensors files:
      "files": {"shard_00000.safetensors": {"size_bytes": 8192, "sha256": [SHA-256 of each segment, ...]}, ...}}
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.segments import SegmentReader
 from mlx_runtime.distributed.wrapping import is_sharded
+from mlx_runtime.errors import short_message
 from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, UnreadTensor, io_errors
-from mlx_runtime.runs.checkpoints.staging import Staging
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import Staging
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 from mlx_runtime.storage.files import Storage, join_path
 
@@ -241,6 +244,25 @@ class Reads:
         rest, self._targets = self._targets, {}
         for (shards, _), targets in rest.items():
             shards.read(targets)
+
+
+def fill(state: Any, storage: Storage, name: str, index: str, about: CheckpointInfo | None) -> Any:
+    """Return the loaded state of a checkpoint with a `StoredTensor` instead of each placeholder.
+
+    Raises:
+        DamagedError: the index, a file that it names, or the state is damaged.
+    """
+    with io_errors(join_path(storage.root, name, index)):
+        content = storage.read(name, index)
+        if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
+            raise ValueError("its SHA-256 is not the one it was saved with")
+        shards = ShardedTensors(storage, name, content)
+    shards.check_files()
+    with io_errors(join_path(storage.root, name)):
+        try:
+            return shards.fill_placeholders(state)
+        except TypeError as error:
+            raise ValueError(short_message(error)) from error
 
 
 def full(state: Any) -> Any:

@@ -16,12 +16,12 @@ from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.loop.options import ENGINES
-from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, next_name, run_folder
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.workers.placement import engine_class
 
 if TYPE_CHECKING:
@@ -172,7 +172,6 @@ def prepare(
         raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
         raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
-    snapshots.refuse_unmatched(folder, getattr(cfg, "code_files", ()))
     refuse_secrets(config)
     for line in () if quiet else config.notes:
         print(line)

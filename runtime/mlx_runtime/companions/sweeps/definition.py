@@ -12,7 +12,7 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.secrets.redaction import redact_override
+from mlx_runtime.storage.redaction import redact_override
 
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""

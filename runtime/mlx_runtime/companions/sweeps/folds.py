@@ -22,9 +22,8 @@ from mlx_runtime.config.building import Tree, build, build_group
 from mlx_runtime.config.composition import Config
 from mlx_runtime.config.constructors.signatures import parameters
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.data.batches import rows_of
+from mlx_runtime.data.batches import dataset_error, rows_of
 from mlx_runtime.data.definitions import adopt_dataset, construction, dataset_nodes
-from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message

@@ -20,12 +20,12 @@ from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, named_run
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently
-from mlx_runtime.runs.versions import provenance
+from mlx_runtime.runs.records import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import storage_at, storage_root
-from mlx_runtime.storage.secrets.detection import HIDDEN
+from mlx_runtime.storage.redaction import HIDDEN
 
 FOLDS = "folds.npz"
 """File of a sweep with the row numbers of each fold."""
@@ -71,7 +71,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     found = plan(experiment, definition, **how)
     load_function(found.config.cfg)  # the files of imported modules are compared
     changes = differences(stored, found.definition)
-    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder, found.config.cfg.code_files)]
+    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
     if found.definition.folds != stored.folds:
         raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
     if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
@@ -128,7 +128,7 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
         before, trials, attempt = {"trials": []}, [], 1
         folder.claim_attempt(attempt, leases.lease())
     folder.path.mkdir(parents=True, exist_ok=True)
-    snapshots.store(project, folder, cfg.code_files)
+    snapshots.store(project, folder)
     if plan.rows:
         facts["fold_rows"] = rows_digest(plan.rows)
         file = folder.path / FOLDS

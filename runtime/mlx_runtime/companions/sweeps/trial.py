@@ -28,7 +28,7 @@ from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import split_options
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.workers.stop_requests import StopRequests, held_signals, sigterm_stops
 

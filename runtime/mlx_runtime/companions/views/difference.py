@@ -8,7 +8,7 @@ from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.runs.queries.listing import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
-from mlx_runtime.storage.secrets.redaction import redact_tree
+from mlx_runtime.storage.redaction import redact_tree
 
 RESOLVED = ("cfg.resume", "cfg.storage_path")
 """Settings that select a run and do not affect training. A resumed run stores the values that they referred to."""

@@ -23,7 +23,7 @@ from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number, plu
 from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
 from mlx_runtime.storage.files import join_path, size_text, split_options, storage_at
 from mlx_runtime.storage.local import write_atomic
-from mlx_runtime.storage.secrets.redaction import redact
+from mlx_runtime.storage.redaction import redact
 
 if TYPE_CHECKING:
     import jinja2

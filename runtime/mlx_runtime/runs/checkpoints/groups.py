@@ -8,7 +8,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ _FACTORIES = {item.__name__: item for item in (bool, dict, float, int, list, set
 """Factories of the defaultdicts that attributes of tools may be."""
 
 SPECIAL = "mlx_runtime.special"
-"""Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_Attributes`."""
+"""Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_encoded`."""
 
 PLACEHOLDER = "mlx_runtime.sharded"
 """Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
@@ -90,7 +90,7 @@ def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]
             left_out += [f"{name}.state_dict()[{key!r}]" for key in unsafe]
         elif _has_state(member):
             kept = {key: item for key, item in vars(member).items() if not (isinstance(item, str) and item in hidden)}
-            states[name], unsafe = _Attributes(type(member).__name__, kept).encoded()
+            states[name], unsafe = _encoded(type(member).__name__, kept)
             left_out += [f"{name}.{attribute}" for attribute in unsafe]
     return states, left_out
 
@@ -249,90 +249,66 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return kept, left_out
 
 
-class _Attributes:
-    """Attributes of an object as plain values, from which `decoded` makes equal ones.
+def _encoded(title: str, values: Mapping[str, Any]) -> tuple[State, list[str]]:
+    """Return attributes as plain values, from which `decoded` makes equal ones, and the names of the others.
 
     Plain values lack some types, and lose what several attributes share. Therefore, `{SPECIAL: [kind, ...]}` stands for
 
         ["numpy", type, value]                          a scalar of NumPy
         ["defaultdict", name of the factory, items]     with one of `_FACTORIES`, or None
-        ["shared", number]                              a list, dict or tensor that occurs several times
-        ["view", number, shape, stride, offset]         a tensor whose storage others share
+        ["same", number]                                a list, dict or tensor that occurs earlier
 
-    and the entry `SPECIAL` of the attributes is the list of what is shared: objects, and storages as tensors (n,).
+    where lists, dicts and tensors are numbered in the order in which they first occur.
+
+    Raises:
+        ConfigError: a value would be restored as something else.
+    """
+    kept: State = {}
+    left_out = []
+    numbers: dict[int, int] = {}
+    memory: dict[Any, list[range]] = {}
+    for name, value in values.items():
+        encoder = _Encoder(f"{title}.{name}", dict(numbers), {start: [*spans] for start, spans in memory.items()})
+        try:
+            kept[name] = encoder.encode(value, attribute=True)
+        except TypeError:
+            left_out.append(name)
+        else:
+            numbers, memory = encoder.numbers, encoder.memory
+    return kept, left_out
+
+
+class _Encoder:
+    """Encodes one attribute; see `_encoded`.
+
+    Attributes:
+        numbers: Number of each list, dict and tensor so far, by its id.
+        memory: Addresses of the tensors so far, by the start of their memory.
     """
 
-    def __init__(self, title: str, values: Mapping[str, Any]) -> None:
-        self._title, self._values = title, values
-        self._counts: collections.Counter[Any] = collections.Counter()
-        self._whole: set[Any] = set()  # storages of which a tensor spans all
-        self._numbers: dict[Any, int] = {}
-        self._shared: list[Any] = []
-        for value in values.values():
-            self._count(value)
+    def __init__(self, title: str, numbers: dict[int, int], memory: dict[Any, list[range]]) -> None:
+        self._title, self.numbers, self.memory = title, numbers, memory
 
-    def encoded(self) -> tuple[State, list[str]]:
-        """Return the values that can be saved, and the names of the others.
-
-        Raises:
-            ConfigError: a value would be restored as something else.
-        """
-        kept: State = {}
-        left_out = []
-        for name, value in self._values.items():
-            try:
-                kept[name] = value.detach() if _is_trained(value) else self._encode(value, name)
-            except TypeError:
-                left_out.append(name)
-        shared = self._shared if any(item is not None for item in self._shared) else []  # None: it cannot be saved
-        return kept | ({SPECIAL: shared} if shared else {}), left_out
-
-    def _count(self, value: Any) -> None:
+    def encode(self, value: Any, *, attribute: bool = False) -> Any:
+        """Return a plain value, or raise TypeError if it cannot be saved."""
+        if _is_trained(value) and not attribute:
+            raise TypeError  # an optimizer may hold it, and would not know another tensor
         if isinstance(value, list | dict | torch.Tensor):
-            self._counts[id(value)] += 1
-            if self._counts[id(value)] > 1:
-                return
+            if id(value) in self.numbers:
+                return {SPECIAL: ["same", self.numbers[id(value)]]}
+            self.numbers[id(value)] = len(self.numbers)
         if isinstance(value, torch.Tensor):
-            self._counts[_storage(value)] += 1
-            if value.layout is torch.strided and value.nbytes == value.untyped_storage().nbytes():
-                self._whole.add(_storage(value))
-        elif isinstance(value, list | tuple | dict):
-            for item in value.values() if isinstance(value, dict) else value:
-                self._count(item)
-
-    def _encode(self, value: Any, name: str) -> Any:
-        if isinstance(value, list | dict | torch.Tensor) and self._counts[id(value)] > 1:
-            return {SPECIAL: ["shared", self._number(id(value), lambda: self._encode_once(value, name))]}
-        return self._encode_once(value, name)
-
-    def _number(self, key: Any, encode: Callable[[], Any]) -> int:
-        """Return the number of something that is shared."""
-        if key not in self._numbers:
-            number = self._numbers[key] = len(self._shared)
-            self._shared.append(None)
-            self._shared[number] = encode()
-        if self._shared[self._numbers[key]] is None:
-            raise TypeError  # it contains itself, or something that cannot be saved
-        return self._numbers[key]
-
-    def _encode_once(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            if _is_trained(value):
-                raise TypeError  # an optimizer may hold it, and would not know another tensor
-            if self._counts[_storage(value)] == 1 or _storage(value) not in self._whole:
-                return value.detach()
-            whole = torch.empty(0, dtype=value.dtype, device=value.device)
-            number = self._number(_storage(value), lambda: whole.set_(value.untyped_storage()))
-            return {SPECIAL: ["view", number, list(value.shape), list(value.stride()), value.storage_offset()]}
+            self._refuse_overlap(value)
+            return value.detach()
         if isinstance(value, np.generic):
             if value.dtype.kind not in "biufcSU":
                 raise TypeError
             return {SPECIAL: ["numpy", value.dtype.str, plain(value)]}
         if type(value) in (list, tuple):
-            return type(value)(self._encode(item, name) for item in value)
+            return type(value)(self.encode(item) for item in value)
         if not isinstance(value, dict):
             return plain(value)
-        items = {plain(key): self._encode(item, name) for key, item in value.items()}
+        items = {plain(key): self.encode(item) for key, item in value.items()}
         if type(value) in _DICTS:
             return type(value)(items)
         factory = getattr(value, "default_factory", None)
@@ -340,41 +316,55 @@ class _Attributes:
             return {SPECIAL: ["defaultdict", factory and factory.__name__, items]}
         kind = f"{type(value).__name__}, whose factory" if factory is not None else f"{type(value).__name__}, which"
         raise ConfigError(
-            f"{self._title}.{name} contains a {kind} a checkpoint cannot restore; save it in a state_dict of the class"
+            f"{self._title} contains a {kind} a checkpoint cannot restore; save it in a state_dict of the class"
         )
 
-
-def _storage(tensor: torch.Tensor) -> Any:
-    """Return a key for the memory of a tensor. Sparse, sharded and empty tensors, and lazy conjugates, share none."""
-    strided = tensor.layout is torch.strided and not (is_sharded(tensor) or tensor.is_conj() or tensor.is_neg())
-    start = tensor.untyped_storage().data_ptr() if strided else 0
-    return (start, tensor.dtype, tensor.device) if start else ("alone", id(tensor))
+    def _refuse_overlap(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided or is_sharded(tensor) or not tensor.numel():
+            return
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        own = range(tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
+        others = self.memory.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
+        if own.start and any(own.start < other.stop and other.start < own.stop for other in others):
+            raise ConfigError(
+                f"{self._title} is a view of another tensor of the tool, which a checkpoint cannot restore; clone it, "
+                "or save it in a state_dict of the class"
+            )
+        others.append(own)
 
 
 def decoded(saved: State, devices: Mapping[str, torch.device] = MappingProxyType({})) -> State:
     """Return attributes from their plain values, with their tensors on these devices, or else on the CPU."""
-    made: dict[int, Any] = {}
+    made: list[Any] = []  # lists, dicts and tensors, by number
 
     def decode(value: Any, device: torch.device) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(device)
-        if isinstance(value, dict) and value.keys() == {SPECIAL}:
-            kind, *rest = value[SPECIAL]
-            if kind == "numpy":
-                return np.dtype(rest[0]).type(rest[1])
-            if kind == "defaultdict":
-                return collections.defaultdict(_FACTORIES.get(rest[0]), decode(rest[1], device))
-            if rest[0] not in made:
-                made[rest[0]] = decode(saved[SPECIAL][rest[0]], device)
-            return made[rest[0]] if kind == "shared" else made[rest[0]].as_strided(*rest[1:])
-        if type(value) in _DICTS:
-            return type(value)({key: decode(item, device) for key, item in value.items()})
-        if type(value) in (list, tuple):
-            return type(value)(decode(item, device) for item in value)
-        return value
+        special = isinstance(value, dict) and value.keys() == {SPECIAL}
+        kind, *rest = cast("list[Any]", value[SPECIAL] if special else [None])
+        if kind == "same":
+            return made[rest[0]]
+        if kind == "numpy":
+            return np.dtype(rest[0]).type(rest[1])
+        if type(value) is tuple:
+            return tuple(decode(item, device) for item in value)
+        if isinstance(value, torch.Tensor | UnreadTensor):
+            made.append(value.to(device) if isinstance(value, torch.Tensor) else value)
+        elif isinstance(value, list):
+            items: list[Any] = []
+            made.append(items)
+            items.extend(decode(item, device) for item in value)
+            return items
+        elif isinstance(value, dict):
+            entries: Any = collections.defaultdict(_FACTORIES.get(rest[0])) if kind else type(value)()
+            made.append(entries)
+            for key, item in (rest[1] if kind else value).items():
+                entries[key] = decode(item, device)
+            return entries
+        else:
+            return value
+        return made[-1]
 
     cpu = torch.device("cpu")
-    return {name: decode(item, devices.get(name, cpu)) for name, item in saved.items() if name != SPECIAL}
+    return {name: decode(item, devices.get(name, cpu)) for name, item in saved.items()}
 
 
 def copy_to_cpu(value: Any) -> Any:

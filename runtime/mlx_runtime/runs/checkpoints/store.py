@@ -1,9 +1,10 @@
 """The checkpoints of one run on disk: store them, optionally in the background, verify, load and prune them."""
 
+import collections
 import contextlib
-import hashlib
+import shutil
+import tempfile
 import threading
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +25,7 @@ from mlx_runtime.runs.checkpoints.groups import (
     has_placeholders,
     has_unread,
     io_errors,
+    map_tensors,
 )
 from mlx_runtime.runs.checkpoints.index import (
     ABOUT,
@@ -36,13 +38,11 @@ from mlx_runtime.runs.checkpoints.index import (
     no_description,
     read_description,
 )
-from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage.files import Storage, is_uri, join_path, parent_of, storage_at, storage_errors, to_json
-from mlx_runtime.storage.hashing import HashingReader, HashingWriter
-from mlx_runtime.storage.publishing import Publication, recover, unpublish
+from mlx_runtime.storage.publishing import HashingWriter, Publication, recover, sha256_of, unpublish
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding.shards import Parts, ShardedTensors
+    from mlx_runtime.companions.sharding.shards import Parts
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -65,8 +65,7 @@ class CheckpointStore:
 
     def __init__(self, root: str) -> None:
         self.storage = storage_at(root)
-        self._damaged: list[str] = []
-        self._rejected: dict[str, str] = {}  # problems by name
+        self._damaged: dict[str, str] = {}  # problems by name
         self._newest: tuple[CheckpointInfo, State] | None = None
 
     def all(self, *, report: bool = False) -> list[CheckpointInfo]:
@@ -116,6 +115,7 @@ class CheckpointStore:
         allowed()
         publication.commit(to_json(about.fields()).encode())
         publication.remove_others()
+        self._damaged.pop(about.name, None)
         return about
 
     @property
@@ -136,46 +136,37 @@ class CheckpointStore:
 
     def reject(self, checkpoint: CheckpointInfo, problem: str) -> None:
         """Note that shards of a checkpoint are damaged, so that `newest` returns the previous one."""
-        self._rejected[checkpoint.name] = problem
+        self._damaged[checkpoint.name] = problem
 
     def newest(self, warn: Callable[[str], None]) -> CheckpointInfo | None:
         """Return the newest undamaged checkpoint, or None if there are no checkpoints; ConfigError if all are damaged.
 
-        `warn` is called with a line about each newer damaged checkpoint; `set_damaged_aside` renames these.
+        `warn` is called with a line about each newer damaged checkpoint, which a later one of its name replaces.
         """
         checkpoints = checkpoints_by_name(self.storage)
-        problems = {
-            name: no_description(self.storage, name) for name, item in checkpoints.items() if item is None
-        } | self._rejected
+        unknown = [name for name, item in checkpoints.items() if item is None]
+        self._damaged |= {name: no_description(self.storage, name) for name in unknown}
         self._newest = None
         for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
-            if item.name in self._rejected:
+            if item.name in self._damaged:
                 continue
             try:
                 self._newest = item, _load_state(self.storage, item.name, item)
                 break
             except DamagedError as error:
-                problems[item.name] = str(error)
-        if problems and self._newest is None:
+                self._damaged[item.name] = str(error)
+        if self._damaged and self._newest is None:
             raise ConfigError(
-                "; ".join(problems.values()) + ". No other checkpoint is left to resume from. "
+                "; ".join(self._damaged.values()) + ". No other checkpoint is left to resume from. "
                 "Put a good copy back, or start over in a new run with --from"
             )
-        self._damaged = list(problems)
-        for text in problems.values():
+        for text in self._damaged.values():
             warn(f"{text}; resuming from the previous one")
         return self._newest and self._newest[0]
 
-    def set_damaged_aside(self) -> None:
-        """Rename the damaged checkpoints that `newest` has found to `damaged_…`, so that no save overwrites them."""
-        damaged, self._damaged, self._rejected = self._damaged, [], {}
-        with storage_errors(f"cannot write to {self.storage.root}"):
-            for name in damaged:
-                self.storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
-
     def prune(self, keep: int, monitor: str | None, mode: str, *, latest: bool = True) -> None:
         """Keep the best checkpoints by a metric, then the newest of finished epochs, and `latest`; remove others."""
-        saved = self.storage.retry(self.all)
+        saved = [item for item in self.storage.retry(self.all) if item.name not in self._damaged]
         finished = [item for item in saved if item.finished]
         ranked = best_first(saved, monitor, mode)
         ranked += [item for item in reversed(finished) if item not in ranked]
@@ -190,6 +181,63 @@ class CheckpointStore:
         """Clean up after saves that were killed; only for the driver that owns the run."""
         with storage_errors(f"cannot write to {self.storage.root}"):
             recover(self.storage)
+
+
+class Staging:
+    """Copies the tensors of states to the CPU, where training does not change them, one state at a time.
+
+    Tensors on a GPU are copied to pinned memory, which is reused for the next state, because allocating it takes longer
+    than copying. The caller does not wait for these copies. The GPU executes them in order, after the last update and
+    before the next one, so it pauses only for the copies, at the speed of its bus, and not for the storage.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[Any, list[torch.Tensor]] = {}
+        self.used: dict[Any, list[torch.Tensor]] = {}
+        self._devices: set[torch.device] = set()
+        self._events: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        """Begin to copy a state; the memory of the previous one is free."""
+        self.free, self.used = self.used, collections.defaultdict(list)
+        self._devices.clear()
+
+    def copy_tree(self, value: Any) -> Any:
+        """Return a copy of plain values, which is complete after `wait`."""
+        return map_tensors(value, self.copy)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor, which is complete after `wait`."""
+        tensor = tensor.detach()
+        if tensor.device.type != "cuda":
+            return tensor.to("cpu", copy=True)
+        alike = tensor.dtype, tensor.shape, tensor.stride()
+        free = self.free.get(alike)
+        pinned = free.pop() if free else _pinned_like(tensor)
+        self.used[alike].append(pinned)
+        self._devices.add(tensor.device)
+        return pinned.copy_(tensor, non_blocking=True)
+
+    def end(self) -> None:
+        """Mark the end of a state, whose copies are complete when each GPU has finished its queued work."""
+        self._events = []
+        for device in self._devices:
+            # Otherwise, the waiting thread would keep a core busy.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
+
+    def wait(self) -> None:
+        """Wait until the copies are complete, in any thread."""
+        for event in self._events:
+            event.synchronize()
+
+
+def _pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:  # the machine limits pinned memory; copying then takes longer
+        return torch.empty_like(tensor, device="cpu")
 
 
 class BackgroundSaver:
@@ -279,10 +327,7 @@ def read(path: str, *, whole: bool = True) -> State:
         raise ConfigError(problem)
     except ConfigError as error:
         others = ", ".join(item.name for item in list_checkpoints(storage) if item.name != name)
-        inside = join_path(path, "checkpoints")  # of a run
-        names = [] if Path(path).is_file() else [item.name for item in list_checkpoints(inside)]
-        another = join_path(inside, names[-1]) if names else "RUN/checkpoints/epoch_0003"
-        example = f"The folder also contains: {others}" if others else f"Name another, like {another}"
+        example = f"The folder also contains: {others}" if others else "Name another, like RUN/checkpoints/epoch_0003"
         raise type(error)(f"{error}. {example}") from error
 
 
@@ -294,54 +339,31 @@ def _full(state: State) -> State:
 
 
 def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
-    """Load a state, comparing the bytes that are read with the checksum in its description. Loading never runs code."""
+    """Load a state, after a comparison with the checksum in its description. Loading never runs code."""
     file_name = about.file if about is not None else STATE
     path = join_path(storage.root, name, file_name)
-    state, unreadable = None, ""
-    with io_errors(path):
-        with storage.open(name, file_name) as file:
-            hashing = HashingReader(file)
-            try:
-                state = torch.load(cast("IO[bytes]", hashing), map_location="cpu", weights_only=True)
-            except Exception as error:  # loading anything but a state raises all kinds of errors
-                unreadable = short_message(error)
-            if hashing.failure is not None:
-                raise hashing.failure
-            sha256, size = hashing.finish()
+    with io_errors(path), contextlib.ExitStack() as stack:
+        file = stack.enter_context(storage.open(name, file_name))
+        if not storage.local:  # download it once
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(file, copy, 1 << 20)
+            copy.seek(0)
+            file = copy
+        sha256, size = sha256_of(file)
         if about is not None and size != about.size_bytes:
             raise ValueError(f"it has {size:,} bytes of {about.size_bytes:,}")
         if about is not None and sha256 != about.sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
-    if unreadable:
-        raise ConfigError(f"{path} is damaged: {unreadable}")
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # loading anything but a state raises all kinds of errors
+            raise ConfigError(f"{path} is damaged: {short_message(error)}") from error
     if missing := PARTS - (state.keys() if isinstance(state, dict) else set()):
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
-    shards = _sharded_tensors(storage, name, about)
-    if shards is None:
-        if has_placeholders(state):
-            raise damage(join_path(storage.root, name, ABOUT), "it names no index of the shards")
-        return cast("State", state)
-    shards.check_files()
-    with io_errors(path):
-        try:
-            return cast("State", shards.fill_placeholders(state))
-        except TypeError as error:
-            raise ValueError(short_message(error)) from error
-
-
-def _sharded_tensors(storage: Storage, name: str, about: CheckpointInfo | None) -> "ShardedTensors | None":
-    """Return the shards of a checkpoint, or None if it has none. Raise DamagedError if they are not described."""
-    file_name = about.index if about is not None else INDEX
-    if file_name is None:
-        return None
-    with io_errors(join_path(storage.root, name, file_name)):
-        try:
-            content = storage.read(name, file_name)
-        except FileNotFoundError:
-            if about is None:
-                return None
-            raise
-        if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
-            raise ValueError("its SHA-256 is not the one it was saved with")
-        shards: ShardedTensors = companions.part("sharding.shards").ShardedTensors(storage, name, content)
-        return shards
+    index = about.index if about is not None else INDEX if storage.size_bytes(name, INDEX) is not None else None
+    if index is not None:
+        filled: State = companions.part("sharding.shards").fill(state, storage, name, index, about)
+        return filled
+    if has_placeholders(state):
+        raise damage(join_path(storage.root, name, ABOUT), "it names no index of the shards")
+    return cast("State", state)

@@ -234,7 +234,9 @@ def matching_code(folder: RunFolder, method: str, title: str, tree: Any, *, trus
         stored = f"; if it has changed since, use the code that the run stored: {method}(trust=True)"
         code = "the stored code" if trust else f"the code in {Path.cwd()}"
         reason = full_message(error) if isinstance(error, ConfigError | ImportError) else located(error)
-        why = f"{title} of {folder.title} cannot be built with {code}: {snapshots.public(reason)}"
+        if found is not tree:
+            reason = companions.part("serving.stored_code").public(reason)
+        why = f"{title} of {folder.title} cannot be built with {code}: {reason}"
         raise ConfigError(why if trust else why + stored) from error
 
 
@@ -243,7 +245,7 @@ def importable(folder: RunFolder, title: str, tree: Any, *, trust: bool) -> Any:
     if unset := sorted(unset_variables(tree)):
         raise ConfigError(f"{title} of {folder.title} read the environment: set {', '.join(unset)}")
     if trust:
-        return snapshots.private(tree, snapshots.unpack(folder))
+        return companions.part("serving.stored_code").private(tree, snapshots.unpack(folder))
     here = Path.cwd()
     if not Path(here, EXPERIMENT).is_file():
         raise UsageError(
@@ -252,7 +254,7 @@ def importable(folder: RunFolder, title: str, tree: Any, *, trust: bool) -> Any:
         )
     loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
     if str(here / "src") not in map(str, loaded):  # another experiment's `src` is loaded
-        return snapshots.private(tree, here)
+        return companions.part("serving.stored_code").private(tree, here)
     if str(here) not in sys.path:
         sys.path.insert(0, str(here))
     return tree

@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_one_line(dataset: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_row_that_cannot_be_read_is_named() -> None:
+def test_rows_that_cannot_be_read_together_are_named() -> None:
     def checked(rows: dict[str, list[int]]) -> dict[str, list[int]]:
         if 7 in rows["x"]:
             raise ValueError("not a text")
@@ -101,7 +101,7 @@ def test_a_row_that_cannot_be_read_is_named() -> None:
     rows = Batched(numbers().with_transform(checked), batch_size=4)
     with pytest.raises(ValueError, match="not a text") as caught:
         read(shard(rows, name="val"))
-    assert vars(caught.value)["__notes__"] == ["while reading sample 7 of datasets.val"]
+    assert vars(caught.value)["__notes__"] == ["while reading samples 4 … of datasets.val"]
 
 
 def test_other_datasets_stay_as_they_are() -> None:

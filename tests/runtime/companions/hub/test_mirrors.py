@@ -304,7 +304,7 @@ class TestWhatLeaves:
         assert "src/keys.py" not in text
         assert "read secrets from the environment: ${oc.env:NAME}" in text
         assert "later: newer checkpoints and metrics, and the weights of the best at the end" in text
-        assert "to change this: cfg.hub.mirror, cfg.keep_checkpoints, cfg.code_files" in text
+        assert "to change this: cfg.hub.mirror, cfg.keep_checkpoints, .gitignore" in text
         assert "/alice/digits/settings" in text
         training.record.finish("SUCCEEDED")
         more = following.finish(60)

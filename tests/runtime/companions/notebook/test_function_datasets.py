@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mlx_runtime import Trainer, open_run
+from mlx_runtime.companions.hub.detection import find
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.sections import Elastic
-from mlx_runtime.storage.secrets.detection import find
 
 SCRIPT = """
 import json, sys

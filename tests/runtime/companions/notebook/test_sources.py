@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mlx_runtime.companions.hub.detection import find
 from mlx_runtime.companions.notebook.background import load_bound_config
 from mlx_runtime.companions.notebook.functions import FunctionExperiment
 from mlx_runtime.companions.notebook.scripts import load
@@ -15,7 +16,6 @@ from mlx_runtime.companions.notebook.sources import FunctionModule, changed_name
 from mlx_runtime.config.overrides import override
 from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.storage.secrets.detection import find
 
 CELLS = """
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries import listing
 from mlx_runtime.runs.queries.lookup import resolve_run
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.pure

@@ -31,7 +31,7 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

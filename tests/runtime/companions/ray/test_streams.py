@@ -70,7 +70,6 @@ def loaders(
     workers: int = 2,
     name: str = "train",
     batch_size: int = 50,
-    ahead: int | None = None,
     replicas: tuple[tuple[int, ...], ...] = (),
     **arguments: object,
 ) -> list[Loader]:
@@ -84,7 +83,7 @@ def loaders(
             group,
             topology,
             stream=StreamReader(assigner, name, topology.model_parallel_rank),
-        ).iter_torch_batches(prefetch_batches=ahead)
+        ).iter_torch_batches()
         for topology in topologies
     ]
 
@@ -125,11 +124,11 @@ def test_a_set_that_is_not_trained_on_comes_in_its_own_order() -> None:
 
 @pytest.mark.parametrize("stop", [1, 7, 29])
 def test_the_same_workers_go_on_with_the_very_batches(stop: int) -> None:
-    whole = together(loaders(ahead=0))
+    whole = together(loaders())
     interrupted = loaders()
     passes = [iter(loader) for loader in interrupted]
     begun = [[next(of_rank)["x"].tolist() for _ in range(stop)] for of_rank in passes]
-    others = loaders(ahead=5)
+    others = loaders()
     for loader, other in zip(interrupted, others, strict=True):
         other.load_state_dict(loader.state_dict())
         assert other.state_dict() == loader.state_dict()  # even before its first batch

@@ -98,7 +98,7 @@ def trained(bound: Path, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> 
     start = code.index("    def predict(")
     body = code.index("        probabilities = ", start)
     (folder / "src" / "experiment.py").write_text(code[:start] + CHECKED_PREDICT + code[body:])
-    done = mlx(folder, "train", "run", "cfg.num_epochs=1", "cfg.start_workers=0", "cfg.code_files=[src/more.py]")
+    done = mlx(folder, "train", "run", "cfg.num_epochs=1", "cfg.start_workers=0")
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -75,7 +75,6 @@ def test_one_whose_newest_checkpoint_is_damaged_equals_an_uninterrupted_one(
     found, text = trained(mlx, folder, "cfg.name=damaged", "cfg.resume=run_001", "cfg.max_steps=null")
     assert "shard_00001.safetensors is damaged: its SHA-256 is not the one it was saved with; resuming from" in text
     assert "epoch_0002 (epoch 2, step 8)" in text
-    assert any(path.name.startswith(f"damaged_{newest.name}_") for path in newest.parent.iterdir())
     assert all(torch.equal(found[name], item) for name, item in wanted.items())
 
 

@@ -228,7 +228,6 @@ def test_a_checkpoint_whose_shards_are_lost_is_not_the_newest(checkpoint: Path) 
     saved.reject(found, "it is damaged")
     with pytest.raises(ConfigError, match=r"No other checkpoint is left"):
         saved.newest(warnings.append)
-    saved.set_damaged_aside()
 
 
 def test_reading_shards_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def plan_of(root: Path, *overrides: str, epochs: int = 3, **fields: Any) -> Swee
     space = parse(overrides)
     defaults = {"search": "grid", "scheduler": "none", "metric": "val/loss", "mode": "min", "trials": space.size or 0}
     definition = Definition(overrides=overrides, **{**defaults, **fields})
-    cfg = SimpleNamespace(name="digits", storage_path=str(root), num_epochs=epochs, code_files=())
+    cfg = SimpleNamespace(name="digits", storage_path=str(root), num_epochs=epochs)
     return SweepPlan(definition, space, SimpleNamespace(cfg=cfg))
 
 

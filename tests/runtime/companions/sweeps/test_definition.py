@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_runtime.companions.sweeps.definition import Definition, differences, merge
-from mlx_runtime.storage.secrets.detection import HIDDEN
+from mlx_runtime.storage.redaction import HIDDEN
 
 pytestmark = pytest.mark.pure
 

@@ -25,7 +25,7 @@ from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.queries.reader import Run, open_run
-from mlx_runtime.runs.uploads import Upload
+from mlx_runtime.runs.snapshots import Upload
 
 HOST, PORT = "127.0.0.1", 8000
 """Address on which each node listens, by default."""

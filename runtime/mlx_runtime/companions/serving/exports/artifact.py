@@ -32,6 +32,7 @@ from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VE
 from mlx_runtime.companions.serving.exports.sizes import size_limits
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Outputs, Predictor, rows_in
+from mlx_runtime.companions.serving.stored_code import project_of
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch, dtype_name
@@ -46,7 +47,7 @@ from mlx_runtime.runs.queries.reader import Run
 from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import parent_of, size_text, storage_errors, to_json
 from mlx_runtime.storage.publishing import Publication, recover
-from mlx_runtime.storage.secrets.redaction import redact_tree
+from mlx_runtime.storage.redaction import redact_tree
 
 LIBRARIES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
@@ -102,7 +103,7 @@ def export(
     _refuse_present(output, force=force)
     report(f"loading   {chosen.name}")
     experiment, nodes, predictor = load_parts(Run(folder), folder, chosen, device="cpu", trust=trust)
-    parts = Parts(folder, chosen, experiment, nodes, predictor, snapshots.project_of(type(experiment)))
+    parts = Parts(folder, chosen, experiment, nodes, predictor, project_of(type(experiment)))
     wanted = [name for name in PROGRAMS if name in formats]
     if "onnx" in wanted and experiment.cfg.precision == "bf16":
         raise UsageError(f"{folder.title} computes in bfloat16, which onnxruntime lacks on CPUs; export pt2 or aoti")

@@ -12,6 +12,7 @@ from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
 from mlx_runtime.extras import require
+from mlx_runtime.storage import publishing
 from mlx_runtime.storage.documents import (
     COUNT,
     NAME,
@@ -24,7 +25,6 @@ from mlx_runtime.storage.documents import (
     stays_below,
 )
 from mlx_runtime.storage.files import storage_at
-from mlx_runtime.storage.hashing import HashingReader
 from mlx_runtime.storage.local import open_regular
 
 EXPORT = "export.json"
@@ -153,4 +153,4 @@ def _check_file(folder: Path, name: str, files: Mapping[str, Any]) -> None:
 def sha256_of(file: Path) -> tuple[str, int]:
     """Return the SHA-256 of a file, in hexadecimal, and its size in bytes."""
     with open_regular(str(file)) as stream:
-        return HashingReader(stream).finish()
+        return publishing.sha256_of(stream)

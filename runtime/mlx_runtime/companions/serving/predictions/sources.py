@@ -10,16 +10,15 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime.companions.serving.loading import by_preference
 from mlx_runtime.companions.serving.schema import Schema
+from mlx_runtime.companions.serving.stored_code import public
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import parse_overrides
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.data.batches import Batch, BatchReader, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, dataset_error, rows_of
 from mlx_runtime.data.definitions import adopt_dataset, construction
-from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.randomness import set_seed, temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, UsageError, full_message, suggest
-from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.reader import matching_code
 
@@ -89,7 +88,7 @@ class Selection:
             except ConfigError as error:
                 if self.of_run:
                     raise
-                raise UsageError(f"--dataset {snapshots.public(full_message(error))}") from error
+                raise UsageError(f"--dataset {public(full_message(error))}") from error
             except USER_ERRORS as error:
                 raise dataset_error(error, f"{self.title} cannot be constructed") from error
         return DatasetSource(dataset, self.title, schema, keep, self.seed)

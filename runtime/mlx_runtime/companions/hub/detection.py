@@ -1,7 +1,7 @@
-"""Recognize secrets in text and in the names of keys.
+"""Recognize secrets in text that is uploaded or exported, also those that no name reveals.
 
-detect-secrets finds tokens of services, names of secrets and random text in source code. This module adds config keys,
-headers, parts of URLs and options, as they occur in records and command lines.
+detect-secrets finds tokens of services and random text in source code. This module adds the names of `redaction`,
+headers, parts of URLs and options.
 """
 
 import base64
@@ -10,42 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-HIDDEN = "…"
-"""Replacement for a secret."""
-
-LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
-"""Matches values of a mirrored conf.yaml whose secret was left out."""
-
-NOT_SECRET = re.compile(
-    r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|\$\{.*|%s|[.*…]+|<.*>|\{.*\}"
-    r"|x{3,}|your[ _-].*)?",
-    re.IGNORECASE,
-)
-"""Values that reveal nothing: an empty value, a placeholder, a type, or a reference to a secret."""
-
-NOT_TOKEN = re.compile(r"\[.*\]|[+-]?\d{0,5}|[+-]?\d*\.\d+(?:e[+-]?\d+)?|\S{1,3}", re.IGNORECASE)
-"""Values of text tokens, like `[PAD]`, and of counts of tokens, but not of secrets."""
-
-TEXT_TOKEN = re.compile(
-    r"(?:^|[._-])(?:\w*(?:bos|eos|pad|unk|cls|sep|mask|special|start|end|stop|eot|image|img|audio|video|class|register"
-    r"|prefix|suffix|next|prev|last|first|max|min|num|n|per|by|each|new|word|sub|char|byte|forced\w*|target|source|src"
-    r"|tgt|label|blank|context|extra|role|turn|forward|backward|train|val|test|eval))[_-](?:token|pass)$",
-    re.IGNORECASE,
-)
-"""Names of text tokens, and of passes over data."""
-
-OWN_WORDS = (
-    r"(?<![A-Za-z0-9])(?:pass|pass[_-]?phrase|authorization|bearer|cookie|credentials?|signature|token|web[_-]?hook(?:[_-]?url)?)",
-    r"(?:smtp|mail|user|admin|root|ftp|ssh|sudo|login|proxy|redis|mysql|pg|postgres|mongo)[_-]?pass",
-    r"(?:access|secret|signing|encryption|master|session|shared|storage|webhook|hmac|deploy)[_-]?key(?:[_-]?id)?",
-    r"pass[_-]?phrase|(?:access|auth|bearer|refresh|session|api|bot)[_-]?token",
-)
-"""Endings of names of secrets that detect-secrets lacks, as regular expressions."""
-
-NUMBERED = r"(?:[_-]?(?:value|text|string|hex|b64|base64|v?\d+))?"
-
-QUOTED = r"[rbfuRBFU]{0,2}(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')|\\\"[^\"\\\n]*\\\""
-UNQUOTED = r"(?!<)[^\s\"'`(){}\[\],;&|\\]+(?=[\s,;&|)\]}\"'`]|$)"
+from mlx_runtime.storage.redaction import QUOTED, UNQUOTED, WORDS, is_secret, may_be_text, reveals
 
 URL = re.compile(r"\b[a-z][a-z0-9+.-]{0,15}://[^\s\"'<>`{}|\\^]+", re.IGNORECASE)
 PARAMETER = re.compile(r"[?&#;]([^=&#?;]+)=([^&#;]*)")
@@ -110,10 +75,14 @@ class Finding(NamedTuple):
     kind: str
 
 
+PAIR = re.compile(
+    rf"(?P<word>(?i:{WORDS})|(?<=[A-Z_])TOKEN)(?P<mark>\\?[\"'`]?\]?[ \t]*(?::[ \t]*[\w.\[\]| ]+?)?[ \t]*"
+    rf"(?:={{1,3}}|!=|:=|=>|:)[ \t]*)(?P<value>{QUOTED}|{UNQUOTED})"
+)
+OPTION = re.compile(rf"(?<!\S)--?(?:[\w-]*-)?(?i:{WORDS})(?P<mark>[ =]+)(?P<value>{QUOTED}|[^\s\"'-]\S*)")
+
+
 class _Rules(NamedTuple):
-    name: "re.Pattern[str]"
-    pair: "re.Pattern[str]"
-    option: "re.Pattern[str]"
     services: tuple[Any, ...]
     entropy: Any
 
@@ -122,43 +91,11 @@ class _Rules(NamedTuple):
 def _rules() -> _Rules:
     """Return the rules that need detect-secrets, which is imported when there is text to scan."""
     from detect_secrets.plugins.high_entropy_strings import Base64HighEntropyString
-    from detect_secrets.plugins.keyword import DENYLIST
     from detect_secrets.settings import default_settings, get_plugins
 
     with default_settings():
         services = tuple(item for item in get_plugins() if type(item).__name__ not in OTHER_PLUGINS)
-    known = [word.replace("_?", "[_-]?") for word in DENYLIST]
-    words = rf"(?:{'|'.join([*known, *OWN_WORDS])}){NUMBERED}"
-    pair = (
-        rf"(?P<word>(?i:{words})|(?<=[A-Z_])TOKEN)(?P<mark>\\?[\"'`]?\]?[ \t]*(?::[ \t]*[\w.\[\]| ]+?)?[ \t]*"
-        rf"(?:={{1,3}}|!=|:=|=>|:)[ \t]*)(?P<value>{QUOTED}|{UNQUOTED})"
-    )
-    option = rf"(?<!\S)--?(?:[\w-]*-)?(?i:{words})(?P<mark>[ =]+)(?P<value>{QUOTED}|[^\s\"'-]\S*)"
-    return _Rules(
-        re.compile(rf"(?:{words})$", re.IGNORECASE),
-        re.compile(pair),
-        re.compile(option),
-        services,
-        Base64HighEntropyString(limit=3.5),
-    )
-
-
-def is_secret(name: str) -> bool:
-    """Return True if a config key or an environment variable names a secret, like `cfg.db_password` or `HF_TOKEN`."""
-    return bool(_rules().name.search(name)) and not TEXT_TOKEN.search(name)
-
-
-def may_be_text(name: str) -> bool:
-    """Return True if a name like `token` is also common for harmless values."""
-    return re.search(r"(?<![a-z0-9])(?:token|signature)$", name, re.IGNORECASE) is not None
-
-
-def reveals(value: str, name: str = "") -> bool:
-    """Return True if a value, given its name, would reveal a secret."""
-    bare = value.strip("\"'`")
-    return (
-        HIDDEN not in bare and not NOT_SECRET.fullmatch(bare) and not (may_be_text(name) and NOT_TOKEN.fullmatch(bare))
-    )
+    return _Rules(services, Base64HighEntropyString(limit=3.5))
 
 
 def is_random(word: str) -> bool:
@@ -206,7 +143,7 @@ def _candidates(text: str, code: bool) -> Iterator[Finding]:
         for match in pattern.finditer(text):
             if match.lastgroup != "basic" or _is_login(match["basic"]):
                 yield from _value(match, match.lastgroup or "", "authorization")
-    for match in rules.pair.finditer(text):
+    for match in PAIR.finditer(text):
         name = re.search(r"[\w.-]*\Z", text[max(0, match.start() - 100) : match.start()])[0] + match["word"]  # type: ignore[index]
         is_literal = match["value"][-1] in "\"'"
         if match["word"].lower() == "authorization":  # whose value has two words
@@ -216,7 +153,7 @@ def _candidates(text: str, code: bool) -> Iterator[Finding]:
                 continue
             for one in _value(match, "value", match["word"].lower()):
                 yield one if is_literal else one._replace(end=_phrase_end(text, one.end))
-    for pattern, name in ((rules.option, "option"), (LOGIN, "login"), (USER, "password")):
+    for pattern, name in ((OPTION, "option"), (LOGIN, "login"), (USER, "password")):
         for match in pattern.finditer(text):
             if reveals(match["value"]):
                 yield from _value(match, "value", name)

@@ -8,7 +8,7 @@ import torch
 from test_loaders import shard
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.data.collation import stack
+from mlx_runtime.data.batches import stack
 from mlx_runtime.errors import DatasetError
 
 pytestmark = pytest.mark.pure
@@ -99,27 +99,14 @@ def test_a_collate_of_the_dataset_pads_each_batch() -> None:
     assert sorted(seen) == list(range(10))
 
 
-def test_a_row_that_a_collate_refuses_is_named() -> None:
+def test_an_error_of_a_collate_names_the_dataset() -> None:
     class Long(Padded):
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"tokens": torch.zeros(9 if index == 7 else 2), "label": index}
 
     with pytest.raises(ValueError, match="too long") as caught:
         list(shard(Long(), name="val").iter_torch_batches())
-    assert caught.value.__notes__ == ["in collate, while stacking 2 samples of datasets.val: row 7 cannot be collated"]
-
-
-def test_a_row_that_fits_alone_is_named_with_the_one_it_does_not_fit() -> None:
-    class Mixed(Texts):
-        def collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-            return {"tokens": torch.stack([row["tokens"] for row in rows])}
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"tokens": torch.zeros(9 if index == 5 else 2)}
-
-    with pytest.raises(RuntimeError, match="equal size") as caught:
-        list(shard(Mixed(), name="val").iter_torch_batches())
-    assert caught.value.__notes__[0].endswith("row 5 together with row 3 cannot be collated")
+    assert caught.value.__notes__ == ["in collate, while stacking 2 samples of datasets.val"]
 
 
 class Stream(IterableDataset):

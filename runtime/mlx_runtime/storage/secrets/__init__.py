@@ -1,1 +1,0 @@
-"""Secrets: their detection in texts and settings, and their removal from what is written."""

@@ -1,0 +1,78 @@
+"""The stored code of a run, imported next to the code of other experiments."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime.companions.serving.stored_code import private, project_of
+from mlx_runtime.config.building import build
+
+pytestmark = pytest.mark.pure
+
+MODELS = """
+import src.sizes
+from src import sizes as same
+from src.layers import Linear
+from . import layers
+
+class Net:
+    def __init__(self, width: int = src.sizes.WIDTH):
+        self.layer, self.width = Linear(), width
+        assert same is src.sizes and layers.Linear is Linear
+
+    def late(self) -> int:
+        from src.sizes import WIDTH
+        import json
+        return json.loads(str(WIDTH))
+"""
+
+
+def project(folder: Path, width: int) -> Path:
+    source = folder / "src"
+    source.mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "experiment": "from src import models",
+        "models": MODELS,
+        "sizes": f"WIDTH = {width}",
+        "layers": "class Linear: pass",
+    }.items():
+        Path(source, f"{name}.py").write_text(text)
+    return folder
+
+
+NODE = {"_target_": "src.models.Net", "inner": [{"_target_": "src.layers.Linear"}]}
+
+
+def test_two_experiments_are_open_at_once(tmp_path: Path) -> None:
+    """Also if a function imports when it is called, and whatever `src` is in this process."""
+    before = sys.modules.get("src")
+    nets = []
+    for width in (3, 5):
+        node = private({"_target_": "src.models.Net"}, project(tmp_path / str(width), width))
+        nets.append(build(node, "models"))
+    assert [net.width for net in nets] == [3, 5]
+    assert [net.late() for net in nets] == [3, 5]
+    assert type(nets[0]) is not type(nets[1])
+    assert sys.modules.get("src") is before
+    assert project_of(type(nets[1])) == tmp_path / "5"
+
+
+def test_importing_stored_code_loads_no_data(tmp_path: Path) -> None:
+    here = project(tmp_path, 3)
+    (here / "src" / "__init__.py").write_text("import mlx_runtime\nmlx_runtime.defer_loading(__name__)")
+    (here / "src" / "models.py").write_text(
+        "made = []\nclass Rows:\n    def to_hf(self): ...\n    def __init__(self): made.append(self)\n"
+        "class Net:\n    def __init__(self, rows=Rows()):\n        self.made = len(made)"
+    )
+    assert build(private({"_target_": "src.models.Net"}, here), "models").made == 0
+
+
+def test_targets_in_src_are_renamed_and_others_are_not(tmp_path: Path) -> None:
+    node = {"a": [NODE, {"_target_": "torch.nn.Linear", "name": "src.models"}], "b": "src.models.Net"}
+    made = private(node, tmp_path)
+    assert made["a"][0]["_target_"].endswith(".src.models.Net")
+    assert made["a"][0]["inner"][0]["_target_"].endswith(".src.layers.Linear")
+    assert made["a"][1] == node["a"][1]
+    assert made["b"] == node["b"]
