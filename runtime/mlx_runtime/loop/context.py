@@ -67,12 +67,6 @@ class Groups:
             found |= {f"{name}.{key}": part for key, part in parts.items() if id(part) not in models}
         return {name: item for name, item in found.items() if isinstance(item, nn.Module) and not is_sharded(item)}
 
-    @property
-    def in_train_mode(self) -> bool:
-        """False if there are models and all are in eval mode."""
-        models = self.modules
-        return not models or any(item.training for item in models)
-
     def _own(self) -> dict[str, Any]:
         grouped = {id(item) for group in GROUPS for item in self.members(group).values()}
         grouped |= {id(unwrap(item)) for item in self.members("models").values()}

@@ -56,7 +56,6 @@ class Optimization:
         self.knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
         self.stepped: set[int] = set()  # ids of the optimizers that have ever stepped
-        self._owners: set[str] = set()  # optimizers for which `step` was ever called
         self._leftovers: Leftovers | None = None  # None with a single optimizer
 
     def _gradient_monitor(self) -> "GradientMonitor":
@@ -179,7 +178,6 @@ class Optimization:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
         if self._weighted is not None:
             self._weighted.assign(title)
-        self._owners.add(title)
         if self._leftovers is not None:
             self._leftovers.owners.add(title)
         if not self.accumulation.last:
@@ -268,11 +266,6 @@ class Optimization:
     def expected(self) -> bool:
         """True if there are optimizers, so that training is expected to update models."""
         return bool(self._context.groups.optimizers) or self._updated is not None
-
-    @property
-    def lacks_step(self) -> bool:
-        """True if the loop calls `self.backward`, but has never stepped an optimizer."""
-        return self._managed and not self._owners and self._updated is None
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Check that an optimizer may step now, with unscaled and complete gradients, and inspect them."""

@@ -30,7 +30,6 @@ from mlx_runtime.loop.optimization import Optimization, prepare_models
 from mlx_runtime.loop.passes import Pass, PassTracker
 from mlx_runtime.loop.reporting import EventSender, Reporter
 from mlx_runtime.loop.stopping import LoopStopped, StopPoll
-from mlx_runtime.runs.tables import plural
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
 
@@ -53,6 +52,7 @@ class Session:
         hooks: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.context, self.passes, self.send = context, PassTracker(), sink.send
+        self.passes.evaluating = context.evaluates
         self.progress = context.progress
         self.progress.epoch = context.cfg.start_epoch
         self.reporter = Reporter(context, EventSender(context, sink), tracking)
@@ -72,10 +72,10 @@ class Session:
         topology = context.topology
         self.replicated = topology.data_parallel_size == topology.world_size > 1  # the models of all workers are equal
         self._compared = False  # weights of models without a wrapper
-        self._trained = False  # there was a sign of training
         self._calls_every = False  # user code has called `self.every`
-        self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
-        self.counts_updates = not context.evaluates  # in a loop that reads no loaders
+        self._without_update: Pass | None = None  # the last training pass, until an optimizer updates the models
+        self._reads_training_set: bool | None = None  # one of the loaders is of a training dataset; None is unknown
+        self.counts_updates = True  # in a loop that reads no loaders
         self._stepped: set[int] = set()  # ids of the optimizers in the current step of such a loop
         self._epoch_ended_at = 0  # global step
         self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
@@ -145,7 +145,7 @@ class Session:
             loader.epoch = known.epoch
         elif name in self.checkpoints.positions:
             loader.load_state_dict(self.checkpoints.positions[name])
-        loader.observer = self
+        loader.observer, self._reads_training_set = self, None
         self.checkpoints.loaders[name] = loader
         return loader
 
@@ -153,23 +153,26 @@ class Session:
         self.passes.iterate(loader.shard.name)
 
     def advances(self, loader: Loader) -> bool:
-        """Return False if the next pass reads a training dataset but, as far as is known, does not train."""
-        if not loader.shard.training:
-            return True
-        if self.passes.stage is not None or self.context.evaluates:
-            return False
-        if loader.continues_adopted or self.passes.restarts_beside(loader.shard.name):
-            return True
-        return not self.optimization.expected or (torch.is_grad_enabled() and self.context.groups.in_train_mode)
+        """Return False if the pass that begins reads a training dataset, but does not train."""
+        if loader.shard.training:
+            self._require_gradients(loader)
+        return self.passes.trains or not loader.shard.training
+
+    def _require_gradients(self, loader: Loader) -> None:
+        """Raise an MlxError if a batch of a training dataset is requested under `torch.no_grad()`, unless declared."""
+        if not (torch.is_grad_enabled() or self.passes.declared):
+            raise MlxError(
+                f"a batch of datasets.{loader.shard.name}, a training set, was requested with gradients disabled. If "
+                'this does not train, read it inside `with self.stage("probe"):` or `with self.evaluation():`; if it '
+                "does, request the batch outside of torch.no_grad()"
+            )
 
     def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
         """Record the remaining metrics of the previous pass, and restore the state of an interrupted one."""
-        self._warn_of_missing_update()
         shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
-        in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
-        known = {"accumulate": loader.accumulate, "loader": loader, "part": part, "step": part.skip}
-        training = shard.training and advances
-        item = self.passes.begin(shard.name, training=training, in_doubt=in_doubt, steps=part.plan.steps, **known)
+        known = {"steps": part.plan.steps, "accumulate": loader.accumulate, "loader": loader, "part": part}
+        item = self.passes.begin(shard.name, training=shard.training, step=part.skip, **known)
+        self._warn_of_missing_update()
         self.metrics.begin(item)
         if self.passes.leads(item):
             self.metrics.flush()
@@ -179,20 +182,20 @@ class Session:
             self.checkpoints.resume(shard.name)
         self.reporter.begin()
         self.reporter.events.pass_begun(loader)
-        if not self.passes.leads(item):
-            return item
-        if item.training:
-            self._begin_training(item, loader.epoch - 1, between_epochs=between_epochs)
-        elif not in_doubt:
+        if item.training and self.passes.leads(item):
+            self._begin_training(item, between_epochs=between_epochs)
+        elif self.passes.leads(item):
             self._call("on_evaluate_start", item.name)
         return item
 
-    def _begin_training(self, item: Pass, epoch: int, *, between_epochs: bool) -> None:
+    def _begin_training(self, item: Pass, *, between_epochs: bool) -> None:
         """Begin a training pass that leads, unless the run is at `cfg.max_steps`."""
         if self.context.steps_left == 0:
             self._finish(item, finished=between_epochs)
+        if self.optimization.expected:
+            self._without_update = item
         if not self.passes.is_within_training(item):
-            epoch = self.progress.epoch if self.progress.interrupted else epoch
+            epoch = self.progress.epoch if self.progress.interrupted else item.loader.epoch - 1
             self.context.plan_epochs(epoch, item.updates_left, item.loader.updates)
 
     def batch_given(self, item: Pass, batch: Batch) -> None:
@@ -200,9 +203,8 @@ class Session:
         self.beat()
         if not self.passes.batch(item, item.part.taken):
             return  # read alongside the pass that leads
-        if item.training or item.in_doubt:
-            self.optimization.forget_calls()
         if item.training:
+            self.optimization.forget_calls()
             self._begin_step(item)
         self.reporter.events.step(item, self.metrics.values(item))
         self._call("on_batch_start", item.name, batch)
@@ -223,9 +225,11 @@ class Session:
     @property
     def reads_no_loader(self) -> bool:
         """True if the loop trains on its own data, or on none, so that its updates are its steps."""
-        outside = self.passes.leading is None and self.passes.stage is None
-        trains = any(loader.shard.training for loader in self.checkpoints.loaders.values())
-        return self.counts_updates and outside and not trains
+        if not self.counts_updates or self.passes.leading is not None or not self.passes.trains:
+            return False
+        if self._reads_training_set is None:
+            self._reads_training_set = any(loader.shard.training for loader in self.checkpoints.loaders.values())
+        return not self._reads_training_set
 
     def _begin_own_step(self) -> None:
         """Count a step of a loop that reads no loader, after saving or stopping at the end of the previous one."""
@@ -259,13 +263,6 @@ class Session:
         loader = leading.loader if leading is not None and self.replicated else None
         if loader is not None and loader.shard.training and not loader.compared and self._updates_models(optimizer):
             loader.compare_rows()  # here, because all workers train together
-        if not self._trained:
-            self._trained = True
-            if self.context.topology.data_parallel_size > 1 and leading is None:
-                from mlx_runtime.loop.untrained import unsharded_data
-
-                for text in unsharded_data():
-                    self.reporter.events.send_once(WarningNotice(text))
         if self.reads_no_loader and (id(optimizer) in self._stepped or self._updates_models(optimizer)):
             self.checkpoints.resume(None)
             if optimizer is not None and self._stepped and id(optimizer) not in self._stepped:
@@ -273,25 +270,13 @@ class Session:
             elif optimizer is not None:
                 self._begin_own_step()
                 self._stepped = {id(optimizer)}
-        if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
-            return
-        self._without_update = None
-        stage = self.passes.stage
-        reads_training_set = leading is not None and leading.loader.shard.training
-        if stage is not None and reads_training_set and self.progress.global_step == 0:
-            self.reporter.events.notice(
-                f"stage {stage!r} does not train, so its steps are not counted; if it does, write "
-                f"self.stage({stage!r}, training=True)"
-            )
-        for item in self.passes.update():
-            leads = self.passes.leads(item)
-            if leads:
-                self._begin_training(item, item.loader.epoch, between_epochs=True)
-            item.loader.adopt(item.part)
-            if leads:
-                skipped = item.part.given - 1  # steps without an update, like those of a loop that accumulates itself
-                self._begin_step(item)
-                self.progress.global_step += skipped
+        if optimizer is not None and self._without_update is not None and self._updates_models(optimizer):
+            self._without_update = None
+
+    def optimizer_step(self, name: str | None) -> bool:
+        """Step an optimizer of the experiment; see `BaseModule.optimizer_step`."""
+        self._without_update = None  # also if fp16 skips the step
+        return self.optimization.step(name)
 
     def _updates_models(self, optimizer: Optimizer | None) -> bool:
         """Return False if an optimizer updates none of the experiment's models, but for example a probe."""
@@ -302,17 +287,16 @@ class Session:
         return any(id(item) in own for group in optimizer.param_groups for item in group["params"])
 
     def _warn_of_missing_update(self) -> None:
-        item, self._without_update = self._without_update, None
-        if item is not None and self.optimization.lacks_step:
+        """Warn about a training pass that has ended without an update of the models."""
+        item = self._without_update
+        if item is None or item.active:
+            return
+        self._without_update = None
+        if item.part.given:
             self.reporter.events.notice(
-                f"no optimizer has stepped in a pass over {item.dataset}, so nothing was trained; call "
-                "self.optimizer_step() after self.backward(loss)"
-            )
-        elif item is not None:
-            self.reporter.events.notice(
-                f"{plural(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
-                f"optimizer updated a model; if it was not training, read it under torch.no_grad() or in a block "
-                f'`with self.stage("probe"):`'
+                f"no optimizer updated a model in a pass over {item.dataset}, which counts as training; call "
+                "self.optimizer_step() after self.backward(loss), or, if it does not train, read it inside "
+                '`with self.stage("probe"):`'
             )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -326,6 +310,8 @@ class Session:
     def step_finished(self, item: Pass, batch: Batch) -> None:
         """Record, save and stop; the last two only between two updates, when all workers are at the same step."""
         self.beat()
+        if item.training and not item.finished:
+            self._require_gradients(item.loader)
         if not self.passes.leads(item):
             return
         self._call("on_batch_end", item.name, batch)
@@ -352,12 +338,8 @@ class Session:
             self._end_pass(item)
 
     def _end_pass(self, item: Pass) -> None:
-        if self.passes.leads(item):
-            updated = item.updated and not self.optimization.lacks_step
-            if item.training and not updated and item.part.given and self.optimization.expected:
-                self._without_update = item  # unless an update follows the pass
-            if not item.training and not item.in_doubt:
-                self._call("on_evaluate_end", item.name)
+        if self.passes.leads(item) and not item.training:
+            self._call("on_evaluate_end", item.name)
         self.passes.end(item)
 
     def update_finished(self) -> None:
@@ -421,6 +403,13 @@ class Session:
         self.stopping.step()
         if may_stop and self.stopping.vote():
             self._stop()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Let nothing in a block train, with the buffers of rank 0 on all workers."""
+        self.sync_buffers()
+        with self.passes.evaluation():
+            yield
 
     @contextmanager
     def stage(self, name: str, *, training: bool) -> Iterator[None]:
