@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.collectives import agree, broadcast, gather
+from mlx_runtime.distributed.collectives import agree, gather
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
@@ -437,16 +437,9 @@ class Session:
     def sync_buffers(self) -> None:
         """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
         if self.replicated:
-            from mlx_runtime.distributed.torch_private import saved_buffers, sync_buffers  # one worker does without
+            from mlx_runtime.loop import replicas  # one worker does without
 
-            sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
-            others = {name: saved_buffers(item) for name, item in self.context.groups.shared_modules.items()}
-            first = broadcast(others)  # by name, because workers may have different objects of their own
-            for name, buffers in others.items():
-                for key, buffer in buffers.items():
-                    of_first = first.get(name, {}).get(key)
-                    if of_first is not None and of_first.shape == buffer.shape:
-                        buffer.copy_(of_first)
+            replicas.sync_buffers(self.context.groups)
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
@@ -470,7 +463,7 @@ class Session:
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
             self._end_epoch(epoch=epoch if own else None)
-            self._warn_of_untrained()
+            self._warn_of_differences()
         self._store(epoch, finished=finished)
         if own:
             self.progress.epoch = epoch + 1
@@ -479,17 +472,13 @@ class Session:
         if not in_last_step and self.stopping.vote():
             self._stop()
 
-    def _warn_of_untrained(self) -> None:
-        """Warn of optimizers that never step, and, once, of objects that differ between workers."""
-        groups = self.context.groups
-        if self.replicated or len(groups.optimizers) > 1:
-            from mlx_runtime.loop import untrained
+    def _warn_of_differences(self) -> None:
+        """Warn, once, about models and tools that differ between workers."""
+        if self.replicated and not self._compared:
+            from mlx_runtime.loop import replicas
 
-            found = [*untrained.idle_optimizers(groups.optimizers, self.optimization.stepped)]
-            if self.replicated and not self._compared:
-                self._compared = True
-                found += untrained.diverged(groups.members("models"), groups.shared)
-            for text in found:
+            self._compared = True
+            for text in replicas.differences(self.context.groups):
                 self.reporter.events.send_once(WarningNotice(text))
 
     def _store(self, epoch: int, *, finished: bool) -> None:
