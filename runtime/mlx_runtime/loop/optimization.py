@@ -54,7 +54,6 @@ class Optimization:
         self._stepping = False  # an optimizer steps on behalf of `step`
         self.knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
-        self.stepped: set[int] = set()  # ids of the optimizers that have ever stepped
 
     def _gradient_monitor(self) -> "GradientMonitor":
         from mlx_runtime.loop.gradients import GradientMonitor
@@ -270,7 +269,6 @@ class Optimization:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Check that an optimizer may step now, with unscaled and complete gradients, and inspect them."""
-        self.stepped.add(id(optimizer))
         if not self._stepping:
             self._check_plain_step()
         step = self._context.progress.global_step
