@@ -23,7 +23,7 @@ ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
     *("runs.queries", "runs.remote"),
     *("tracking.tables", "workers.local", "companions.notebook.links", "workers.fork_server", "workers.watchdog"),
-    *("loop.leftovers", "loop.weighting"),
+    *("loop.replicas", "loop.weighting"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""
 

@@ -389,7 +389,6 @@ class Loader:
     def _begin(self) -> WorkerPass:
         """Advance to the next pass, or to the rest of an interrupted one."""
         shard, plan, skip = self.shard, self._whole_pass, 0
-        was_adopted = self.continues_adopted
         state, self._resumed = self._resumed, None
         if state is not None and state["steps"]:
             before = ShardPlan.from_state(state)
@@ -414,7 +413,6 @@ class Loader:
                 seed = mix_seeds(shard.options.seed, self.epoch) if shuffles_shares else None
                 plan = replace(plan, read=before.read_after(state["steps"], seed))
         self.current = self._part(plan, skip)
-        self.current.adopted = was_adopted
         self.epoch += 1
         return self.current
 
@@ -425,23 +423,13 @@ class Loader:
         subset = None if shard.subset is None else shard.subset.rows
         rank, seed = shard.topology.data_parallel_rank, shard.options.seed
         part = WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset, lengths=shard.lengths)
-        part.gradients, part.row_counts = torch.is_grad_enabled(), shard.row_counts
+        part.row_counts = shard.row_counts
         return part
 
     @property
     def _streamed(self) -> bool:
         """True if the dataset determines its order, which a prepared one does not know."""
         return self.shard.prepared is None and not isinstance(self.reader, MapReader)
-
-    def adopt(self, part: WorkerPass) -> None:
-        """Advance to a pass that has already begun, once the observer has recognized it."""
-        self.current, part.adopted = part, True
-        self.epoch += 1
-
-    @property
-    def continues_adopted(self) -> bool:
-        """True if the next pass continues an interrupted, adopted pass, and begins in the same way."""
-        return self._resumed is not None and self._resumed.get("adopted") == torch.is_grad_enabled()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, even in the middle of a pass, as plain values."""
@@ -450,8 +438,7 @@ class Loader:
         if self.current is None or not self.current.steps_left:
             return {"epoch": self.epoch, "steps": 0}
         state = self.current.plan.state_dict() | {"epoch": self.epoch - 1, "steps": self.current.taken}
-        state["streamed"] = self._streamed
-        return state | {"adopted": self.current.gradients} if self.current.adopted else state
+        return state | {"streamed": self._streamed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position: in the middle of a pass from its step, otherwise from the next epoch.

@@ -267,8 +267,6 @@ class WorkerPass:
     shuffle: bool
     given: int = 0  # batches given to the loop since the interruption
     left: bool = False  # the loop has left the pass before its end
-    gradients: bool = True  # enabled when it began
-    adopted: bool = False  # see `Loader.adopt`
     subset: torch.Tensor | None = None  # row numbers in the pass, int64; None means all rows
     lengths: torch.Tensor | None = None  # of the rows in the pass, int64; needed if the plan has groups
     row_counts: Mapping[str, float] = field(default_factory=dict)  # units per row, like {"tokens": 64}

@@ -1,4 +1,4 @@
-"""Collectives on plain values and tensors. Every worker must call them; without a process group they are local."""
+"""Collectives on plain values and tensors. Every worker must call them; those of a single worker are local."""
 
 import itertools
 import re
@@ -10,13 +10,18 @@ import torch
 from mlx_runtime.distributed.topology import Topology, entered
 
 
+def is_alone() -> bool:
+    """Return True if there is no other worker in the process group, or no group."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
 def data_parallel_group(topology: Topology) -> Any:
-    """Create a gloo group of the workers at the same position of each replica, or None if there is no process group.
+    """Create a gloo group of the workers at the same position of each replica, or None if this worker is alone.
 
     Smaller replicas have no worker at the last positions of larger ones. Collectives of the group run on the CPU, so
     that they overlap with computation on GPUs.
     """
-    if not torch.distributed.is_initialized():
+    if is_alone():
         return None
     positions = itertools.zip_longest(*map(sorted, topology.replicas))  # rank 0 is in a group with all replicas
     groups = [[rank for rank in ranks if rank is not None] for ranks in positions]
@@ -26,7 +31,7 @@ def data_parallel_group(topology: Topology) -> Any:
 
 def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
     """Return each flag on which all workers agree, None where they differ. The collective runs on `device`."""
-    if not torch.distributed.is_initialized():
+    if is_alone():
         return list(flags)
     votes = torch.tensor([[flag, not flag] for flag in flags], dtype=torch.int32, device=device)
     torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN)
@@ -38,7 +43,7 @@ def mean_of(value: torch.Tensor) -> torch.Tensor:
 
     The collective runs on its device, without waiting for it.
     """
-    if not torch.distributed.is_initialized():
+    if is_alone():
         return value
     total, count, place = value.clone(), torch.distributed.get_world_size(), entered()
     if place is not None and len({*map(len, place.replicas)}) > 1:
@@ -49,7 +54,7 @@ def mean_of(value: torch.Tensor) -> torch.Tensor:
 
 def broadcast(value: Any) -> Any:
     """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for its types."""
-    if not torch.distributed.is_initialized():
+    if is_alone():
         return value
     from mlx_runtime.distributed.messages import decode, encode  # here, because a single worker sends nothing
 
@@ -63,7 +68,7 @@ def broadcast(value: Any) -> Any:
 
 def gather(value: Any) -> list[Any] | None:
     """Return the values of all workers by rank on rank 0, None elsewhere. See `messages.encode` for their types."""
-    if not torch.distributed.is_initialized():
+    if is_alone():
         return [value]
     from mlx_runtime.distributed.messages import decode, encode
 

@@ -3,11 +3,12 @@
 import contextlib
 import errno
 import os
+import pdb
 import select
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -26,7 +27,6 @@ from mlx_runtime.errors import (
     full_message,
 )
 from mlx_runtime.events import Event, RunEnded, RunInfo, RunStarted
-from mlx_runtime.loop.breakpoints import at_breakpoint
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
@@ -223,3 +223,23 @@ class _Terminal:
     @property
     def _resume_command(self) -> str:
         return resume_command(self.driver.folder, self._plan.config.overrides)
+
+
+@contextlib.contextmanager
+def at_breakpoint(step_aside: Callable[[], object]) -> Iterator[None]:
+    """Call a function at each `breakpoint()` of the block, before the debugger starts."""
+    before, chosen = sys.breakpointhook, os.environ.get("PYTHONBREAKPOINT", "")
+
+    def hook(*args: Any, **options: Any) -> Any:
+        if chosen == "0":
+            return None
+        step_aside()
+        if before is not sys.__breakpointhook__ or chosen not in ("", "pdb.set_trace"):
+            return before(*args, **options)
+        return pdb.Pdb().set_trace(sys._getframe().f_back)  # debug the user's frame; `before` would stop in this one
+
+    sys.breakpointhook = hook
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before

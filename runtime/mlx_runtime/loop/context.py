@@ -53,9 +53,13 @@ class Groups:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The tools and the objects on the experiment that are saved from rank 0, by name, like `tools.ema`."""
+        """The tools and the objects on the experiment that are equal on all workers, by name, like `tools.ema`.
+
+        Objects of the runtime, such as the arguments of `save_checkpoint`, may differ: those of rank 0 are saved.
+        """
         found = {f"tools.{name}": item for name, item in self.members("tools").items()} | self.members("own")
-        return {name: item for name, item in found.items() if not is_per_worker(item)}
+        own = {name: item for name, item in found.items() if not is_per_worker(item)}
+        return {name: item for name, item in own.items() if not type(item).__module__.startswith("mlx_runtime.")}
 
     @property
     def shared_modules(self) -> dict[str, nn.Module]:
@@ -66,12 +70,6 @@ class Groups:
             parts = {"": item} if isinstance(item, nn.Module) else getattr(item, "__dict__", {})
             found |= {f"{name}.{key}": part for key, part in parts.items() if id(part) not in models}
         return {name: item for name, item in found.items() if isinstance(item, nn.Module) and not is_sharded(item)}
-
-    @property
-    def in_train_mode(self) -> bool:
-        """False if there are models and all are in eval mode."""
-        models = self.modules
-        return not models or any(item.training for item in models)
 
     def _own(self) -> dict[str, Any]:
         grouped = {id(item) for group in GROUPS for item in self.members(group).values()}

@@ -1,5 +1,6 @@
 """`BaseModule`: the base class of experiments, with all methods that user code calls during training."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
@@ -183,7 +184,7 @@ class BaseModule:
         Raises:
             MlxError: there is no such optimizer, or the loop has not called `backward`.
         """
-        return self._session.optimization.step(name)
+        return self._session.optimizer_step(name)
 
     def save_metrics_and_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Record metrics and losses. Every worker must call this, after each batch; most calls cost nothing.
@@ -234,15 +235,13 @@ class BaseModule:
                     self.metrics.accuracy.update(self.models.net(batch["image"]), batch["label"])
                     self.save_metrics_and_losses(batch_idx, epoch)
         """
-        if self._run is not None:
-            self._run.sync_buffers()
         models = members(self.models, nn.Module).values()
         modes = {part: part.training for model in models for part in model.modules()}
         self.reset_all_metrics_and_losses()
         for model in models:
             model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), contextlib.nullcontext() if self._run is None else self._run.evaluation():
                 yield
         finally:
             for part, mode in modes.items():

@@ -19,7 +19,6 @@ from mlx_runtime.runs.checkpoints.groups import members
 
 if TYPE_CHECKING:
     from mlx_runtime.loop.gradients import GradientMonitor
-    from mlx_runtime.loop.leftovers import Leftovers
     from mlx_runtime.loop.strategies.base import Strategy
     from mlx_runtime.loop.weighting import Weight, WeightedLosses
 
@@ -55,9 +54,6 @@ class Optimization:
         self._stepping = False  # an optimizer steps on behalf of `step`
         self.knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
-        self.stepped: set[int] = set()  # ids of the optimizers that have ever stepped
-        self._owners: set[str] = set()  # optimizers for which `step` was ever called
-        self._leftovers: Leftovers | None = None  # None with a single optimizer
 
     def _gradient_monitor(self) -> "GradientMonitor":
         from mlx_runtime.loop.gradients import GradientMonitor
@@ -75,11 +71,8 @@ class Optimization:
         self._begin_backward()
         others: list[tuple[nn.Parameter, torch.Tensor | None]] = []
         if optimizer is not None:
-            from mlx_runtime.loop.leftovers import set_aside
-
             _, own = self._optimizer(optimizer, f"backward(loss, optimizer={optimizer!r})")
-            accumulates = self.strategy.shards and self.accumulation.steps > 1
-            others = set_aside(own, self._context.groups.optimizers.values(), accumulates_shards=accumulates)
+            others = self._set_aside(own)
         checked, undo = self._weight_of(loss, weight)
         factor = self._factor(checked)
         if isinstance(factor, torch.Tensor) or factor != 1:
@@ -88,6 +81,19 @@ class Optimization:
         undo()
         for param, gradient in others:
             param.grad = gradient
+
+    def _set_aside(self, optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Remove the gradients of the other optimizers. Return them with their parameters, to be restored later."""
+        if self.strategy.shards and self.accumulation.steps > 1:
+            raise MlxError(
+                "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
+                "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
+            )
+        own, optimizers = set(params_of(optimizer)), self._context.groups.optimizers.values()
+        kept = {param: param.grad for item in optimizers for param in params_of(item) if param not in own}
+        for param in kept:
+            param.grad = None
+        return list(kept.items())
 
     def forward_backward(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
         """Add the gradients of a batch to those of the current update; see `BaseModule.forward_backward`."""
@@ -122,11 +128,6 @@ class Optimization:
         self._managed = True
         if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
             self._update_scale()
-        if len(optimizers) > 1:
-            from mlx_runtime.loop.leftovers import Leftovers
-
-            self._leftovers = self._leftovers or Leftovers(self._reporter.events.notice)
-            self._leftovers.check(optimizers)
 
     def _weight_of(self, loss: torch.Tensor, weight: "Weight | None") -> tuple[torch.Tensor | None, Callable[[], None]]:
         """Return the weight of a loss, None for rows, and a function to call after its backward pass."""
@@ -179,9 +180,6 @@ class Optimization:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
         if self._weighted is not None:
             self._weighted.assign(title)
-        self._owners.add(title)
-        if self._leftovers is not None:
-            self._leftovers.owners.add(title)
         if not self.accumulation.last:
             return False
         divisor = None if self._weighted is None else self._weighted.divisor(title)
@@ -269,14 +267,8 @@ class Optimization:
         """True if there are optimizers, so that training is expected to update models."""
         return bool(self._context.groups.optimizers) or self._updated is not None
 
-    @property
-    def lacks_step(self) -> bool:
-        """True if the loop calls `self.backward`, but has never stepped an optimizer."""
-        return self._managed and not self._owners and self._updated is None
-
     def before_update(self, optimizer: Optimizer) -> None:
         """Check that an optimizer may step now, with unscaled and complete gradients, and inspect them."""
-        self.stepped.add(id(optimizer))
         if not self._stepping:
             self._check_plain_step()
         step = self._context.progress.global_step

@@ -1,16 +1,16 @@
-"""The current pass of the training loop, and the rules for whether it trains.
+"""The current pass of the training loop, and the pass to which metrics belong. Without torch, and without side effects.
 
 A pass begins with the first batch of a loader. It ends after its last batch, when the loop leaves it, or when another
 pass of its kind over the same dataset begins. The rules:
 
-    A pass over a training dataset trains: its steps are counted. It does not in a `with self.stage(name)`; nor with
-    gradients disabled or all models in eval mode, until an optimizer updates the models.
+    A pass over a training dataset trains, and its steps are counted, unless it begins within `with self.stage(name)`
+    or `with self.evaluation()`.
 
     If a step reads several training loaders, the one that is read first leads and gives the pass its name; when it runs
     out and the loop continues, the next one takes over.
 
-    An evaluation loader that is iterated within a step is a separate pass until the next step; otherwise it is read
-    alongside. Passes that do not train are treated in the same way.
+    A loader that is iterated within a step, and does not train, is a separate pass until the next step; an evaluation
+    loader that was iterated before the step is read alongside.
 
 A training pass whose iterator is no longer read also ends when the loop resets the metrics or saves a checkpoint, and
 then reads another training loader.
@@ -33,8 +33,6 @@ class Pass:
     dataset: str | None = None  # name of the dataset; None for data that the runtime does not know
     loader: Any = None  # yields the batches; None for data that the runtime does not know
     part: Any = None  # the rows of this worker, and its position in them
-    in_doubt: bool = False  # it trains if an optimizer updates the models
-    updated: bool = False  # an optimizer has updated the models in it
     steps: int = 0  # total number of batches; 0 if unknown
     accumulate: int = 1  # steps per update
     step: int = 0  # number of the last batch, from 1, including those before an interruption
@@ -60,7 +58,6 @@ class Scope:
     name: str | None = None  # name of all passes in the scope; None outside any scope
     training: bool = True  # False if no step in it counts as a training step
     stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
-    in_doubt: list[Pass] = field(default_factory=list)
     latest: Pass | None = None  # the last one that led
     unknown: Pass | None = None  # the pass over data that the runtime does not know
 
@@ -70,8 +67,21 @@ class PassTracker:
 
     def __init__(self) -> None:
         self._scopes = [Scope()]
+        self.evaluating = False  # within `with self.evaluation()`, or in a run that only evaluates
         self._outside: dict[str, Pass | None] = {}  # the pass that led when a loader was iterated, by dataset
         self._latest: dict[tuple[str, bool], Pass] = {}  # by dataset, and whether they train
+
+    # -- the current pass
+
+    @property
+    def trains(self) -> bool:
+        """True if a pass over a training dataset that begins now trains."""
+        return self._scopes[-1].training and not self.evaluating
+
+    @property
+    def declared(self) -> bool:
+        """True if user code has said whether it trains, by `with self.stage(...)` or `with self.evaluation()`."""
+        return len(self._scopes) > 1 or self.evaluating
 
     @property
     def leading(self) -> Pass | None:
@@ -79,14 +89,14 @@ class PassTracker:
         return next(reversed(self._scopes[-1].stack), None)
 
     @property
+    def latest(self) -> Pass | None:
+        """The pass that leads or, between passes, the last one that led."""
+        return self.leading or self._scopes[-1].latest or self._scopes[-1].unknown
+
+    @property
     def training(self) -> Pass | None:
         """The innermost training pass with batches left, to be resumed from a checkpoint saved now."""
         return next((item for item in reversed(self._stacked) if item.training and not item.finished), None)
-
-    def in_training_step(self, *, otherwise: bool) -> bool:
-        """Return True within a training step, but not within an evaluation in it; `otherwise` is for no known pass."""
-        item = self.leading or self._scopes[-1].unknown
-        return otherwise if item is None else item.training
 
     @property
     def around(self) -> Pass | None:
@@ -97,36 +107,29 @@ class PassTracker:
     def _stacked(self) -> list[Pass]:
         return [item for scope in self._scopes for item in scope.stack]
 
-    @property
-    def latest(self) -> Pass | None:
-        """The pass that leads or, between passes, the last one that led."""
-        return self.leading or self._scopes[-1].latest or self._scopes[-1].unknown
+    def in_training_step(self, *, otherwise: bool) -> bool:
+        """Return True within a training step, but not within an evaluation in it; `otherwise` is for no known pass."""
+        item = self.leading or self._scopes[-1].unknown
+        return otherwise if item is None else item.training
 
-    @property
-    def stage(self) -> str | None:
-        """Name of the innermost `with self.stage(name)` in which nothing trains; None outside any."""
-        return None if self._scopes[-1].training else self._scopes[-1].name
+    def leads(self, item: Pass) -> bool:
+        """Return True if a pass leads, or will lead again when the pass that began within its step ends."""
+        return any(item in scope.stack for scope in self._scopes)
 
-    @property
-    def awaits_update(self) -> bool:
-        """True if there has been no update in a pass of this scope."""
-        scope = self._scopes[-1]
-        return bool(scope.in_doubt) or not all(item.updated for item in scope.stack)
+    def is_within_training(self, item: Pass) -> bool:
+        """Return True if a pass that leads was begun within a step of another training pass."""
+        stacked = self._stacked
+        return any(other.training for other in stacked[: stacked.index(item)])
+
+    # -- events of the loop
 
     def iterate(self, dataset: str) -> None:
         """`iter(loader)` was called."""
         self._outside[dataset] = self.leading
 
-    def restarts_beside(self, dataset: str) -> bool:
-        """Return True if a loader begins again after it was read to its end alongside the leading training pass."""
-        leading, before = self.leading, self._latest.get((dataset, True))
-        beside = leading is not None and leading.training and dataset in leading.beside
-        return beside and before is not None and not before.active
-
-    def begin(self, dataset: str, *, training: bool, steps: int, **known: Any) -> Pass:
+    def begin(self, dataset: str, *, training: bool, **known: Any) -> Pass:
         """Begin a pass: the first batch of a loader is about to be read. `known` are other attributes of the pass."""
-        scope = self._scopes[-1]
-        made = Pass(scope.name or dataset, training and scope.training, dataset, steps=steps, **known)
+        made = Pass(self._scopes[-1].name or dataset, training and self.trains, dataset, **known)
         outside = self._outside.pop(dataset, None)
         for kind in {False, made.training}:  # a training pass continues after an evaluation within it
             before = self._latest.get((dataset, kind))
@@ -134,8 +137,6 @@ class PassTracker:
                 self.end(before)
                 outside = None if outside is before else outside
         self._latest[dataset, made.training] = made
-        if made.in_doubt:
-            scope.in_doubt.append(made)
         self._insert(made, within_step=outside is not None)
         return made
 
@@ -170,38 +171,12 @@ class PassTracker:
                 return True
         return False
 
-    def update(self) -> list[Pass]:
-        """An optimizer updates the models. Return the passes that were in doubt, and are now known to train."""
-        scope = self._scopes[-1]
-        settled, scope.in_doubt = scope.in_doubt, []
-        for item in settled:
-            item.in_doubt, item.training = False, True
-            assert item.dataset is not None
-            self._latest[item.dataset, True] = item
-            if item in scope.stack[1:]:  # it was begun within a step of a training pass, and is read alongside
-                scope.stack.remove(item)
-            if item not in scope.stack:
-                self._insert(item, within_step=False)
-        for item in scope.stack:
-            item.updated = True
-        return settled
-
-    def leads(self, item: Pass) -> bool:
-        """Return True if a pass leads, or will lead again when the pass that began within its step ends."""
-        return any(item in scope.stack for scope in self._scopes)
-
-    def is_within_training(self, item: Pass) -> bool:
-        """Return True if a pass that leads was begun within a step of another training pass."""
-        stacked = self._stacked
-        return any(other.training for other in stacked[: stacked.index(item)])
-
     def end(self, item: Pass) -> None:
         """End a pass that was read completely, that the loop has left, or whose loader is iterated again."""
         item.active = False
         for scope in self._scopes:
-            for passes in (scope.stack, scope.in_doubt):
-                if item in passes:
-                    passes.remove(item)
+            if item in scope.stack:
+                scope.stack.remove(item)
 
     def close(self) -> None:
         """The loop has reset the metrics or saved a checkpoint."""
@@ -214,6 +189,27 @@ class PassTracker:
     def step_on_own_data(self) -> None:
         """A step begins on data that the runtime does not know, so what is saved next is not of the pass before it."""
         self._scopes[-1].latest = None
+
+    @contextmanager
+    def scope(self, name: str, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes that begin within the scope."""
+        self._scopes.append(Scope(name, training))
+        try:
+            yield
+        finally:
+            for item in self._scopes.pop().stack:
+                item.active = False
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Let nothing train that begins within the block."""
+        before, self.evaluating = self.evaluating, True
+        try:
+            yield
+        finally:
+            self.evaluating = before
+
+    # -- records
 
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
         """Return the pass to which metrics saved now belong.
@@ -232,15 +228,5 @@ class PassTracker:
         title = name or scope.name or (scope.latest.name if scope.latest is not None else "train")
         if scope.unknown is None or scope.unknown.recorded or scope.unknown.name != title:
             after = scope.latest is not None and scope.latest.name == title
-            scope.unknown = Pass(title, training=scope.training and not evaluation and not after)
+            scope.unknown = Pass(title, training=self.trains and not evaluation and not after)
         return scope.unknown
-
-    @contextmanager
-    def scope(self, name: str, *, training: bool) -> Iterator[None]:
-        """Give the same name to all passes that begin within the scope."""
-        self._scopes.append(Scope(name, training))
-        try:
-            yield
-        finally:
-            for item in self._scopes.pop().stack:
-                item.active = False

@@ -2,7 +2,16 @@
 
 The loop belongs to user code. The session acts when a loader is iterated, when a batch is yielded, when the loop has
 finished a step and asks for the next batch, and when user code calls a method of `BaseModule`. It defines the order of
-actions; other modules implement them.
+actions; other modules implement them:
+
+    `passes`              which pass is current, and whether it trains
+    `optimization`        gradients and updates
+    `metric_recording`    metrics of a pass, over all workers
+    `reporting`           numbers of an epoch, and events for the driver
+    `checkpointer`        the content of checkpoints
+    `stopping`            the step at which all workers stop
+
+A loop that reads no training loader has no passes, so its updates begin its steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,20 +26,19 @@ from torch.optim import Optimizer
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.collectives import agree, broadcast, gather
+from mlx_runtime.distributed.collectives import agree, gather
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport, WarningNotice
 from mlx_runtime.loop.channel import Sink
 from mlx_runtime.loop.checkpointer import Checkpointer
-from mlx_runtime.loop.context import RunContext
+from mlx_runtime.loop.context import RunContext, params_of
 from mlx_runtime.loop.metric_recording import MetricRecorder
 from mlx_runtime.loop.optimization import Optimization, prepare_models
 from mlx_runtime.loop.passes import Pass, PassTracker
 from mlx_runtime.loop.reporting import EventSender, Reporter
 from mlx_runtime.loop.stopping import LoopStopped, StopPoll
-from mlx_runtime.runs.tables import plural
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
 
@@ -52,35 +60,34 @@ class Session:
         tracking: ReportWriter | None = None,
         hooks: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.context, self.passes, self.send = context, PassTracker(), sink.send
-        self.progress = context.progress
+        self.context, self.progress, self.send = context, context.progress, sink.send
         self.progress.epoch = context.cfg.start_epoch
+        self.passes = PassTracker()
+        self.passes.evaluating = context.evaluates
         self.reporter = Reporter(context, EventSender(context, sink), tracking)
         self.metrics = MetricRecorder(context, self.reporter)
         self.optimization = Optimization(context, self.reporter, strategy)
         self.checkpoints = Checkpointer(context, self.reporter, self.optimization)
-        notice = self.reporter.events.notice
-        least = context.cfg.elastic.min_workers
+        topology, least, notice = context.topology, context.cfg.elastic.min_workers, self.reporter.events.notice
         self.stopping = StopPoll(
-            context.topology,
+            topology,
             sink.stop_asked,
             preempted=context.preempted,
-            resumable_by_fewer=least is not None and least < context.topology.world_size,
+            resumable_by_fewer=least is not None and least < topology.world_size,
             notice=notice,
         )
         self._call = hooks_in_workers(context.cfg.callbacks | hooks, context.groups.experiment, notice)
-        topology = context.topology
         self.replicated = topology.data_parallel_size == topology.world_size > 1  # the models of all workers are equal
-        self._compared = False  # weights of models without a wrapper
-        self._trained = False  # there was a sign of training
-        self._calls_every = False  # user code has called `self.every`
-        self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
-        self.counts_updates = not context.evaluates  # in a loop that reads no loaders
-        self._stepped: set[int] = set()  # ids of the optimizers in the current step of such a loop
-        self._epoch_ended_at = 0  # global step
-        self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
+        self.counts_updates = True  # in a loop that reads no loaders
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
+        self._reads_training_set: bool | None = None  # one of the loaders is of a training dataset; None is unknown
+        self._without_update: Pass | None = None  # the last training pass, until an optimizer updates the models
+        self._stepped: set[int] = set()  # ids of the optimizers in the current step of a loop that reads no loader
+        self._epoch_ended_at = 0  # global step
+        self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
+        self._calls_every = False  # user code has called `self.every`
+        self._compared = False  # the models and tools of all workers
 
     # -- the run
 
@@ -109,31 +116,21 @@ class Session:
             self._warn_of_missing_update()
             self.metrics.flush()
             self._end_epoch()
-            if not self.context.evaluates:
-                self._explain_end()
+            self._explain_end()
         self.checkpoints.wait()
         return self.reporter.latest
 
     def _explain_end(self) -> None:
         """Explain a resumed run that has trained nothing, although epochs are left."""
-        cfg, optimization = self.context.cfg, self.optimization
+        cfg, trained = self.context.cfg, self._begins_at is None or self.progress.global_step > self._begins_at[1]
         is_left = 0 < cfg.start_epoch < cfg.num_epochs and self.context.steps_left != 0
-        trained = optimization.knows_steps or optimization.stepped or self._stepped
-        if is_left and optimization.expected and not trained:
+        if is_left and not trained and not self.context.evaluates:
             self.reporter.events.notice(
                 f"worker_loop returned at epoch {cfg.start_epoch} of {cfg.num_epochs} without training. If early "
                 "stopping ended the run, also raise its patience, e.g. tools.early_stopping.patience=20"
             )
 
-    def _end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
-        cfg = self.context.cfg
-        trains = (self.optimization.knows_steps or self._stepped) and not self.context.evaluates
-        if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
-            self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
-        self.metrics.receive()
-        self.reporter.end_epoch(values or {}, epoch)
-
-    # -- a pass and its steps: called by loaders
+    # -- a pass over a loader, and its steps
 
     def watch(self, loader: Loader) -> Loader:
         """Follow a loader. Return the existing one if it reads the same dataset in the same way."""
@@ -145,7 +142,7 @@ class Session:
             loader.epoch = known.epoch
         elif name in self.checkpoints.positions:
             loader.load_state_dict(self.checkpoints.positions[name])
-        loader.observer = self
+        loader.observer, self._reads_training_set = self, None
         self.checkpoints.loaders[name] = loader
         return loader
 
@@ -153,179 +150,77 @@ class Session:
         self.passes.iterate(loader.shard.name)
 
     def advances(self, loader: Loader) -> bool:
-        """Return False if the next pass reads a training dataset but, as far as is known, does not train."""
-        if not loader.shard.training:
-            return True
-        if self.passes.stage is not None or self.context.evaluates:
-            return False
-        if loader.continues_adopted or self.passes.restarts_beside(loader.shard.name):
-            return True
-        return not self.optimization.expected or (torch.is_grad_enabled() and self.context.groups.in_train_mode)
+        """Return False if the pass that begins reads a training dataset, but does not train."""
+        if loader.shard.training:
+            self._require_gradients(loader)
+        return self.passes.trains or not loader.shard.training
+
+    def _require_gradients(self, loader: Loader) -> None:
+        """Raise an MlxError if a batch of a training dataset is requested under `torch.no_grad()`, unless declared."""
+        if not (torch.is_grad_enabled() or self.passes.declared):
+            raise MlxError(
+                f"a batch of datasets.{loader.shard.name}, a training set, was requested with gradients disabled. If "
+                'this does not train, read it inside `with self.stage("probe"):` or `with self.evaluation():`; if it '
+                "does, request the batch outside of torch.no_grad()"
+            )
 
     def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
         """Record the remaining metrics of the previous pass, and restore the state of an interrupted one."""
+        shard, between_epochs = loader.shard, self.passes.training is None
+        known = {"steps": part.plan.steps, "accumulate": loader.accumulate, "loader": loader, "part": part}
+        item = self.passes.begin(shard.name, training=shard.training, step=part.skip, **known)
+        leads = self.passes.leads(item)
         self._warn_of_missing_update()
-        shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
-        in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
-        known = {"accumulate": loader.accumulate, "loader": loader, "part": part, "step": part.skip}
-        training = shard.training and advances
-        item = self.passes.begin(shard.name, training=training, in_doubt=in_doubt, steps=part.plan.steps, **known)
         self.metrics.begin(item)
-        if self.passes.leads(item):
+        if leads:
             self.metrics.flush()
             if not self.passes.is_within_training(item):
                 self.optimization.begin_pass()
-        if advances:
+        if loader.current is part:  # it advances
             self.checkpoints.resume(shard.name)
         self.reporter.begin()
         self.reporter.events.pass_begun(loader)
-        if not self.passes.leads(item):
-            return item
-        if item.training:
-            self._begin_training(item, loader.epoch - 1, between_epochs=between_epochs)
-        elif not in_doubt:
+        if leads and item.training:
+            self._begin_training(item, between_epochs=between_epochs)
+        elif leads:
             self._call("on_evaluate_start", item.name)
         return item
 
-    def _begin_training(self, item: Pass, epoch: int, *, between_epochs: bool) -> None:
+    def _begin_training(self, item: Pass, *, between_epochs: bool) -> None:
         """Begin a training pass that leads, unless the run is at `cfg.max_steps`."""
         if self.context.steps_left == 0:
             self._finish(item, finished=between_epochs)
+        if self.optimization.expected:
+            self._without_update = item
         if not self.passes.is_within_training(item):
-            epoch = self.progress.epoch if self.progress.interrupted else epoch
+            epoch = self.progress.epoch if self.progress.interrupted else item.loader.epoch - 1
             self.context.plan_epochs(epoch, item.updates_left, item.loader.updates)
 
     def batch_given(self, item: Pass, batch: Batch) -> None:
-        """Count a step."""
+        """Begin a step."""
         self.beat()
         if not self.passes.batch(item, item.part.taken):
             return  # read alongside the pass that leads
-        if item.training or item.in_doubt:
-            self.optimization.forget_calls()
         if item.training:
-            self._begin_step(item)
+            self.optimization.forget_calls()
+            if item.part.given == 1 and not self.passes.is_within_training(item):
+                self.begin_epoch(item.loader.epoch - 1)
+            self.optimization.begin_step(item.part, item.accumulate)
+            self._count_step(self.optimization.accumulation.first)
         self.reporter.events.step(item, self.metrics.values(item))
         self._call("on_batch_start", item.name, batch)
 
-    def _begin_step(self, item: Pass) -> None:
-        part: WorkerPass = item.part
-        if part.given == 1 and not self.passes.is_within_training(item):
-            self.begin_epoch(item.loader.epoch - 1)
-        self.optimization.begin_step(part, item.accumulate)
-        self.progress.global_step += self.optimization.accumulation.first
-        self._request_checkpoint()
-
-    def _request_checkpoint(self) -> None:
+    def _count_step(self, number: int = 1) -> None:
+        self.progress.global_step += number
         every = self.context.cfg.checkpoint_every_steps
         if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
             self.checkpoints.requested = True
 
-    @property
-    def reads_no_loader(self) -> bool:
-        """True if the loop trains on its own data, or on none, so that its updates are its steps."""
-        outside = self.passes.leading is None and self.passes.stage is None
-        trains = any(loader.shard.training for loader in self.checkpoints.loaders.values())
-        return self.counts_updates and outside and not trains
-
-    def _begin_own_step(self) -> None:
-        """Count a step of a loop that reads no loader, after saving or stopping at the end of the previous one."""
-        if self._stepped and self.stopping.step():
-            self.checkpoints.requested = True
-        if self.checkpoints.requested or self.stopping.agreed:
-            self._store(self.progress.epoch, finished=False)
-        if self.context.steps_left == 0:
-            self._finish(None, finished=False)
-        if self.stopping.agreed:
-            self._stop()
-        if self.progress.global_step:
-            self.step_done(self.progress.global_step)
-        self.passes.step_on_own_data()
-        self.progress.global_step += 1
-        self._request_checkpoint()
-        for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
-            if getattr(self.context.cfg.debug, name) is not None:
-                text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
-                self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
-
-    def _end_own_epoch(self) -> None:
-        """Count an epoch as a step in a loop that reads no loader, if it has no other steps."""
-        if self.progress.global_step == self._epoch_ended_at and not self.optimization.expected:
-            self._begin_own_step()
-        self._epoch_ended_at = self.progress.global_step
-
-    def update_begins(self, optimizer: Optimizer | None = None) -> None:
-        """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
-        leading = self.passes.leading
-        loader = leading.loader if leading is not None and self.replicated else None
-        if loader is not None and loader.shard.training and not loader.compared and self._updates_models(optimizer):
-            loader.compare_rows()  # here, because all workers train together
-        if not self._trained:
-            self._trained = True
-            if self.context.topology.data_parallel_size > 1 and leading is None:
-                from mlx_runtime.loop.untrained import unsharded_data
-
-                for text in unsharded_data():
-                    self.reporter.events.send_once(WarningNotice(text))
-        if self.reads_no_loader and (id(optimizer) in self._stepped or self._updates_models(optimizer)):
-            self.checkpoints.resume(None)
-            if optimizer is not None and self._stepped and id(optimizer) not in self._stepped:
-                self._stepped.add(id(optimizer))  # several optimizers, one after another, take one step
-            elif optimizer is not None:
-                self._begin_own_step()
-                self._stepped = {id(optimizer)}
-        if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
-            return
-        self._without_update = None
-        stage = self.passes.stage
-        reads_training_set = leading is not None and leading.loader.shard.training
-        if stage is not None and reads_training_set and self.progress.global_step == 0:
-            self.reporter.events.notice(
-                f"stage {stage!r} does not train, so its steps are not counted; if it does, write "
-                f"self.stage({stage!r}, training=True)"
-            )
-        for item in self.passes.update():
-            leads = self.passes.leads(item)
-            if leads:
-                self._begin_training(item, item.loader.epoch, between_epochs=True)
-            item.loader.adopt(item.part)
-            if leads:
-                skipped = item.part.given - 1  # steps without an update, like those of a loop that accumulates itself
-                self._begin_step(item)
-                self.progress.global_step += skipped
-
-    def _updates_models(self, optimizer: Optimizer | None) -> bool:
-        """Return False if an optimizer updates none of the experiment's models, but for example a probe."""
-        models = self.context.groups.modules
-        if optimizer is None or not models:
-            return True
-        own = {id(item) for model in models for item in model.parameters()}
-        return any(id(item) in own for group in optimizer.param_groups for item in group["params"])
-
-    def _warn_of_missing_update(self) -> None:
-        item, self._without_update = self._without_update, None
-        if item is not None and self.optimization.lacks_step:
-            self.reporter.events.notice(
-                f"no optimizer has stepped in a pass over {item.dataset}, so nothing was trained; call "
-                "self.optimizer_step() after self.backward(loss)"
-            )
-        elif item is not None:
-            self.reporter.events.notice(
-                f"{plural(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
-                f"optimizer updated a model; if it was not training, read it under torch.no_grad() or in a block "
-                f'`with self.stage("probe"):`'
-            )
-
-    def begin_epoch(self, epoch: int) -> None:
-        if not self.progress.interrupted:
-            self._end_epoch()
-            self.progress.epoch = epoch
-        if self.context.topology.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.context.topology.device)
-        self.progress.interrupted = False
-
     def step_finished(self, item: Pass, batch: Batch) -> None:
         """Record, save and stop; the last two only between two updates, when all workers are at the same step."""
         self.beat()
+        if item.training and not item.finished:
+            self._require_gradients(item.loader)
         if not self.passes.leads(item):
             return
         self._call("on_batch_end", item.name, batch)
@@ -336,10 +231,16 @@ class Session:
             self.step_done(self.progress.global_step)
         if not item.training or item.finished:
             return  # after the last step of training, evaluation follows, and then the checkpoint of the epoch
+        self._poll_stop()
+        if self.optimization.step_completed_update():
+            self._save_or_stop(item)
+
+    def _poll_stop(self) -> None:
         if self.stopping.step():
             self.checkpoints.requested = True
-        if not self.optimization.step_completed_update():
-            return
+
+    def _save_or_stop(self, item: Pass | None) -> None:
+        """Between two steps, save a checkpoint if one is due, and leave the loop at `cfg.max_steps` or on a request."""
         if self.checkpoints.requested or self.stopping.agreed:
             self._store(self.progress.epoch, finished=False)
         if self.context.steps_left == 0:
@@ -352,18 +253,129 @@ class Session:
             self._end_pass(item)
 
     def _end_pass(self, item: Pass) -> None:
-        if self.passes.leads(item):
-            updated = item.updated and not self.optimization.lacks_step
-            if item.training and not updated and item.part.given and self.optimization.expected:
-                self._without_update = item  # unless an update follows the pass
-            if not item.training and not item.in_doubt:
-                self._call("on_evaluate_end", item.name)
+        if self.passes.leads(item) and not item.training:
+            self._call("on_evaluate_end", item.name)
         self.passes.end(item)
+
+    # -- updates
+
+    def update_begins(self, optimizer: Optimizer | None = None) -> None:
+        """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
+        leading = self.passes.leading
+        if self.replicated and leading is not None and leading.training and not leading.loader.compared:
+            leading.loader.compare_rows()  # here, because all workers train together
+        if self._without_update is None and not self.reads_no_loader:
+            return
+        if not (optimizer is None or id(optimizer) in self._stepped or self._updates_models(optimizer)):
+            return
+        if self.reads_no_loader:
+            self._begin_own_update(optimizer)
+        if optimizer is not None:
+            self._without_update = None
 
     def update_finished(self) -> None:
         """Note that an optimizer has stepped."""
         self.beat()
         self.optimization.after_update()
+
+    def optimizer_step(self, name: str | None) -> bool:
+        """Step an optimizer of the experiment; see `BaseModule.optimizer_step`."""
+        self._without_update = None  # also if fp16 skips the step
+        return self.optimization.step(name)
+
+    def _updates_models(self, optimizer: Optimizer) -> bool:
+        """Return False if an optimizer updates none of the experiment's models, but for example a probe."""
+        models = self.context.groups.modules
+        own = {id(item) for model in models for item in model.parameters()}
+        return not models or any(id(item) in own for item in params_of(optimizer))
+
+    def _warn_of_missing_update(self) -> None:
+        """Warn about a training pass that has ended without an update of the models."""
+        item = self._without_update
+        if item is None or item.active:
+            return
+        self._without_update = None
+        if item.part.given:
+            self.reporter.events.notice(
+                f"no optimizer updated a model in a pass over {item.dataset}, which counts as training; call "
+                "self.optimizer_step() after self.backward(loss), or, if it does not train, read it inside "
+                '`with self.stage("probe"):`'
+            )
+
+    # -- a loop that reads no training loader: its updates are its steps
+
+    @property
+    def reads_no_loader(self) -> bool:
+        """True if the loop trains on its own data, or on none."""
+        if not self.counts_updates or self.passes.leading is not None or not self.passes.trains:
+            return False
+        if self._reads_training_set is None:
+            self._reads_training_set = any(loader.shard.training for loader in self.checkpoints.loaders.values())
+        return not self._reads_training_set
+
+    def _begin_own_update(self, optimizer: Optimizer | None) -> None:
+        """Begin a step with an update. Several optimizers that step one after another take one step."""
+        self.checkpoints.resume(None)
+        if optimizer is None:
+            return
+        if not self._stepped or id(optimizer) in self._stepped:
+            self._begin_own_step()
+            self._stepped.clear()
+        self._stepped.add(id(optimizer))
+
+    def _begin_own_step(self) -> None:
+        """Count a step, after saving or stopping at the end of the previous one."""
+        if self._stepped:
+            self._poll_stop()
+        self._save_or_stop(None)
+        if self.progress.global_step:
+            self.step_done(self.progress.global_step)
+        else:
+            self._warn_of_limits()
+        self.passes.step_on_own_data()
+        self._count_step()
+
+    def _warn_of_limits(self) -> None:
+        for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
+            if getattr(self.context.cfg.debug, name) is not None:
+                text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
+                self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
+
+    def _end_own_epoch(self) -> None:
+        """Count an epoch as a step if it has no others."""
+        if self.progress.global_step == self._epoch_ended_at and not self.optimization.expected:
+            self._begin_own_step()
+        self._epoch_ended_at = self.progress.global_step
+
+    # -- epochs
+
+    def begin_epoch(self, epoch: int) -> None:
+        if not self.progress.interrupted:
+            self._end_epoch()
+            self.progress.epoch = epoch
+        if self.context.topology.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.topology.device)
+        self.progress.interrupted = False
+
+    def _turn_to(self, epoch: int) -> None:
+        """Note the epoch of the loop, and in a loop that reads no loader, end the previous one."""
+        if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
+            (expected, _), self._begins_at = self._begins_at, None
+            if epoch != expected and self.counts_updates:
+                self.reporter.events.notice(
+                    f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
+                    "write range(cfg.start_epoch, cfg.num_epochs)"
+                )
+        if self.reads_no_loader and epoch != self.progress.epoch:
+            self._end_own_epoch()
+            self.begin_epoch(epoch)
+
+    def _end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
+        trains = (self.optimization.knows_steps or self._stepped) and not self.context.evaluates
+        if self.context.cfg.evaluate_every_steps is not None and trains and not self._calls_every:
+            self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
+        self.metrics.receive()
+        self.reporter.end_epoch(values or {}, epoch)
 
     # -- called by user code
 
@@ -384,24 +396,16 @@ class Session:
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
 
-    def _turn_to(self, epoch: int) -> None:
-        """Note the epoch of the loop, and in a loop that reads no loader, end the previous one."""
-        if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
-            (expected, _), self._begins_at = self._begins_at, None
-            if epoch != expected and self.counts_updates:
-                self.reporter.events.notice(
-                    f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
-                    "write range(cfg.start_epoch, cfg.num_epochs)"
-                )
-        if self.reads_no_loader and epoch != self.progress.epoch:
-            self._end_own_epoch()
-            self.begin_epoch(epoch)
+    def before_reset(self) -> None:
+        """Record metrics that are about to be reset."""
+        self.metrics.before_reset(self.passes.around)
+        self.passes.close()
 
     def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
         """Record numbers that user code logged, with the values of rank 0."""
         if epoch is not None:
             self._turn_to(epoch)
-        values = {name: whole(item) for name, item in values.items()}
+        values = {name: whole(item) for name, item in values.items()}  # on every worker
         if values and self.context.topology.writes:
             plain = {name: item.detach() if isinstance(item, torch.Tensor) else item for name, item in values.items()}
             numbers = {name: float(item) for name, item in plain.items()}
@@ -430,6 +434,13 @@ class Session:
             yield
             self.metrics.flush()
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Let nothing in a block train, with the buffers of rank 0 on all workers."""
+        self._sync_buffers()
+        with self.passes.evaluation():
+            yield
+
     def every(self, steps: int | None) -> bool:
         """Return True if the current training step completes a multiple of `steps`; see `BaseModule.every`."""
         self._calls_every = True
@@ -440,24 +451,7 @@ class Session:
         trains = self.passes.in_training_step(otherwise=self.reads_no_loader and bool(self._stepped))
         return trains and self.optimization.accumulation.last and self.progress.global_step % steps == 0
 
-    def before_reset(self) -> None:
-        """Record metrics that are about to be reset."""
-        self.metrics.before_reset(self.passes.around)
-        self.passes.close()
-
-    def sync_buffers(self) -> None:
-        """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
-        if self.replicated:
-            from mlx_runtime.distributed.torch_private import saved_buffers, sync_buffers  # one worker does without
-
-            sync_buffers(model for model in self.context.groups.modules if not is_sharded(model))
-            others = {name: saved_buffers(item) for name, item in self.context.groups.shared_modules.items()}
-            first = broadcast(others)  # by name, because workers may have different objects of their own
-            for name, buffers in others.items():
-                for key, buffer in buffers.items():
-                    of_first = first.get(name, {}).get(key)
-                    if of_first is not None and of_first.shape == buffer.shape:
-                        buffer.copy_(of_first)
+    # -- checkpoints, and leaving the loop
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
@@ -481,32 +475,35 @@ class Session:
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
             self._end_epoch(epoch=epoch if own else None)
-            self._warn_of_untrained()
+            self._warn_of_differences()
         self._store(epoch, finished=finished)
         if own:
             self.progress.epoch = epoch + 1
-        if own and self.context.steps_left == 0:
-            self._finish(None, finished=True)
+            if self.context.steps_left == 0:
+                self._finish(None, finished=True)
         if not in_last_step and self.stopping.vote():
             self._stop()
 
-    def _warn_of_untrained(self) -> None:
-        """Warn of optimizers that never step, and, once, of objects that differ between workers."""
-        groups = self.context.groups
-        if self.replicated or len(groups.optimizers) > 1:
-            from mlx_runtime.loop import untrained
+    def _sync_buffers(self) -> None:
+        """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
+        if self.replicated:
+            from mlx_runtime.loop import replicas  # one worker does without
 
-            found = [*untrained.idle_optimizers(groups.optimizers, self.optimization.stepped)]
-            if self.replicated and not self._compared:
-                self._compared = True
-                found += untrained.diverged(groups.members("models"), groups.shared)
-            for text in found:
+            replicas.sync_buffers(self.context.groups)
+
+    def _warn_of_differences(self) -> None:
+        """Warn, once, about models and tools that differ between workers."""
+        if self.replicated and not self._compared:
+            from mlx_runtime.loop import replicas
+
+            self._compared = True
+            for text in replicas.differences(self.context.groups):
                 self.reporter.events.send_once(WarningNotice(text))
 
     def _store(self, epoch: int, *, finished: bool) -> None:
         self.reporter.begin()
         self.metrics.receive()
-        self.sync_buffers()
+        self._sync_buffers()
         self.checkpoints.save(epoch, finished=finished)
 
     def _finish(self, item: Pass | None, *, finished: bool) -> NoReturn:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mlx_runtime.distributed.collectives import is_alone
 from mlx_runtime.distributed.topology import Topology
 
 SECONDS_PER_VOTE = 0.1
@@ -32,7 +33,7 @@ class StopConsensus:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._group = torch.distributed.new_group(backend="gloo") if torch.distributed.is_initialized() else None
+        self._group = None if is_alone() else torch.distributed.new_group(backend="gloo")
         self._steps_left = 1
         self.interval = 1  # steps between two rounds
         self._voted_at = time.monotonic()

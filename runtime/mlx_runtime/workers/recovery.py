@@ -51,12 +51,12 @@ class RestartingGroup:
             self._replace(origins or errors)
 
     def _replace(self, errors: dict[int, BaseException]) -> None:
-        from mlx_runtime.loop.memory import ways_to_save
+        from mlx_runtime.workers.worker import SAVE_MEMORY
 
         first, most = next(iter(errors.values())), self._cfg.elastic.max_failures
         why = short_message(first)
         if 0 <= most <= self._failures:
-            raise lost(why, most, ways_to_save(self._cfg) if getattr(first, "starved", False) else "")
+            raise lost(why, most, SAVE_MEMORY if getattr(first, "starved", False) else "")
         self._handle(WorkersLost(tuple(errors), why))
         self._kill()
         self._failures += 1

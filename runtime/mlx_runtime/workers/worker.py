@@ -1,6 +1,8 @@
 """The work of one worker: build the experiment, apply the strategy, run the loop, and report the result."""
 
 import contextlib
+import errno
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +22,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
 from mlx_runtime.errors import (
     MlxError,
+    StorageError,
     WorkerLoopError,
     WorkerLostError,
     note,
@@ -27,7 +30,7 @@ from mlx_runtime.errors import (
     user_errors,
     user_traceback,
 )
-from mlx_runtime.events import LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
+from mlx_runtime.events import Event, LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.loop.channel import Direct, Sink, address_towards
@@ -40,11 +43,16 @@ from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.loop.strategies.selection import strategy_of
 from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
+from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.report_writer import ReportWriter
 
 if TYPE_CHECKING:
     from mlx_runtime.workers.connections import Remote
+
+
+NO_TERMINAL = "workers have no terminal; to debug, add cfg.start_workers=0"
 
 
 def train_to(sink: Sink, job: Job, topology: Topology) -> None:
@@ -65,10 +73,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         if not job.cluster.captures_output:
             stack.enter_context(Log(job.folder, topology.rank))
         if not isinstance(sink, Direct):
-            from mlx_runtime.loop.breakpoints import at_breakpoint, no_pdb
-
-            stack.enter_context(at_breakpoint(no_pdb(sink)))
-        with loop_errors(topology.rank, job.project, partial(_advice, job, topology)):
+            ignore_breakpoints(sink.send)
+        with loop_errors(topology.rank, job.project, partial(memory_advice, job.folder, topology)):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
@@ -83,7 +89,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         session = Session(context, strategy, sink, tracking, hooks)
         attach(experiment, session)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(_advice, job, topology)):
+        with loop_errors(topology.rank, job.project, partial(memory_advice, job.folder, topology)):
             if topology.writes:
                 sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
@@ -143,7 +149,6 @@ def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> It
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
         from mlx_runtime.distributed.collectives import lost_peer
-        from mlx_runtime.loop.memory import out_of_memory
 
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
@@ -159,8 +164,6 @@ def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> It
         with user_errors(project, translate):
             yield
     except MlxError as error:
-        from mlx_runtime.loop.memory import out_of_memory
-
         if type(error) is MlxError:  # user code called a method wrongly, so its line is the place to look
             error.args = (f"{error}\n{user_traceback(error, project)}".rstrip(),)
         if not out_of_memory(error):
@@ -168,10 +171,51 @@ def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> It
         raise type(error)(f"{error}\n{advice()}".rstrip()) from None
 
 
-def _advice(job: Job, topology: Topology) -> str:
-    from mlx_runtime.loop.memory import advice
+SAVE_MEMORY = (
+    "To save memory: cfg.activation_checkpointing=true, cfg.precision=bf16, cfg.strategy=fsdp with more workers, or a "
+    "lower batch_size with a higher cfg.accumulate_grad_batches"
+)
 
-    return advice(job, topology)
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error, or one of its causes, says that there is no memory left on the CPU or the GPU."""
+    seen = set()
+    while error is not None and id(error) not in seen:  # Ray's errors may be causes of themselves
+        seen.add(id(error))
+        on_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)  # torch has no class for it
+        if on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def memory_advice(folder: RunFolder, topology: Topology) -> str:
+    """Return the settings that save memory. Store a snapshot of the memory of a GPU, and return its path, too."""
+    if topology.device.type != "cuda":
+        return SAVE_MEMORY
+    from mlx_runtime.distributed.torch_private import dump_memory
+
+    file = folder.path / "profile" / f"memory_rank_{topology.rank}.pickle"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        dump_memory(file)
+        folder.push(file, must=True)
+    except (OSError, RuntimeError, StorageError) as error:
+        return f"{SAVE_MEMORY}\nA snapshot of the GPU's memory could not be stored: {short_message(error)}"
+    location = join_path(folder.location, "profile", file.name)
+    return f"{SAVE_MEMORY}\nSnapshot of the GPU's memory, for https://pytorch.org/memory_viz: {location}"
+
+
+def ignore_breakpoints(send: Callable[[Event], None], why: str = NO_TERMINAL) -> None:
+    """Ignore `breakpoint()` in this process, with one notice, unless PYTHONBREAKPOINT names another debugger than pdb.
+
+    Ray's debugger, which Ray sets in its workers, would wait for a user to attach.
+    """
+    if os.environ.get("PYTHONBREAKPOINT", "").partition(".")[0] in ("", "pdb", "ray"):
+        notice = Notice(f"breakpoint() is ignored: {why}", once=True)
+        sys.breakpointhook = lambda *_, **__: send(notice)
 
 
 def _run_loop(

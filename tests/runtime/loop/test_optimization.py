@@ -203,22 +203,11 @@ class TestUpdates:
         assert same(module.models.net, plain.models.net, atol=0.01)
         assert not same(module.models.net, plain.models.net)
 
-    def test_an_optimizer_that_never_steps_is_named(self, begin: Begin) -> None:
-        events = Events()
-        module = begin(sink=events)
-        for batch in loader_of(module, batch_size=4):
-            module.backward((module.models.net(batch["x"]) + module.models.other(batch["x"])).square().mean())
-            module.optimizer_step("adam")
-        module.save_checkpoint(epoch=0)
-        notices = [event.text for event in events if isinstance(event, Notice)]
-        assert "optimizers.sgd has never stepped, although its parameters have gradients" in "\n".join(notices)
-        assert "optimizers.adam has never" not in "\n".join(notices)
-
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_a_loss_that_passes_through_the_model_of_another_optimizer(self, begin: Begin, accumulate: int) -> None:
         """The generator `net` and its discriminator `other`, which the reference freezes for the generator's loss."""
 
-        def train(module: BaseModule, events: Events, **generator: Any) -> list[str]:
+        def train(module: BaseModule, **generator: Any) -> None:
             net, other = module.models.net, module.models.other
             for batch in loader_of(module, batch_size=4):
                 module.backward((other(batch["x"] + net(batch["x"])[:, None].detach()) - 1).square().mean())
@@ -227,19 +216,13 @@ class TestUpdates:
                 module.backward(other(batch["x"] + net(batch["x"])[:, None]).square().mean(), **generator)
                 module.optimizer_step("sgd")
                 other.requires_grad_(True)
-            return [event.text for event in events if isinstance(event, Notice)]
 
         settings = {"accumulate_grad_batches": accumulate}
-        sinks = Events(), Events(), Events()
-        module, frozen, mixed = (begin(sink=sink, **settings) for sink in sinks)
-        assert [*train(module, sinks[0], optimizer="sgd"), *train(frozen, sinks[1])] == []
+        module, frozen = begin(**settings), begin(**settings)
+        train(module, optimizer="sgd")
+        train(frozen)
         assert same(module.models.net, frozen.models.net)
         assert same(module.models.other, frozen.models.other)
-        (notice,) = train(mixed, sinks[2], weight=4)  # the gradients of both losses, as with loss.backward()
-        assert notice == (
-            "the loss of sgd left gradients in parameters of adam, too, which are added to its next update; if they do "
-            'not belong there: self.backward(loss, optimizer="sgd")'
-        )
         with pytest.raises(MlxError, match=r"self.backward\(loss, optimizer='adm'\).* Did you mean 'adam'"):
             module.backward(torch.zeros(1, requires_grad=True).sum(), optimizer="adm")
 
@@ -312,19 +295,12 @@ class TestErrors:
         with pytest.raises(MlxError, match="needs the loaders of self.generate_loaders"):
             module.backward(module.models.net(torch.ones(1, 3)).sum())
 
-    def test_a_backend_that_does_not_exist(self, begin: Begin) -> None:
-        with pytest.raises(
-            ConfigError,
-            match=r"cfg.compile is 'inducto', not a torch.compile.* Did you mean 'inductor'\?",
-        ):
-            begin(compile="inducto")
-
     @pytest.mark.parametrize(
         ("how", "message"),
         [
-            ({"modus": "default"}, r"cfg.compile has 'modus', not an argument of torch.compile. Did you mean 'mode'\?"),
+            ("inducto", "cfg.compile is 'inducto', but torch.compile says: Invalid backend: 'inducto'"),
+            ({"modus": "default"}, r"cfg.compile is {'modus': 'default'}, but .* unexpected keyword argument 'modus'"),
             ({"mode": "fast"}, "cfg.compile is {'mode': 'fast'}, but torch.compile says: Unrecognized mode=fast, sho"),
-            ({"backend": 3}, "cfg.compile is 3, not a torch.compile backend"),
         ],
     )
     def test_arguments_that_torch_compile_does_not_take(self, begin: Begin, how: Any, message: str) -> None:

@@ -128,6 +128,18 @@ class TestRestart:
         (notice,) = [event for event in events if isinstance(event, Notice)]
         assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
 
+    def test_a_single_worker_has_one_process_group(self, tmp_path: Path) -> None:
+        """It is for user code; the threads of a group wake up 100 times a second."""
+        alone = run(Experiment(), tmp_path / "alone")
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            grouped = run(Experiment(), tmp_path / "grouped")
+            assert len(torch.distributed.distributed_c10d._world.pg_map) == 1
+        finally:
+            torch.distributed.destroy_process_group()
+        assert state(grouped) == state(alone)
+
     def test_a_loop_that_ignores_where_it_was(self, tmp_path: Path) -> None:
         class FromTheStart(Experiment):
             def worker_loop(self, dataset_shards: DatasetShards, **options: Any) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import Mlx, edit
 
-from mlx_runtime.loop.breakpoints import at_breakpoint
+from mlx_runtime.driver.terminal import at_breakpoint
+from mlx_runtime.workers.worker import ignore_breakpoints
 
 pytestmark = pytest.mark.process
 
@@ -67,7 +68,21 @@ def test_what_the_user_has_chosen_starts(
     starts, questions = [], []
     monkeypatch.setattr(sys, "breakpointhook", lambda *words: starts.append(words))
     before = sys.breakpointhook
-    with at_breakpoint(lambda: questions.append(1) is None):
+    with at_breakpoint(lambda: questions.append(1)):
         breakpoint()
     assert (len(questions), len(starts)) == (asked, started)
     assert sys.breakpointhook is before
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("chosen", "ignored"),
+    [("", 1), ("ray.util.pdb.set_trace", 1), ("pdb.set_trace", 1), ("some.debugger", 0), ("0", 0)],
+)
+def test_what_a_worker_ignores(monkeypatch: pytest.MonkeyPatch, chosen: str, ignored: int) -> None:
+    monkeypatch.setenv("PYTHONBREAKPOINT", chosen)
+    started, notices = [], []
+    monkeypatch.setattr(sys, "breakpointhook", lambda *_: started.append(1))
+    ignore_breakpoints(notices.append)
+    breakpoint()
+    assert (len(notices), len(started)) == (ignored, 1 - ignored)

@@ -17,10 +17,9 @@ from mlx_runtime.driver.request import Request, RunConfig, load_config
 from mlx_runtime.driver.terminal import fit
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event, RunEnded, RunStarted
-from mlx_runtime.loop.breakpoints import at_breakpoint, no_pdb
-from mlx_runtime.loop.channel import Direct
 from mlx_runtime.settings import prepare_fork
 from mlx_runtime.workers.local import cool_down, warm_up
+from mlx_runtime.workers.worker import ignore_breakpoints
 
 NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx train run cfg.start_workers=0"
 
@@ -63,13 +62,13 @@ def work(job: RunJob, connection: Any) -> int:
 
     error: BaseException | None = None
     try:
-        with at_breakpoint(no_pdb(Direct(link.emit, lambda: False), NO_TERMINAL)):
-            experiment = getattr(project_module(job.module, Path.cwd()), job.name)
-            config = load_bound_config(experiment, job.request, job.title)
-            if job.function:  # report its errors before the run begins, and store its module with the run
-                companions.part("notebook.functions").load_function(config.cfg)
-            with connect(config.cfg) as cluster:
-                fit(experiment, config, cluster, listeners=[handle], control=link.control)
+        ignore_breakpoints(link.emit, NO_TERMINAL)
+        experiment = getattr(project_module(job.module, Path.cwd()), job.name)
+        config = load_bound_config(experiment, job.request, job.title)
+        if job.function:  # report its errors before the run begins, and store its module with the run
+            companions.part("notebook.functions").load_function(config.cfg)
+        with connect(config.cfg) as cluster:
+            fit(experiment, config, cluster, listeners=[handle], control=link.control)
     except BaseException as caught:
         error = caught
         if isinstance(caught, MlxError) and "--resume" in caught.hint and ended is not None:

@@ -52,18 +52,10 @@ class WorkerFunctions(LocalTrainFnUtils):  # type: ignore[misc]
     functions: Any = None
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
-        if self.functions is not None:
-            self._report(metrics, checkpoint, validation=options.get("validation", False))
-            return
-        if checkpoint is not None:
-            engine = "engine ray" if ray.is_initialized() else "local engine"
-            raise MlxError(f"the {engine} does not store checkpoints of ray.train.report; use self.save_checkpoint")
-        self.barrier()  # as Ray's own `report` does
-        self._last_metrics = metrics
-
-    def _report(self, metrics: dict[str, Any], checkpoint: Any, *, validation: Any) -> None:
+        if self.functions is None:
+            raise MlxError("ray.train.report does not work in worker_loop; call self.log and self.save_checkpoint")
         rank = current("ray.train.report").rank
-        if validation:
+        if options.get("validation"):
             raise MlxError("ray.train.report does not take validation=")
         self.functions.report(metrics)
         files = None if checkpoint is None else _files(checkpoint, read=rank == 0)
@@ -111,7 +103,7 @@ def enter(name: str, topology: Topology | None) -> None:
     """See `private.enter_ray_train`."""
     WorkerFunctions.functions = None  # of a training function that this process has run before
     if topology is None:
-        set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
+        set_train_fn_utils(WorkerFunctions(experiment_name=name))
         return
     ranks = {"world_rank": topology.rank, "world_size": topology.world_size, "local_rank": topology.local_rank}
     # As torchrun sets them; without them, all workers are on this machine.

@@ -20,8 +20,6 @@ from mlx_runtime.driver.planning import connect, prepare_run
 from mlx_runtime.driver.request import Request, RunConfig, load_config
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, full_message
 from mlx_runtime.events import Event, RunEnded, RunStarted
-from mlx_runtime.loop.breakpoints import at_breakpoint, no_pdb
-from mlx_runtime.loop.channel import Direct
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, run_folder
@@ -31,6 +29,7 @@ from mlx_runtime.storage.files import split_options
 from mlx_runtime.storage.redaction import redact
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.workers.stop_requests import StopRequests, held_signals, sigterm_stops
+from mlx_runtime.workers.worker import ignore_breakpoints
 
 BEGUN = ("++cfg.resume=null",)
 """Overrides for resuming a run that has begun; its own conf.yaml contains all others."""
@@ -113,7 +112,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
         with contextlib.ExitStack() as stack:
             plan = stack.enter_context(prepare_run(experiment, config, cluster))  # forks, so before any threads
             stack.enter_context(sigterm_stops(control))
-            stack.enter_context(at_breakpoint(no_pdb(Direct(handle, lambda: False))))
+            ignore_breakpoints(handle)
             display = stack.enter_context(contextlib.closing(Display(sys.stdout, epochs=config.cfg.num_epochs)))
             driver = Driver(plan, [handle, ConsoleLines(display, plan).handle], control=control, guard=held_signals)
             deque(driver.run(), maxlen=0)

@@ -118,8 +118,9 @@ class TestWorkerFunctions:
         assert (found.get_world_size(), found.get_local_world_size()) == (8, 4)
         assert found.get_experiment_name() == "digits"
         assert ray.train.get_checkpoint() is None
-        with pytest.raises(MlxError, match="use self.save_checkpoint"):
-            ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory("."))
+        enter_ray_train("digits", None, quiet=False)
+        with pytest.raises(MlxError, match=r"does not work in worker_loop; call self.log and self.save_checkpoint"):
+            ray.train.report({"loss": 0.5})
 
     def test_whoever_wants_ray_meets_the_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ray, "init", ray.init)

@@ -14,15 +14,14 @@ from conftest import Mlx
 from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, WorkerLoopError, WorkerLostError
-from mlx_runtime.loop.memory import out_of_memory, snapshot, ways_to_save
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.sections import Elastic, Sharding
+from mlx_runtime.sections import Elastic
 from mlx_runtime.workers import children as processes
 from mlx_runtime.workers.children import memory_kills
 from mlx_runtime.workers.local import ProcessDied
 from mlx_runtime.workers.recovery import RestartingGroup
-from mlx_runtime.workers.worker import loop_errors
+from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, memory_advice, out_of_memory
 
 FULL = 1 << 50
 """Bytes that no machine has."""
@@ -79,9 +78,9 @@ class TestErrors:
 @pytest.mark.pure
 def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, gpu = RunFolder(tmp_path / "digits" / "run_001"), Topology(1, 2, torch.device("cuda", 1))
-    assert snapshot(folder, Topology(0, 1, torch.device("cpu"))) == ""
+    assert memory_advice(folder, Topology(0, 1, torch.device("cpu"))) == SAVE_MEMORY
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_text("snapshot"))
-    line = snapshot(folder, gpu)
+    line = memory_advice(folder, gpu).splitlines()[1]
     (file,) = tmp_path.rglob("*.pickle")
     assert file.read_text() == "snapshot"
     assert (file.name, line.rsplit(": ", 1)[1]) == ("memory_rank_1.pickle", f"{file}")
@@ -90,34 +89,7 @@ def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device", file)
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
-    assert "could not be stored" in snapshot(folder, gpu)
-    assert "No space left" in snapshot(folder, gpu)
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("settings", "first"),
-    [
-        ({}, "cfg.strategy=fsdp, to share parameters, gradients and optimizer states among the workers; "),
-        ({"start_workers": 1}, "cfg.strategy=fsdp and more workers, to share "),
-        ({"strategy": "fsdp"}, "a higher cfg.start_workers; cfg.sharding.offload=cpu, for the memory of GPUs; "),
-        (
-            {"strategy": "hsdp", "sharding": Sharding(2, "cpu")},
-            "a higher cfg.sharding.shard_size; cfg.activation",
-        ),
-        (
-            {
-                "strategy": "fsdp",
-                "sharding": Sharding(offload="cpu"),
-                "activation_checkpointing": "layers.*",
-                "precision": "bf16",
-            },
-            "a higher cfg.start_workers; a lower batch_size, with more cfg.accumulate_grad_batches",
-        ),
-    ],
-)
-def test_only_settings_that_would_help_are_named(settings: dict[str, Any], first: str) -> None:
-    assert ways_to_save(TrainConfig(**settings)).startswith(f"To save memory: {first}")
+    assert "could not be stored: " in memory_advice(folder, gpu)
 
 
 @pytest.mark.pure
@@ -158,7 +130,7 @@ class TestKilledWorkers:
             group.handle_failure({1: failure_of(1, cause)}, all_ended=False)
         message = str(raised.value)
         assert message.startswith(f"a worker was lost: {cause!s}")
-        assert message.endswith(ways_to_save(TrainConfig())) is isinstance(cause, ray.exceptions.OutOfMemoryError)
+        assert message.endswith(SAVE_MEMORY) is isinstance(cause, ray.exceptions.OutOfMemoryError)
 
 
 @pytest.mark.process
@@ -168,4 +140,4 @@ def test_models_that_cannot_be_built(mlx: Mlx, experiment: Callable[[str], Path]
     assert done.returncode == 1
     first, ways = done.stderr.splitlines()[:2]
     assert first.startswith("error: models.net: src.experiment.Net cannot be built: RuntimeError: ")
-    assert ways == ways_to_save(TrainConfig(start_workers=0))
+    assert ways == SAVE_MEMORY
