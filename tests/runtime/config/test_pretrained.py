@@ -20,7 +20,7 @@ from mlx_runtime.companions.hub import pins
 from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pin_revisions, repositories_of
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.equality import unlike
-from mlx_runtime.config.binding.text import commented_map
+from mlx_runtime.config.binding.merging import commented_map
 from mlx_runtime.config.building import build
 from mlx_runtime.config.constructors import declarations
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading

@@ -10,9 +10,11 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_runtime.config.constructors.declarations import defer_callee
-from mlx_runtime.config.constructors.signatures import statements
 
 _RECORDING = "__mlx_recording__"
 
@@ -155,7 +156,7 @@ class _Instrument(ast.NodeTransformer):
 def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     """Return the default expression of a parameter, and the names that it may use."""
     function = inspect.unwrap(function)
-    definition = next(iter(statements(function)), None)
+    definition = next(iter(_statements(function)), None)
     if not isinstance(definition, ast.FunctionDef):
         return None
     arguments = definition.args
@@ -170,7 +171,7 @@ def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[s
 def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     """Return the default expression of a field of a dataclass, and the names that it may use."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
-    definition = next(iter(statements(owner)), None)
+    definition = next(iter(_statements(owner)), None)
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
     expression = fields[0].value if fields else None
@@ -188,8 +189,25 @@ def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
 def _assigned_expression(module: types.ModuleType, name: str) -> ast.expr | None:
     """Return the expression assigned to a top-level name, or None if the module assigns it never or repeatedly."""
     values = []
-    for statement in statements(module):
+    for statement in _statements(module):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             values.append(getattr(statement, "value", None))
     return values[0] if len(values) == 1 else None
+
+
+def _statements(thing: Any) -> list[ast.stmt]:
+    """Parse the source of a module, class or function; empty if it is not available."""
+    return _parse(thing) if isinstance(thing, types.ModuleType) else _parse_once(thing)
+
+
+def _parse(thing: Any) -> list[ast.stmt]:
+    try:
+        source = inspect.getsource(thing)
+        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+_parse_once = functools.lru_cache(maxsize=64)(_parse)
+"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

@@ -34,8 +34,7 @@ from mlx_runtime import (
 )
 from mlx_runtime.companions.notebook import function_runs
 from mlx_runtime.companions.notebook.functions import takes_config
-from mlx_runtime.config.composition import parse_overrides
-from mlx_runtime.config.overrides import override
+from mlx_runtime.config.composition import override, parse_overrides
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.sections import Elastic
