@@ -80,7 +80,7 @@ HOMES = {
     },
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.secrets.detection"},
-    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
+    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},

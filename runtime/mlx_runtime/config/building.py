@@ -50,7 +50,7 @@ def _builder(target: Any) -> Callable[..., Any]:
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
     """Build an object like `build`, with a Declaration in place of each torch Dataset."""
-    return _build(node, key, declarations.declare_callee, objects)
+    return _build(node, key, lambda target: functools.partial(declarations.declare_call, target), objects)
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
@@ -74,7 +74,7 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
             return declarations.made_on_read(cls, context)
         if inspect.isroutine(target) or declarations.is_dataset(target):
             return functools.partial(declarations.Declaration, target)
-        return functools.partial(declarations.declare_with_arguments, target)
+        return functools.partial(declarations.declare_call, target)
 
     return _build(node, key, callee, {})
 
