@@ -322,37 +322,6 @@ def quote(value: Any) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
 
-def override(key: str, value: Any) -> str:
-    """Return the override that sets a key, new or not, to a plain value; tuples become lists.
-
-    Raises:
-        ConfigError: the value is not plain, or cannot be expressed in Hydra's grammar.
-    """
-    text = f"++{key}={_literal(value, key)}"
-    read = parse_overrides([text])[0].value()
-    if _literal(read, key) != _literal(value, key):  # 1 equals 1.0 and True
-        raise ConfigError(f"{key}={value!r} cannot be written as an override, which would set {read!r}")
-    return text
-
-
-def _literal(value: Any, key: str) -> str:
-    """Write a plain value in Hydra's grammar."""
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # a number of NumPy
-        value = value.item()
-    if value is None or type(value) is bool:
-        return "null" if value is None else str(value).lower()
-    if type(value) in (int, float):
-        return repr(value)
-    if type(value) is str:
-        return quote(value)
-    if type(value) in (list, tuple):
-        return f"[{','.join(_literal(item, f'{key}[{index}]') for index, item in enumerate(value))}]"
-    if type(value) is dict:
-        return "{" + ",".join(f"{name}:{_literal(item, f'{key}.{name}')}" for name, item in value.items()) + "}"
-    kind = type(value).__name__
-    raise ConfigError(f"{key} is a {kind}; conf.yaml holds numbers, text, None, and lists and dicts of these")
-
-
 def _own_settings(node: Tree, base: type) -> Any:
     """Build the runtime's settings from the plain values of `cfg`, without the user's classes."""
     values = {}

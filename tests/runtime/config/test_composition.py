@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -25,7 +24,6 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.composition import override
 from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import load_config
@@ -103,20 +101,6 @@ def test_what_bind_writes_loads(conf: Path) -> None:
     config = load_config(Experiment, path=conf)
     assert config.cfg == TrainConfig()
     assert config.tree["models"]["other"]["width"] == 2
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (np.float64(0.1), "0.1"),
-        (np.float32(0.5), "0.5"),
-        (np.int64(3), "3"),
-        (np.bool_(True), "true"),
-        ([np.int32(1)], "[1]"),
-    ],
-)
-def test_numbers_of_numpy_are_values_of_an_override(value: object, text: str) -> None:
-    assert override("a.b", value) == f"++a.b={text}"
 
 
 def test_overrides_win_and_keep_their_types(conf: Path) -> None:

@@ -16,12 +16,11 @@ from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.backends import backend_class, require_library
 from mlx_runtime.companions.notebook.background import RunJob
-from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, own_words, run_settings, sizes
+from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, override, own_words, run_settings, sizes
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
 from mlx_runtime.companions.notebook.scripts import end_import
-from mlx_runtime.config.composition import override
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
 from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest

@@ -1,9 +1,14 @@
-"""conf.yaml, written from the defaults of the code and verified to re-create them; edits of the user are kept."""
+"""conf.yaml, written from the defaults of the code and verified to re-create them; edits of the user are kept.
+
+The JSON Schema next to it lets editors complete and check it. It also stores the defaults of the last bind, so that the
+next one can recognize edited values.
+"""
 
 import contextlib
 import difflib
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,25 +20,35 @@ from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import record_default
 from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass, commented_map, read_text, yaml_text
 from mlx_runtime.config.binding.nodes import Description, Node
-from mlx_runtime.config.binding.schema import former_defaults, schema_of
 from mlx_runtime.config.building import DUMMY_PARAMS, declare
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
+    argument_texts,
     base_of,
     groups,
     is_factory,
     own_default,
     parameters,
     plain_defaults,
+    schema_type,
+    takes_any_keyword,
     try_convert,
 )
-from mlx_runtime.config.constructors.targets import names_repositories
+from mlx_runtime.config.constructors.targets import names_repositories, object_at
 from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import BindError, ConfigError, short_message
 from mlx_runtime.storage.local import read_regular, write_atomic
 
 SCHEMA = "conf.schema.json"
+
+Schema = dict[str, Any]
+
+OPEN: Schema = {"type": "string", "pattern": r"\$\{.*\}|^\?\?\?$"}
+"""Schema of texts that may replace any value: an interpolation, or `???`."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Addresses of objects, which dataclasses without a docstring show in the signature that is their description."""
 
 FIRST_SETTINGS = {
     *("name", "restore_checkpoint_path", "start_epoch", "num_epochs", "start_workers", "prefetch_batches"),
@@ -197,3 +212,54 @@ def _is_open(node: Any) -> bool:
     if isinstance(node, dict | list):
         return any(map(_is_open, node.values() if isinstance(node, dict) else node))
     return bool(node == "???")
+
+
+def schema_of(experiment: type, tree: Mapping[str, Node]) -> Schema:
+    """Return the schema of an experiment's conf.yaml, whose nodes are `tree`."""
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": f"conf.yaml of {experiment.__module__}.{experiment.__qualname__}",
+        "type": "object",
+        "required": list(groups(experiment)),
+        "additionalProperties": False,
+        "properties": {name: _node(node, "") for name, node in tree.items()},
+    }
+
+
+def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
+    """Return the defaults in a schema, by full key."""
+    defaults: dict[str, Any] = {}
+    properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
+    for name, part in properties.items():
+        here = f"{key}.{name}".lstrip(".")
+        if "default" in part:
+            defaults[here] = part["default"]
+        defaults |= former_defaults(part, here)
+    return defaults
+
+
+def _node(node: Node, description: str) -> Schema:
+    """Return the schema of a node. It is valid only for the code's `_target_`; another class has other arguments."""
+    target = object_at(node["_target_"])
+    items = parameters(target) or []
+    hints = {item.name: item.annotation for item in items}
+    texts = argument_texts(target)
+    properties: dict[str, Schema] = {
+        "_target_": {"type": "string", "description": "class or function to call", "default": node["_target_"]},
+        "_args_": {"type": "array"},
+        "_partial_": {"type": "boolean"},
+    }
+    for name, value in node.items():
+        text = texts.get(name, "")
+        if name not in properties and isinstance(value, dict) and "_target_" in value:
+            properties[name] = _node(value, text)
+        elif name not in properties:
+            kind = schema_type(hints.get(name, Any))
+            described = ({"anyOf": [kind, OPEN]} if kind else {}) | ({"description": text} if text else {})
+            properties[name] = described | ({} if value == "???" else {"default": value})
+    return {
+        "type": "object",
+        "description": description or ADDRESS.sub("", (inspect.getdoc(target) or "").partition("\n")[0]),
+        "if": {"properties": {"_target_": {"const": node["_target_"]}}},
+        "then": {"properties": properties, "additionalProperties": takes_any_keyword(items) or not items},
+    }

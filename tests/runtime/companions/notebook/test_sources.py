@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mlx_runtime.companions.notebook.background import load_bound_config
+from mlx_runtime.companions.notebook.calls import override
 from mlx_runtime.companions.notebook.functions import FunctionExperiment
 from mlx_runtime.companions.notebook.scripts import load
 from mlx_runtime.companions.notebook.sources import FunctionModule, changed_names, execute
-from mlx_runtime.config.composition import override
 from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.storage.secrets.detection import find
