@@ -83,7 +83,7 @@ HOMES = {
     },
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"companions.hub.detection"},
-    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
+    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},

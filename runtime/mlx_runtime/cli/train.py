@@ -25,9 +25,7 @@ class _WithVariants(click.Command):
     """A command whose `--help` lists the variants of the experiment in the working directory."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        folder = Path("src/variants")
-        names = [f"--variant {file.stem}" for file in sorted(folder.glob("*.yaml"))]
-        names += [f"{file.parent.name}={file.stem}" for file in sorted(folder.glob("*/*.yaml"))]
+        names = [f"--variant {file.stem}" for file in sorted(Path("src/variants").glob("*.yaml"))]
         self.epilog = f"Variants: {', '.join(names)}" if names else None
         super().format_epilog(ctx, formatter)
 
@@ -39,7 +37,7 @@ class _WithVariants(click.Command):
 @click.option("--settings", is_flag=True, help="Explain the settings in cfg instead, or only KEY.")
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
 def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
-    """Print the config that a run would have, and the source of each changed value."""
+    """Print the config that a run would have, and the file or override that each value comes from."""
     if settings:
         click.echo("\n".join(projects.settings(arguments)))
         return

@@ -1,6 +1,5 @@
 """Objects, built from a checked config."""
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -9,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_runtime.config.constructors import declarations
-from mlx_runtime.config.constructors.signatures import parameters, statements, try_convert
+from mlx_runtime.config.constructors.signatures import parameters, try_convert
 from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
@@ -51,7 +50,7 @@ def _builder(target: Any) -> Callable[..., Any]:
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
     """Build an object like `build`, with a Declaration in place of each torch Dataset."""
-    return _build(node, key, declarations.declare_callee, objects)
+    return _build(node, key, lambda target: functools.partial(declarations.declare_call, target), objects)
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
@@ -75,7 +74,7 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
             return declarations.made_on_read(cls, context)
         if inspect.isroutine(target) or declarations.is_dataset(target):
             return functools.partial(declarations.Declaration, target)
-        return functools.partial(declarations.declare_with_arguments, target)
+        return functools.partial(declarations.declare_call, target)
 
     return _build(node, key, callee, {})
 
@@ -138,28 +137,6 @@ def build_optimizers(node: Tree, models: Any) -> Any:
         arguments = {key: value for key, value in node[name].items() if key != "params"}
         optimizers[name] = build(arguments, f"optimizers.{name}", params=params[name])
     return object_at(node["_target_"])(**optimizers)
-
-
-def literal_mapping_problems(tree: Tree, groups: Mapping[str, type]) -> list[str]:
-    """Return the problems of a literal mapping in the source of `Models`; others are checked when they are used."""
-    mapping = _literal_mapping(groups["models"]) if "models" in groups and "optimizers" in groups else None
-    if mapping is None:
-        return []
-    models, optimizers = ([name for name in tree[group] if name != "_target_"] for group in ("models", "optimizers"))
-    return _mapping_problems(mapping, models, optimizers, groups["models"])
-
-
-def _literal_mapping(cls: type) -> dict[str, str] | None:
-    """Return the attribute of the class, or the literal in `self.map_params_to_optimizers = {...}` in its source."""
-    mapping = getattr(cls, "map_params_to_optimizers", None)
-    if isinstance(mapping, dict):
-        return mapping
-    with contextlib.suppress(TypeError, ValueError):  # not a literal
-        for node in ast.walk(ast.Module(statements(cls), [])):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(isinstance(item, ast.Attribute) and item.attr == "map_params_to_optimizers" for item in targets):
-                return ast.literal_eval(node.value)  # type: ignore[attr-defined,no-any-return]
-    return None
 
 
 def _mapping_problems(

@@ -2,9 +2,11 @@
 
 Precedence: constructor default < conf.yaml < `--variant` < `MLX_STORAGE` < command line. Everything is checked against
 the signatures of the constructors before anything starts, and all problems are reported at once.
+
+A variant is a file `variants/NAME.yaml` next to conf.yaml, which `--variant=NAME` merges into it. Its mappings change
+the values that they list. Those with a `_target_` replace the node; Hydra would merge the arguments of two classes.
 """
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,22 +20,25 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
-from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
+from mlx_runtime.config.building import Tree, build_cfg
+from mlx_runtime.config.checks import Checker, Problem
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters, try_convert
-from mlx_runtime.config.interpolation import escape, resolve_config
+from mlx_runtime.config.constructors.targets import loaded_object_at
+from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
-from mlx_runtime.errors import ConfigError, short_message
+from mlx_runtime.errors import ConfigError, UsageError, short_message, suggest
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import DEPTH, ESCAPE, scalar_text, to_yaml
+from mlx_runtime.storage.documents import ESCAPE, from_yaml, to_yaml
+from mlx_runtime.storage.local import read_regular
 from mlx_runtime.storage.redaction import redact_tree
 
 SELECTED = "mlx-selected"
 """Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""
+
+OPTION = "--variant="
 
 OVERRIDE = "override "
 """Prefix of a problem that an override causes, before the override."""
@@ -69,19 +74,43 @@ class Config:
 
 
 class Composition(NamedTuple):
-    """conf.yaml with overrides applied, not checked against any signature; trees as in `Config`.
+    """conf.yaml with variants and overrides applied, not checked against any signature; trees as in `Config`.
 
-    `problems` are unknown keys in overrides and invalid interpolations; the trees do not contain them. `selection` is
-    the config with variants, before all other overrides. The other fields are the arguments of `read`.
+    Attributes:
+        problems: unknown keys in overrides and invalid interpolations; the trees do not contain them.
+        left_out: arguments in the file of a class that an override has replaced, by the key of its node.
+        files: conf.yaml and variants, by the keys whose values they set; None for the default of a setting.
+        overrides: the overrides, as typed, by the key that they set.
+        path: conf.yaml.
+        title: its name in messages.
     """
 
     tree: Tree
     unresolved: Tree
     problems: list[Problem]
-    selection: Selection
+    left_out: dict[str, list[str]]
+    files: dict[str, Path | None]
+    overrides: dict[str, str]
     path: Path
     title: object
-    project: Path | None
+
+    def override(self, key: str) -> str | None:
+        """Return the override that set the value at a key, the node around it or its `_target_`, or a value in it."""
+        below = (text for name, text in self.overrides.items() if name.startswith(f"{key}."))
+        return _nearest(self.overrides, key) or next(below, None)
+
+    def source(self, key: str) -> str:
+        """Return the override or the file that a value comes from; `default` for a setting that none of them lists."""
+        storage = key == "cfg.storage_path" and Settings.read().storage is not None
+        typed = self.overrides.get(key) if storage else _nearest(self.overrides, key)
+        return typed or ("MLX_STORAGE" if storage else str(_nearest(self.files, key) or "default"))
+
+
+def _nearest(sources: Mapping[str, Any], key: str) -> Any:
+    """Return what set the value at a key like `tools.parts[0].width`, or else the innermost node around it."""
+    while key and key not in sources:
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return sources.get(key)
 
 
 def check(experiment: type, composition: Composition, *, look: bool = False) -> Config:
@@ -89,27 +118,18 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
 
     `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class.
     """
-    tree, unresolved, found, selection, path, title, project = composition
-    classes, base, problems = groups(experiment), base_of(experiment), [*found]
-    reported = {problem.key for problem in problems}
-    own = project in (None, path)
-    checker = Checker(imports=not look, variants=selection.variants.nodes, project=own)
-    for index, (key, *_) in enumerate(problems):
-        from mlx_runtime.config.mismatches import lacks
-
-        if lacks(tree, key, base, checker.object_at):
-            cure = f"run: {commands(path)} bind" if own else f"add it with +{key}=..."
-            problems[index] = Problem(key, f"{key} is newer than {title}, which does not have it yet; {cure}")
-    problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
-    words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]
-    raise_if([*words, *(_blame(problem, selection, path) for problem in problems)], title)
+    tree, title = composition.tree, composition.title
+    classes, base = groups(experiment), base_of(experiment)
+    checker, reported = Checker(imports=not look), {problem.key for problem in composition.problems}
+    problems = [*composition.problems]
+    problems += [item for item in checker.check(tree, classes, base) if item.key not in reported]
+    raise_if([_blame(item, composition) for item in problems], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
-    files = " and ".join(map(str, [title, *selection.files]))
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
-    limits = [Problem(next(filter(selection.override, keys), ""), text) for text, keys in mentioned]
-    raise_if([*(_blame(item, selection, path) for item in limits), *literal_mapping_problems(tree, classes)], files)
+    limits = [Problem(next(filter(composition.override, keys), ""), text) for text, keys in mentioned]
+    raise_if([_blame(item, composition) for item in limits], title)
     tree = {name: _in_order_of(checker.object_at(tree[name]["_target_"]), tree[name]) for name in classes}
-    return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
+    return Config(tree, composition.unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
 
 
 def _in_order_of(cls: Any, node: Tree) -> Tree:
@@ -118,24 +138,12 @@ def _in_order_of(cls: Any, node: Tree) -> Tree:
     return {name: node[name] for name in (*(item for item in names if item in node), *node)}
 
 
-def _in(file: Path | None) -> str:
-    return f" (in {file})" if file else ""
-
-
-def _blame(problem: Problem, selection: Selection, path: Path) -> str:
-    """Return the text of a problem, with the override or variant that causes it, and the quotes that it lacks."""
-    override, file = selection.override(problem.key), selection.source(problem.key)
-    if problem.unquoted and override:
-        name, _, typed = override.partition("=")
-        if name.lstrip("+") == problem.key:
-            problem = problem._replace(text=f"{problem.text}; for text, write '{name}=\"{typed}\"'")
-    elif problem.unquoted:
-        key = problem.key.removeprefix(f"{file.parent.name}.") if file else problem.key
-        if (text := scalar_text((file or path).read_bytes(), key)) is not None:
-            problem = problem._replace(text=f'{problem.text}; for text, write "{text}"')
-    if override and override.startswith("~"):
-        return f"{OVERRIDE}{override}: the experiment needs {problem.key}; leave this override out"
-    return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + problem.cure + _in(file)
+def _blame(problem: Problem, composition: Composition) -> str:
+    """Return the text of a problem, with the override or variant that causes it."""
+    override, file = composition.override(problem.key), _nearest(composition.files, problem.key)
+    if override:
+        return f"{OVERRIDE}{override}: {problem.text}"
+    return problem.text if file in (None, composition.path) else f"{problem.text} (in {file})"
 
 
 def raise_if(problems: Sequence[str], title: object) -> None:
@@ -160,54 +168,114 @@ def read(
     """Compose conf.yaml with variants, the environment and the overrides, through Hydra.
 
     `settings` are the defaults of `cfg` for values that conf.yaml does not list. `title` is the name of the file in
-    messages, by default its path. `project` is the conf.yaml of the project if `path` is that of a run. Overrides then
-    choose from the project's variants, while strings in the run's file are only strings, because it contains the nodes
-    of its variants.
+    messages, by default its path. `project` is the conf.yaml next to the variants if `path` is that of a run.
     """
     title = title or path
-    if not path.is_file():
-        if path.exists():
-            raise ConfigError(f"{title} is not a regular file")
-        raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
-    if not path.read_bytes().strip():
-        raise ConfigError(f"{title} is empty; write it with: {commands(path)} bind")
+    if not path.is_file() and path.exists():
+        raise ConfigError(f"{title} is not a regular file")
+    if not path.exists() or not path.read_bytes().strip():
+        problem = f"{title} is empty" if path.exists() else f"there is no {title}"
+        raise ConfigError(f"{problem}; write it with: {commands(path)} bind")
+    tree = _yaml(path, title)
+    files: dict[str, Path | None] = dict.fromkeys(values_by_key(tree), path)
+    for name in [item.removeprefix(OPTION) for item in overrides if item.startswith(OPTION)]:
+        variant = _variant((project or path).with_name("variants"), name)
+        files |= dict.fromkeys(values_by_key(content := _yaml(variant, variant)), variant)
+        _merge(tree, content)
+    if "hydra" in tree:  # Hydra's search path would import packages
+        raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
+    _complete(tree, settings)
+    storage = Settings.read().storage
+    implied = [] if storage is None else parse_overrides([storage_override(storage)])
+    typed = parse_overrides([item for item in overrides if not item.startswith(OPTION)])
+    left_out = _replace_classes(tree, typed)
+    keys, known, problems = values_by_key(tree), list[str](), list[Problem]()
+    files = dict.fromkeys(keys) | files
+    by_variant = [key for key in keys if files[key] not in (None, path)]
+    replaced = {*left_out, *(key.removesuffix("._target_") for key in by_variant if key.endswith("._target_"))}
+    for item in [*implied, *typed]:
+        key, line = item.key_or_group, str(item.input_line)
+        of_new_class = any(key.startswith(f"{node}.") for node in replaced)
+        if not (key in keys or of_new_class or line.startswith("+")):
+            cure = f"To add it: +{key}=..., or {commands(path)} bind if the code has it"
+            problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)} {cure}"))
+        elif not item.is_delete():
+            known.append(f"++{line.lstrip('+')}")
+        elif key in keys:
+            known.append(line)
+    set_by = {item.key_or_group.removesuffix("._target_"): str(item.input_line) for item in typed}
     try:
-        selection = Selection(Variants(project or path), path.read_bytes(), names=project in (None, path))
-        selection.complete(settings)
-        items = _choose(overrides, selection)
-        values = values_by_key(selection.tree)
-        keys = list(values)
-        if "hydra" in keys:  # Hydra's search path would import packages
-            raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
-        problems, known = [], []
-        for item in items:
-            key = item.key_or_group
-            if item.is_add() or item.is_force_add() or key in keys:
-                known.append(str(item.input_line))
-            elif any(key.startswith(f"{node}.") for node in selection.left_out):  # an argument of the new class
-                known += [] if item.is_delete() else [f"++{item.input_line}"]
-            else:
-                from mlx_runtime.config.mismatches import unknown_key
-
-                problems.append(Problem(key, unknown_key(key, item.input_line, values, title)))
-        ConfigStore.instance().store(SELECTED, selection.tree)
+        ConfigStore.instance().store(SELECTED, tree)
         with initialize_config_dir(version_base=None, config_dir=str(path.parent.resolve())):
             config = compose(config_name=SELECTED, overrides=known)
         OmegaConf.set_struct(config, False)
         problems += _drop_unresolvable(config, "")
-        tree: Any = OmegaConf.to_container(config, resolve=True)
-        unresolved = resolve_config(config, environment=False)
-        return Composition(tree, unresolved, problems, selection, path, title, project)
+        resolved: Any = OmegaConf.to_container(config, resolve=True)
+        unresolved = plain_tree(config, environment=False)
+        return Composition(resolved, unresolved, problems, left_out, files, set_by, path, title)
+    except (HydraException, OmegaConfBaseException) as error:
+        why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
+        raise ConfigError(f"{'the overrides' if known else title}: {short_message(error)}{why}; {ESCAPE}") from error
+
+
+def _yaml(file: Path, title: object) -> Tree:
+    """Return a YAML file with unresolved `${...}`."""
+    try:
+        tree: Any = OmegaConf.to_container(from_yaml(read_regular(file, ConfigError)))
     except ValueError as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        source = "the overrides" if overrides and isinstance(error, HydraException) else title
-        why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
-        why = why.replace("is not in struct", "is new there; to add keys, write ++ before the override")
-        why += f"; {ESCAPE}" if isinstance(error.__cause__, GrammarParseError) else ""
-        from mlx_runtime.config.mismatches import replaced_node
+    return tree  # type: ignore[no-any-return]
 
-        raise ConfigError(replaced_node(overrides, str(error)) or f"{source}: {short_message(error)}{why}") from error
+
+def _variant(folder: Path, name: str) -> Path:
+    files = {file.stem: file for file in folder.glob("*.yaml")}
+    if name not in files:
+        raise UsageError(f"there is no variant {name!r} in {folder}.{suggest(name, files)}")
+    return files[name]
+
+
+def _merge(tree: Tree, changes: Tree) -> None:
+    for name, value in changes.items():
+        if isinstance(value, dict) and "_target_" not in value and isinstance(tree.get(name), dict):
+            _merge(tree[name], value)
+        else:
+            tree[name] = value
+
+
+def _complete(tree: Tree, settings: Mapping[str, Any]) -> None:
+    """Add the values of `cfg` that the file does not list, including those in partly listed sections."""
+    if isinstance(cfg := tree.get("cfg"), dict):
+        for name, value in settings.items():
+            path = value.get("_target_") if isinstance(value, dict) else None
+            given = cfg.get(name, {} if path else value)
+            completes = path and isinstance(given, dict) and given.get("_target_", path) == path
+            cfg[name] = {**value, **given} if completes else given
+
+
+def _replace_classes(tree: Tree, overrides: Sequence[Override]) -> dict[str, list[str]]:
+    """Remove the arguments of nodes whose class an override replaces. Return their names by the key of the node."""
+    left_out = {}
+    for item in overrides:
+        key, line = item.key_or_group, str(item.input_line)
+        if item.is_sweep_override():
+            raise ConfigError(
+                f"the override {line!r} has several values, which need: mlx train sweep. If it is one value, "
+                "write a list in brackets, and quote text: '\"a,b\"'"
+            )
+        node = values_by_key(tree).get(above := key.rpartition("._target_")[0])
+        if "." in above and isinstance(node, dict) and not _same_class(node.get("_target_"), item.value()):
+            left_out[above] = [name for name in node if name not in ("_target_", "_partial_")]
+            for name in left_out[above]:
+                del node[name]
+    return left_out
+
+
+def _same_class(first: Any, second: Any) -> bool:
+    """Return True if two paths name the same class, like `torch.optim.Adam` and `torch.optim.adam.Adam`."""
+    try:
+        return first == second or ((found := loaded_object_at(first)) is not None and found is loaded_object_at(second))
+    except (ImportError, AttributeError):
+        return False
 
 
 def _drop_unresolvable(node: Any, key: str) -> Iterator[Problem]:
@@ -220,45 +288,11 @@ def _drop_unresolvable(node: Any, key: str) -> Iterator[Problem]:
         try:
             value = node[name]
         except OmegaConfBaseException as error:
-            from mlx_runtime.config.mismatches import describe_unresolved
-
-            yield Problem(here, describe_unresolved(here, error))
+            yield Problem(here, f"{here}: {short_message(error)}; {ESCAPE}")
             node[name] = None
         else:
             if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, name):
                 yield from _drop_unresolvable(value, here)
-
-
-def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
-    """Choose the variants that overrides and options name, and return the other overrides, parsed.
-
-    Outer nodes are chosen before inner ones. Strings in place of a node come last, so that errors name the string and
-    not an override below the node.
-    """
-    options = [item for item in overrides if item.startswith(OPTION)]
-    for option in options:
-        selection.apply(option.removeprefix(OPTION))
-    storage = Settings.read().storage
-    words = [] if storage is None else [storage_override(storage)]
-    items = parse_overrides([*words, *(item for item in overrides if item not in options)])
-    if several := next((item for item in items if item.is_sweep_override()), None):
-        key, _, values = str(several.input_line).partition("=")
-        raise ConfigError(
-            f"the override {several.input_line!r} has several values, which need: mlx train sweep. If it is one value, "
-            f"write a list as {key}=[{values}], and quote text: '{key}=\"{values}\"'"
-        )
-    by_depth = sorted(items, key=lambda item: item.key_or_group.count("."))
-    chosen = [item for item in by_depth if not item.is_delete() and selection.choose(item.key_or_group, item.value())]
-    selection.chosen += [*options, *(str(item.input_line) for item in chosen)]
-    others = [item for item in items if item not in chosen]
-    for item in others:
-        selection.mark(item.key_or_group, None)
-        selection.overrides[item.key_or_group] = str(item.input_line)
-        node, _, last = item.key_or_group.rpartition(".")
-        if last == "_target_" and "." in node:  # not of a whole group
-            selection.name_class(node, item.value())
-    nodes = selection.variants.nodes
-    return sorted(others, key=lambda item: isinstance(item.value(), str) and item.key_or_group in nodes)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -267,23 +301,15 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         if item.startswith("="):
             raise ConfigError(f"the override {item!r} has no key; write key=value without spaces")
         if item.encode(errors="replace").decode() != item:  # half a surrogate pair: bytes that are not UTF-8
-            raise ConfigError(f"the override {item!a:.100} holds text that is not Unicode; type it again")
-        if _nesting_depth(item) > DEPTH:
-            raise ConfigError(f"the override {item!r:.100} is nested more than {DEPTH} levels deep")
+            raise ConfigError(f"the override {item!a:.100} is not valid Unicode; type it again")
     try:
-        return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
+        return OverridesParser.create().parse_overrides([*overrides])
+    except RecursionError:
+        raise ConfigError("an override is nested too deeply") from None
     except OverrideParseException as error:
-        key, mark, _ = str(error.override).partition("=")
-        cure = f"close its brackets and quotes, or quote its whole value: '{key}=\"…\"'"
-        if not mark or str(error.override).endswith(","):
-            cure = "write key=value, or key=a,b in a sweep, without spaces"
-        why = f": {short_message(error.__cause__)}" if error.__cause__ else f"; {cure}"
-        raise ConfigError(f"the override {error.override!r} is not understood{why}") from error
-
-
-def _nesting_depth(text: str) -> int:
-    """Return the maximum number of open brackets and braces."""
-    return max(itertools.accumulate((letter in "[{") - (letter in "]}") for letter in text), default=0)
+        why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
+        cure = "write key=value without spaces, and quote a value with brackets, commas or =: 'key=\"…\"'"
+        raise ConfigError(f"the override {error.override!r} is not understood{why}; {cure}") from error
 
 
 def storage_override(root: str) -> str:
@@ -294,12 +320,6 @@ def storage_override(root: str) -> str:
 def quote(value: Any) -> str:
     """Quote any string for an override, in which `${...}` is a reference."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
-
-
-def _quote_value(override: str) -> str:
-    """Quote the value of `cfg.x=a=b`: Hydra's grammar does not allow a second `=`."""
-    match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
-    return f"{match[1]}='{match[2]}'" if match else override
 
 
 def _own_settings(node: Tree, base: type) -> Any:

@@ -1,6 +1,5 @@
-"""`${...}` in conf.yaml: resolved, except for environment variables that are not set here, and escaped in text."""
+"""The values of a config by key, with `${...}` resolved unless it needs a variable that is not set here."""
 
-import contextlib
 import re
 from typing import Any
 
@@ -8,7 +7,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mlx_runtime.errors import short_message
 from mlx_runtime.storage.documents import from_yaml
 
 
@@ -32,53 +30,48 @@ def parse_config(text: str | bytes, *, environment: bool = True) -> dict[str, An
 
     Raise ValueError, with a message of one line, if it is not YAML, too large, too deep, or not a mapping.
     """
-    config = from_yaml(text.encode() if isinstance(text, str) else text)
-    try:
-        tree: dict[str, Any] = resolve_config(config, environment=environment)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise ValueError(short_message(error)) from error
+    tree: dict[str, Any] = plain_tree(from_yaml(text.encode() if isinstance(text, str) else text), environment)
     return tree
 
 
-def resolve_config(config: Any, *, environment: bool) -> Any:
+def plain_tree(config: Any, environment: bool = True) -> Any:
     """Convert a config of OmegaConf to plain dicts and lists, with interpolations resolved.
 
-    Interpolations that need an unset variable, directly or indirectly, become References; without `environment`, so do
-    all that read the environment.
+    Those that cannot be resolved here become References: those of unset variables or, without `environment`, of all.
     """
-    unread = False  # True if the current interpolation needs a variable that is unset or must not be read
-
-    def variable(*arguments: Any) -> Any:
-        nonlocal unread
-        with contextlib.suppress(KeyError):
-            if environment:
-                return oc.env(*arguments)
-        unread = True
-        raise LookupError
-
-    def container(node: Any, raw: Any) -> Any:
-        if isinstance(raw, dict):
-            return {key: child(node, key, value) for key, value in raw.items()}
-        return [child(node, index, value) for index, value in enumerate(raw)]
-
-    def child(node: Any, key: Any, raw: Any) -> Any:
-        nonlocal unread
-        if not OmegaConf.is_interpolation(node, key):
-            return container(node[key], raw) if isinstance(raw, dict | list) else raw
-        unread = False
-        try:
-            value = node[key]
-            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except OmegaConfBaseException:
-            if unread:
-                return Reference(raw)
-            raise
-
-    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+    OmegaConf.register_new_resolver("oc.env", oc.env if environment else _hidden, replace=True)
     try:
-        return container(config, OmegaConf.to_container(config))
+        return _plain(config, OmegaConf.to_container(config))
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _hidden(*_: Any) -> Any:
+    raise LookupError
+
+
+def _plain(node: Any, raw: Any) -> Any:
+    if isinstance(raw, dict):
+        return {key: _plain_item(node, key, value) for key, value in raw.items()}
+    return [_plain_item(node, index, value) for index, value in enumerate(raw)]
+
+
+def _plain_item(node: Any, key: Any, raw: Any) -> Any:
+    if not OmegaConf.is_interpolation(node, key):
+        return _plain(node[key], raw) if isinstance(raw, dict | list) else raw
+    try:
+        value = node[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except (OmegaConfBaseException, RecursionError):
+        return Reference(raw)
+
+
+def values_by_key(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return all values below a mapping by full key, each mapping before its values."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        values |= {f"{prefix}{name}": value, **values_by_key(value, f"{prefix}{name}.")}
+    return values
 
 
 def unset_variables(node: Any) -> set[str]:

@@ -6,17 +6,14 @@ while `src` is imported, and called by workers.
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mlx_runtime.config.constructors.declarations import FROM_PRETRAINED, library_of
-from mlx_runtime.errors import short_message
+from mlx_runtime.config.constructors.declarations import library_of
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time
 
@@ -76,22 +73,6 @@ def builder(target: Any) -> Callable[..., Any]:
 
 def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function that loads weights, so that processes of this machine do not download the same file twice."""
-    try:
-        return _call(target, *args, **kwargs)
-    except OSError as error:
-        if library_of(target) not in FROM_PRETRAINED or not offline():
-            raise
-        cure = "HF_HUB_OFFLINE is set: connect once to download it, or use a local folder"
-        raise OSError(f"{short_message(error).rstrip('.')}. {cure}") from error
-    except Exception as error:
-        source = next(iter(args), None) or kwargs.get("pretrained_model_name_or_path")
-        if type(error).__name__ != "SafetensorError" or source is None:
-            raise
-        files = " or ".join(map(str, sorted(Path(source).glob("*.safetensors")))) or f"a cached file of {source}"
-        raise OSError(f"{files} is damaged: {short_message(error)}. Put a good copy in its place") from error
-
-
-def _call(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     if not f"{target.__module__}.".startswith(DOWNLOADING):
         return target(*args, **kwargs)
     with one_at_a_time(Settings.read().cache / "locks", target.__name__):
@@ -104,8 +85,6 @@ def _built_without_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     with contextlib.suppress(Exception):  # after an error, build it with weights
         if library == "timm":
             made = target(*args, **{**kwargs, "pretrained": False})
-        elif library == "torchvision":
-            made = _of_torchvision(target, args, kwargs)
         elif library == "transformers" and isinstance(owner, type):
             made = _of_transformers(owner, args, kwargs)
     return made if made is not None else _built_with_weights(target, *args, **kwargs)
@@ -143,33 +122,3 @@ def _of_transformers(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         with contextlib.suppress(OSError):  # the repository has none
             model.generation_config = GenerationConfig.from_pretrained(name, **hub)
     return model.eval()  # type: ignore[no-any-return]
-
-
-def _of_torchvision(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
-    """Return the model with initial values, from its builder with the loading of weights disabled."""
-    api = importlib.import_module("torchvision.models._api")
-    with (
-        _replace_method(api.WeightsEnum, "get_state_dict", lambda self, *_, **__: {}),
-        _replace_method(nn.Module, "load_state_dict", lambda self, *_, **__: None),
-    ):
-        return target(*args, **kwargs)  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _replace_method(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    own, before = name in vars(cls), vars(cls).get(name)
-    setattr(cls, name, function)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(cls, name, before)
-        else:
-            delattr(cls, name)
-
-
-def offline() -> bool:
-    """Return True if `HF_HUB_OFFLINE` keeps huggingface_hub from connecting."""
-    from huggingface_hub import is_offline_mode
-
-    return bool(is_offline_mode())

@@ -12,9 +12,8 @@ from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.composition import Composition, Config, check, quote, read, storage_override
 from mlx_runtime.config.constructors.signatures import settings_of
 from mlx_runtime.config.constructors.targets import names_repositories
-from mlx_runtime.config.interpolation import escape, parse_config
+from mlx_runtime.config.interpolation import escape, parse_config, values_by_key
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.checkpoints.index import list_checkpoints
@@ -198,7 +197,7 @@ def load_config(
                 resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
     notes = [
         f"note      ignoring {', '.join(names)} of {key} in {title or path}, set for the class that was replaced"
-        for key, names in composition.selection.left_out.items()
+        for key, names in composition.left_out.items()
         if names
     ]
     return RunConfig(

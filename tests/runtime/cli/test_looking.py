@@ -92,4 +92,7 @@ def test_settings_are_explained_with_those_of_sections(digits: Path, mlx: Mlx) -
         "    `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.\n"
     )
     done = mlx(digits, "train", "show", "--settings", "shard_size")
-    assert (done.returncode, done.stderr) == (2, "error: cfg.shard_size is cfg.sharding.shard_size now\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: there is no setting 'shard_size'. Did you mean 'sharding.shard_size'?\n",
+    )

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, cast
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,12 +21,10 @@ from ruamel.yaml import YAML
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config.binding import origins
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.interpolation import parse_config, unset_variables
-from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError
@@ -106,20 +103,6 @@ def test_what_bind_writes_loads(conf: Path) -> None:
     assert config.tree["models"]["other"]["width"] == 2
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (np.float64(0.1), "0.1"),
-        (np.float32(0.5), "0.5"),
-        (np.int64(3), "3"),
-        (np.bool_(True), "true"),
-        ([np.int32(1)], "[1]"),
-    ],
-)
-def test_numbers_of_numpy_are_values_of_an_override(value: object, text: str) -> None:
-    assert override("a.b", value) == f"++a.b={text}"
-
-
 def test_overrides_win_and_keep_their_types(conf: Path) -> None:
     config = load_config(Experiment, ["cfg.num_epochs=3", "optimizers.adam.lr=1e-4", "cfg.monitor=val/x"], conf)
     assert config.cfg.num_epochs == 3
@@ -166,7 +149,8 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
     [
         (
             ["cfg.num_epoch=3"],
-            "there is no key 'cfg.num_epoch' in {conf}. Did you mean 'cfg.num_epochs'?",
+            "there is no key 'cfg.num_epoch' in {conf}. Did you mean 'cfg.num_epochs'? "
+            "To add it: +cfg.num_epoch=..., or mlx train bind if the code has it",
         ),
         (["cfg.start_workers=-1"], "cfg.start_workers is -1; the minimum is 0"),
         (
@@ -198,16 +182,13 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig takes int"),
         (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net takes Literal['a', 'b']"),
         (
-            ["cfg.precision=float16"],
-            "cfg.precision is 'float16'; mlx_runtime.TrainConfig takes Literal[32, 'bf16', 'fp16']. Did you mean fp16?",
-        ),
-        (
             ["models.net.width=???"],
             "models.net.width: ??? must be given a value or removed, as {here}.Net has a default",
         ),
         (
             ["cfg.seed=${oc.env:NO_SUCH}"],
-            "cfg.seed: the environment has no NO_SUCH; set it, or add a default: ${oc.env:NO_SUCH,0}",
+            "cfg.seed: KeyError raised while resolving interpolation: \"Environment variable 'NO_SUCH' not found\"; "
+            "for a literal ${, write \\${",
         ),
         (["+models.net.widht=3"], "models.net.widht: {here}.Net has no such argument. Did you mean 'width'?"),
         (
@@ -220,29 +201,28 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             "Did you mean '{here}.Net'?",
         ),
         (
-            ["cfg.trackers.csv.x=1"],
-            "there is no key 'cfg.trackers.csv.x' in {conf}. To add it, write +cfg.trackers.csv.x=1",
-        ),
-        (
             ["models.net.layer._target_=torch.nn.Identity"],
-            "models.net.layer._target_ is torch.nn.Identity, which is not a torch.nn.modules.linear.Linear; "
-            "{here}.Net takes one. A wider type in the code, like a base class, would allow it",
+            "models.net.layer._target_ is torch.nn.Identity, which is not a torch.nn.modules.linear.Linear, "
+            "as {here}.Net wants",
         ),
-        (["~tools"], "the experiment needs tools; leave this override out"),
+        (["~tools"], "tools: missing; bind again, or put a good copy of the file back"),
         (["+cfgs.x=1"], "cfgs: there is no such group. Did you mean 'cfg'?"),
-        (["tools.drawing.parts=[{must: 1}]"], "tools.drawing.parts[0] has no _target_; {here}.Drawing takes Needy"),
+        (
+            ["tools.drawing.parts=[{must: 1}]"],
+            "tools.drawing.parts is [{'must': 1}]; {here}.Drawing takes list[{here}.Needy]",
+        ),
         (
             ["tools.drawing.parts=[{_target_: {here}.Needy, must: 1, mayb: 2}]"],
             "tools.drawing.parts[0].mayb: {here}.Needy has no such argument. Did you mean 'may'?",
         ),
         (
             ["tools.drawing.by_name={a: {_target_: {here}.Net}}"],
-            "tools.drawing.by_name.a._target_ is {here}.Net, which is not a {here}.Needy; {here}.Drawing takes one. "
-            "A wider type in the code, like a base class, would allow it",
+            "tools.drawing.by_name.a._target_ is {here}.Net, which is not a {here}.Needy, as {here}.Drawing wants",
         ),
         (
             ["tools.drawing.time=1.10"],
-            "tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write 'tools.drawing.time=\"1.10\"'",
+            'tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write quotes: "..." in conf.yaml, '
+            "'tools.drawing.time=\"...\"' on the command line",
         ),
         (
             ["cfg.name=${nope}"],
@@ -255,17 +235,6 @@ def test_a_wrong_config_is_one_clear_line_per_problem(conf: Path, overrides: lis
         load_config(Experiment, [item.replace("{here}", __name__) for item in overrides], conf)
     text = f"override {overrides[0]}: {message}"
     assert str(caught.value) == text.replace("{here}", __name__).replace("{conf}", str(conf))
-
-
-def test_what_a_file_lacks_since_it_was_bound_is_added_by_bind(conf: Path) -> None:
-    key, name = "models.net.width", "width"
-    lines = conf.read_text().splitlines(keepends=True)
-    conf.write_text("".join(item for item in lines if not item.strip().startswith(f"{name}:")))
-    message = f"override {key}=3: {key} is newer than {conf}, which does not have it yet; run: mlx train bind"
-    for look in (True, False):
-        with pytest.raises(ConfigError) as caught:
-            load_config(Experiment, [f"{key}=3"], conf, look=look)
-        assert str(caught.value) == message
 
 
 def test_a_node_without_its_class_is_not_a_mapping(conf: Path) -> None:
@@ -287,20 +256,6 @@ def test_another_class_has_its_own_defaults_and_what_is_typed_for_it(conf: Path)
 
     same = load_config(Experiment, ["optimizers.adam.lr=0.5", "optimizers.adam._target_=torch.optim.Adam"], conf)
     assert same.tree["optimizers"]["adam"]["betas"] == [0.9, 0.999]
-
-
-@pytest.mark.parametrize("text", ["12:30", "1.10", "007", "true"])
-def test_what_is_no_text_without_quotes_is_shown_as_typed(conf: Path, text: str) -> None:
-    conf.write_text(conf.read_text().replace('"12:30"', text))
-    with pytest.raises(ConfigError, match=f'tools.drawing.time is .*; .*Drawing takes str; for text, write "{text}"'):
-        load_config(Experiment, path=conf)
-
-
-def test_an_override_that_replaces_a_node_is_named(conf: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(Experiment, ["cfg=3", "cfg.debug.limit_batches=1"], conf)
-    line = "the override 'cfg=3' replaces all of cfg, which 'cfg.debug.limit_batches=1' changes; leave one of them out"
-    assert str(caught.value) == line
 
 
 def test_all_problems_are_told_at_once(conf: Path) -> None:
@@ -332,7 +287,6 @@ def test_all_problems_are_told_at_once(conf: Path) -> None:
             "override cfg.cross_validation.fold=1: cfg.cross_validation.folds is None and cfg.cross_validation.fold ",
         ),
         (["models.net={_target_: a.B}"], "override models.net={_target_: a.B}: models.net._target_ is 'a.B', which "),
-        (["+cfg.seed=3"], "the overrides: Could not append to config. An item is already at 'cfg.seed'."),
     ],
 )
 def test_an_override_is_blamed_for_what_it_causes(conf: Path, overrides: list[str], message: str) -> None:
@@ -342,7 +296,7 @@ def test_an_override_is_blamed_for_what_it_causes(conf: Path, overrides: list[st
 
 
 def test_a_missing_argument_names_the_cure(conf: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tools\.first\.must: missing, and .*Needy has no default for it; add it"):
+    with pytest.raises(ConfigError, match=r"tools\.first\.must: missing, and .*Needy has no default for it; bind"):
         load_config(Experiment, [f"tools.first={{_target_:{__name__}.Needy}}"], conf)
 
 
@@ -387,26 +341,6 @@ class TestOptimizers:
         assert message in str(caught.value)
 
 
-class SpelledOut:
-    def __init__(self, net: Net = Net()) -> None:
-        self.net = net
-        self.map_params_to_optimizers = {"nett": "adam", "net": "adm"}
-
-
-class Misspelt(BaseModule):
-    cfg: TrainConfig
-    models: SpelledOut
-    optimizers: Optimizers
-
-
-def test_a_wrong_map_is_told_before_anything_is_built(tmp_path: Path) -> None:
-    bind(Misspelt, tmp_path / "conf.yaml").write()
-    with pytest.raises(ConfigError) as caught:
-        load_config(Misspelt, path=tmp_path / "conf.yaml")
-    assert "names the model 'nett', which does not exist. Did you mean 'net'?" in str(caught.value)
-    assert "names the optimizer 'adm', which does not exist. Did you mean 'adam'?" in str(caught.value)
-
-
 def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> None:
     conf.write_text(conf.read_text().replace("start_workers: 2", "start_workers: ???"))
     with pytest.raises(ConfigError, match=r"cfg.start_workers: \?\?\? must be given a value"):
@@ -415,15 +349,14 @@ def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> 
 
 
 def test_an_override_that_is_none_is_told(conf: Path) -> None:
-    with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value"):
+    with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value without"):
         load_config(Experiment, ["cfg.seed"], conf)
     with pytest.raises(ConfigError, match="the override '=' has no key; write key=value without spaces"):
         load_config(Experiment, ["cfg.seed", "=", "1"], conf)
-    for value in ("[1", "{a", '"x', "f(1,2", "x[0]"):
+    for value in ("[1", "{a", '"x', "f(1,2", "x[0]", "a=b"):
         with pytest.raises(ConfigError) as caught:
             load_config(Experiment, [f"cfg.name={value}"], conf)
-        cure = "close its brackets and quotes, or quote its whole value: 'cfg.name=\"…\"'"
-        assert str(caught.value) == f"the override 'cfg.name={value}' is not understood; {cure}"
+        assert str(caught.value).startswith(f"the override 'cfg.name={value}' is not understood; write key=value")
 
 
 def test_several_values_are_for_a_sweep(conf: Path) -> None:
@@ -432,30 +365,12 @@ def test_several_values_are_for_a_sweep(conf: Path) -> None:
     assert load_config(Experiment, ["cfg.name='a,b'"], conf).cfg.name == "a,b"
 
 
-def test_a_word_for_a_node_names_the_variant_that_is_missing(conf: Path) -> None:
-    with pytest.raises(ConfigError, match=r"takes Net, and there is no src/variants/models\.net/big\.yaml$"):
-        load_config(Experiment, ["models.net=big"], conf)
-    with pytest.raises(ConfigError, match="takes int$"):
-        load_config(Experiment, ["models.net.width=big"], conf)
-
-
-@pytest.mark.parametrize("value", ["workers=2", "s3://bucket/a?region=b&scheme=http"])
-def test_a_value_with_an_equals_sign_needs_no_quotes(conf: Path, value: str) -> None:
-    assert load_config(Experiment, [f"cfg.loader={value}"], conf).cfg.loader == value
-    assert load_config(Experiment, [f"cfg.loader='{value}'"], conf).cfg.loader == value
-
-
 def test_words_and_numbers_mean_what_was_typed(conf: Path) -> None:
     added = "  seed: 0x10\n  monitor: 2024-01-01\n  trackers:"
     conf.write_text(conf.read_text().replace("  trackers:", added))
     config = load_config(Experiment, ["optimizers.adam.lr=1e-4", "cfg.name=off"], conf)
     assert (config.cfg.seed, config.cfg.monitor, config.cfg.name) == (16, "2024-01-01", "off")
     assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
-    conf.write_text(conf.read_text().replace("monitor: 2024-01-01", "monitor: off  # which?"))
-    with pytest.raises(
-        ConfigError, match=r'line \d+: monitor: off could be a word or a boolean; write "off", true or false'
-    ):
-        load_config(Experiment, path=conf)
 
 
 def test_one_node_interpolated_twice_is_two_objects(conf: Path) -> None:
@@ -602,7 +517,7 @@ class TestSettingsThatInheritNothing:
     def test_all_of_them_can_be_overridden_and_are_checked(self, path: Path) -> None:
         cfg = load_config(WithOwnSettings, ["cfg.use_gpu=true", "cfg.pace=2.5", "cfg.secrets=[A]"], path).cfg
         assert (cfg.use_gpu, cfg.pace, cfg.secrets) == (True, 2.5, ("A",))
-        with pytest.raises(ConfigError, match=r"cfg\.mode is 'maximum'; .*TrainConfig takes .* Did you mean max\?"):
+        with pytest.raises(ConfigError, match=r"cfg\.mode is 'maximum'; .*TrainConfig takes "):
             load_config(WithOwnSettings, ["cfg.mode=maximum"], path)
         with pytest.raises(ConfigError) as caught:
             load_config(WithOwnSettings, ["cfg.seed=x", "cfg.pace=x", "+cfg.nope=1"], path)
@@ -624,7 +539,7 @@ class TestSettingsThatInheritNothing:
         ["models.net._target_=nowhere.Net"],
         ["models.net=???"],
         ["cfg.trackers.tensorboard=${nowhere}"],
-        ["~models.net"],
+        ["~models"],
         [],
     ],
     ids=" ".join,
@@ -768,11 +683,9 @@ class TextExperiment(BaseModule):
 def test_every_reader_of_yaml_finds_the_text_of_the_code_wherever_it_is_written(tmp_path: Path) -> None:
     conf = tmp_path / "conf.yaml"
     bind(TextExperiment, conf).write()
-    config, defaults = load_config(TextExperiment, path=conf), Description(TextExperiment).tree
+    config = load_config(TextExperiment, path=conf)
     assert config.tree["tools"]["all"]["texts"] == TEXTS
-    shown = origins.dump(conf, defaults, [], None, as_json=False)
-    assert "# file" not in shown.split("tools:")[1]  # no value differs from the code's
-    for text in (conf.read_text(encoding="utf-8"), config.yaml(), shown):
+    for text in (conf.read_text(encoding="utf-8"), config.yaml()):
         node = parse_config(text)["tools"]["all"]
         for name in ("texts", "keys", "numbers"):
             assert node[name] == inspect.signature(Texts).parameters[name].default
@@ -798,15 +711,5 @@ def test_a_dollar_and_a_brace_alone_are_named_with_their_key_and_the_cure(conf: 
     text = conf.read_text()
     conf.write_text(text.replace("name: experiment", 'name: "a ${"'))
     told = re.escape("cfg.name: no viable alternative at input '${'; for a literal ${, write \\${")
-    for use in (load_config, bind):
-        with pytest.raises((BindError, ConfigError), match=told):
-            use(Experiment, path=conf)
-
-
-def test_the_environment_is_named_as_an_origin(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_STORAGE", "/mnt/here")
-    defaults = Description(Experiment).tree
-    text = origins.dump(conf, defaults, [], "cfg", as_json=False)
-    assert 'storage_path: /mnt/here  # MLX_STORAGE (default: "runs")' in text
-    text = origins.dump(conf, defaults, ["cfg.storage_path=there"], "cfg", as_json=False)
-    assert 'storage_path: there  # override (default: "runs")' in text
+    with pytest.raises(ConfigError, match=told):
+        load_config(Experiment, path=conf)

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,8 @@ from mlx_runtime.companions.hub import pins
 from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pin_revisions, repositories_of
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.equality import unlike
-from mlx_runtime.config.binding.text import commented_map
+from mlx_runtime.config.binding.merging import commented_map
 from mlx_runtime.config.building import build
-from mlx_runtime.config.constructors import declarations
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
@@ -326,10 +324,7 @@ def source(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modul
         (folder / name).write_text(text)
     defer_loading("pretrained_source")
     sys.path.insert(0, str(folder))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(declarations, "loads_weights", False)  # the first call that loads weights is inside another
-        module = importlib.import_module("pretrained_source")
-    yield module
+    yield importlib.import_module("pretrained_source")
     sys.path.remove(str(folder))
     for name in [
         name for name in sys.modules if name.partition(".")[0] in ("peft", "pretrained_source", "timm", "torchvision")
@@ -378,7 +373,7 @@ def test_importing_and_binding_download_nothing(source: ModuleType, hub: Hub, tm
     assert not [path for _, path in hub.requests if "/resolve/" in path]
     asked = len(hub.requests)
     again = bind(source.Experiment, tmp_path / "conf.yaml")
-    assert (again.stale, again.lines(), len(hub.requests)) == ([], [], asked)
+    assert (again.stale, again.lines(), len(hub.requests)) == (False, [], asked)
 
 
 def test_a_default_that_was_made_outside_src_is_compared_with_what_its_call_makes(source: ModuleType) -> None:
@@ -442,22 +437,18 @@ def test_a_model_of_timm_is_built_without_its_weights(source: ModuleType) -> Non
     assert sys.modules["timm"].made[-2:] == [("tiny", False), ("tiny", True)]
 
 
-@pytest.mark.parametrize("weights", ["DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.DEFAULT"])
-def test_a_model_of_torchvision_is_built_without_its_weights(
-    weights: str, source: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_of_torchvision_is_loaded_by_one_process_at_a_time_and_torch_stays_as_it_is(
+    source: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its library builds no model of the right shape without its weights, so they are loaded, then overwritten."""
     api = sys.modules["torchvision.models._api"]
-    node = {"_target_": "torchvision.models.resnet18", "weights": weights, "width": 3}
-    loads, gets = nn.Module.load_state_dict, api.WeightsEnum.get_state_dict
+    node = {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT", "width": 3}
+    load = nn.Module.load_state_dict
     api.downloads.clear()
-    with without_weights():
-        net = build(node)
-    assert net.weight.shape == (5, 3)
-    assert (nn.Module.load_state_dict, api.WeightsEnum.get_state_dict, api.downloads) == (loads, gets, [])
     monkeypatch.setenv("MLX_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match="no connection"):  # one process of the machine at a time
+    with without_weights(), pytest.raises(ConfigError, match="no connection"):
         build(node)
-    assert api.downloads == ["locked IMAGENET1K_V1"]
+    assert (nn.Module.load_state_dict, api.downloads) == (load, ["locked IMAGENET1K_V1"])
 
 
 class Adapted(nn.Module):
@@ -517,16 +508,6 @@ def test_a_folder_that_does_not_exist_is_one_line(revision: str | None, tmp_path
     assert [pin.repository for pin in pins.pins({"_target_": "datasets.load_dataset", "path": "./none"})] == []
 
 
-def test_damaged_weights_are_named(bert: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(bert, tmp_path / "bert"))
-    (folder / "model.safetensors").write_bytes(b"damaged")
-    node = {"_target_": "transformers.BertModel.from_pretrained", "pretrained_model_name_or_path": str(folder)}
-    with pytest.raises(ConfigError) as caught:
-        build(node, "models.net")
-    assert f"{folder}/model.safetensors is damaged: " in str(caught.value)
-    assert str(caught.value).endswith("Put a good copy in its place")
-
-
 def test_a_node_is_looked_up_with_its_own_token_and_cache(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -551,9 +532,6 @@ def test_what_is_not_cached_is_one_line_offline(hub: Hub, monkeypatch: pytest.Mo
     asked = len(hub.requests)
     with pytest.raises(ConfigError, match=r"org/new is not in the cache .*, and HF_HUB_OFFLINE is set; connect once"):
         pins.commit_of(Pin("tools.it", {}, "org/new", "model"))
-    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set: connect once to download it") as caught:
-        build({"_target_": BERT, "_args_": ["org/new"], "revision": "c" * 40}, "models.net")
-    assert "\n" not in str(caught.value)
     assert len(hub.requests) == asked
 
 

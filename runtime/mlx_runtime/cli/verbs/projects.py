@@ -57,9 +57,9 @@ def new(kind: Kind, name: str, output: Path) -> Path:
 
 
 def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
-    """Write or update `src/conf.yaml`, its variants and its schema, and return lines to print.
+    """Write or update `src/conf.yaml` and its schema, and return lines to print.
 
-    With `check` or `diff`, write nothing: raise BindError for files that are not up to date, or return the changes.
+    With `check` or `diff`, write nothing: raise BindError if the file is not up to date, or return the changes.
     """
     folder = kind.folder()
     existed = (folder / CONF).exists()
@@ -67,15 +67,12 @@ def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
     if diff:
         return bound.diff().splitlines()
     if check:
-        if stale := " and ".join(map(str, bound.stale)):
-            verb = "is" if len(bound.stale) == 1 else "are"
-            raise BindError("\n  ".join([f"{stale} {verb} not up to date; run: {kind.command} bind", *bound.lines()]))
-        if bound.invalid:
-            raise BindError("\n  ".join(bound.invalid))
+        if bound.stale:
+            raise BindError("\n  ".join([f"{CONF} is not up to date; run: {kind.command} bind", *bound.lines()]))
         return [f"{CONF} is up to date"]
-    bound.write()  # unless a variant is invalid
-    title = "wrote" if not existed else "updated" if CONF in bound.stale else "unchanged"
-    return [f"{title} {CONF}", *(f"updated {path}" for path in bound.stale if path != CONF), *bound.lines()]
+    bound.write()
+    title = "wrote" if not existed else "updated" if bound.stale else "unchanged"
+    return [f"{title} {CONF}", *bound.lines()]
 
 
 def _bound(kind: Kind, folder: Path, device: str | None = None) -> "Binding":
@@ -130,31 +127,37 @@ def _bind_and_print(kind: Kind) -> None:
 
 
 def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
-    """Return the config that a run would have, with the same checks, and the origin of each changed value.
+    """Return the config that a run would have, with the same checks, and the source of each value.
 
-    A key before the overrides selects a part of the config. The result is YAML with comments, or
-    `{"config": ..., "changed": {key: {"value", "from", "default"}}, "variants": {key: [name]}}`.
+    A key before the overrides selects a part of the config. The result has one line per value, or is
+    `{"config": ..., "sources": {key: source}}`.
     """
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config import composition
-    from mlx_runtime.config.binding import origins
-    from mlx_runtime.config.binding.nodes import Description
     from mlx_runtime.config.constructors.signatures import settings_of
+    from mlx_runtime.config.interpolation import values_by_key
 
-    keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
-    overrides = arguments[len(keys) :]
+    keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+", "-"))]
     experiment = main_class(AN_EXPERIMENT, folder)
-    composition.check(experiment, composition.read(CONF, overrides, settings_of(experiment)), look=True)
-    defaults = Description(experiment).tree
-    return origins.dump(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
+    composed = composition.read(CONF, arguments[len(keys) :], settings_of(experiment))
+    found = values_by_key(composition.check(experiment, composed, look=True).tree)
+    for key in keys:
+        if key not in found:
+            raise UsageError(f"there is no {key!r} in {CONF}.{suggest(key, found)}")
+    selected = {key: value for key, value in found.items() if all(f"{key}.".startswith(f"{top}.") for top in keys)}
+    leaves = {key: value for key, value in selected.items() if not isinstance(value, dict) or not value}
+    sources = {key: composed.source(key) for key in leaves}
+    if as_json:
+        return json.dumps({"config": found[keys[0]] if keys else composed.tree, "sources": sources}, indent=2) + "\n"
+    lines = {key: f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in leaves.items()}
+    width = min(60, max(map(len, lines.values()), default=0))
+    return "".join(f"{line:<{width}}  # {sources[key]}\n" for key, line in lines.items())
 
 
 def settings(keys: Sequence[str]) -> Iterator[str]:
     """Yield lines about all settings in `cfg`, or only some keys: default, minimum and meaning."""
     folder = AN_EXPERIMENT.folder()
-    from mlx_runtime.config.binding.schema import argument_texts
-    from mlx_runtime.config.constructors.signatures import base_of, groups, settings_of
-    from mlx_runtime.config.constructors.suggestions import describe_move
+    from mlx_runtime.config.constructors.signatures import argument_texts, base_of, groups, settings_of
     from mlx_runtime.config.constructors.targets import object_at
     from mlx_runtime.loop.options import minimums
 
@@ -174,7 +177,7 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name not in known:
             near = suggest(name, known, "mlx train show --settings")
-            raise UsageError(describe_move(f"cfg.{name}") or f"there is no setting {name!r}.{near}")
+            raise UsageError(f"there is no setting {name!r}.{near}")
     for name in known:
         if names and not any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
             continue

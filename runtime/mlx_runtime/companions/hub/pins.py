@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from mlx_runtime.config.constructors.declarations import FROM_PRETRAINED, library_of
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.config.pretrained import offline
 from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.extras import require
 
@@ -219,3 +218,10 @@ def _at(tree: Any, key: str) -> Any:
         except (KeyError, IndexError, TypeError, ValueError):
             return None
     return tree
+
+
+def offline() -> bool:
+    """Return True if `HF_HUB_OFFLINE` keeps huggingface_hub from connecting."""
+    from huggingface_hub import is_offline_mode
+
+    return bool(is_offline_mode())

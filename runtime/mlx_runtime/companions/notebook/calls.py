@@ -13,8 +13,9 @@ from mlx_runtime.companions.notebook import inputs, sources
 from mlx_runtime.companions.notebook.functions import takes_config
 from mlx_runtime.companions.notebook.runs import importable
 from mlx_runtime.config.binding.nodes import RESERVED
+from mlx_runtime.config.composition import parse_overrides, quote
 from mlx_runtime.config.interpolation import escape
-from mlx_runtime.errors import MlxError, UsageError, WorkerLoopError
+from mlx_runtime.errors import ConfigError, MlxError, UsageError, WorkerLoopError
 from mlx_runtime.runs.folder import list_runs, named_run
 from mlx_runtime.runs.queries.lookup import conf_value
 from mlx_runtime.runs.queries.reader import Run
@@ -236,3 +237,41 @@ _OF_SAMPLES: "list[tuple[re.Pattern[str], str]]" = [
     (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.(\w+)"), r"\1of dataset['\2']"),
 ]
 """The same for errors of the function, whose own words stay as they are."""
+
+
+def override(key: str, value: Any) -> str:
+    """Return the override that sets a key, new or not, to a plain value; tuples become lists.
+
+    Raises:
+        ConfigError: the value is not plain, or cannot be expressed in Hydra's grammar.
+    """
+    plain = _plain_value(value, key)
+    text = f"++{key}={_literal(plain)}"
+    read = parse_overrides([text])[0].value()
+    if repr(read) != repr(plain):  # 1 equals 1.0 and True
+        raise ConfigError(f"{key}={plain!r} cannot be written as an override, which would set {read!r}")
+    return text
+
+
+def _plain_value(value: Any, key: str) -> Any:
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # a number of NumPy
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return [_plain_value(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if type(value) is dict:
+        return {name: _plain_value(item, f"{key}.{name}") for name, item in value.items()}
+    kind = type(value).__name__
+    raise ConfigError(f"{key} is a {kind}; conf.yaml holds numbers, text, None, and lists and dicts of these")
+
+
+def _literal(value: Any) -> str:
+    """Write a plain value in Hydra's grammar."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, str):
+        return quote(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

@@ -16,14 +16,12 @@ from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.backends import backend_class, require_library
 from mlx_runtime.companions.notebook.background import RunJob
-from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, own_words, run_settings, sizes
+from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, override, own_words, run_settings, sizes
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
 from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
-from mlx_runtime.config.constructors.suggestions import describe_move
-from mlx_runtime.config.overrides import override
 from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned
@@ -182,9 +180,7 @@ class Trainer:
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
-                cure = (
-                    FORMER.get(name) or describe_move(f"cfg.{name}") or suggest(name, [*known, "num_workers"]).lstrip()
-                )
+                cure = FORMER.get(name) or suggest(name, [*known, "num_workers"]).lstrip()
                 raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
             _check_type(name, value, known[name], "Trainer")
             if isinstance(value, Section):

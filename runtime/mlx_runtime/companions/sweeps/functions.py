@@ -4,10 +4,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mlx_runtime.companions.notebook.calls import run_settings
+from mlx_runtime.companions.notebook.calls import override, run_settings
 from mlx_runtime.companions.notebook.function_runs import Trainer
 from mlx_runtime.config.composition import parse_overrides
-from mlx_runtime.config.overrides import override
 from mlx_runtime.errors import UsageError
 
 VARIES = re.compile(r"(choice|range|interval|tag|int)\(.*\)", re.DOTALL)

@@ -1,50 +1,54 @@
 """conf.yaml, written from the defaults of the code and verified to re-create them; edits of the user are kept.
 
-Variants that name a class are completed and merged in the same way; others are only checked.
+The JSON Schema next to it lets editors complete and check it. It also stores the defaults of the last bind, so that the
+next one can recognize edited values.
 """
 
 import contextlib
 import difflib
 import inspect
 import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime import companions
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import record_default
-from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass
+from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass, commented_map, read_text, yaml_text
 from mlx_runtime.config.binding.nodes import Description, Node
-from mlx_runtime.config.binding.schema import former_defaults, schema_of
-from mlx_runtime.config.binding.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.building import DUMMY_PARAMS, declare
-from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
+    argument_texts,
     base_of,
     groups,
     is_factory,
     own_default,
     parameters,
     plain_defaults,
-    settings_of,
+    schema_type,
+    takes_any_keyword,
     try_convert,
 )
-from mlx_runtime.config.constructors.targets import names_repositories
-from mlx_runtime.config.interpolation import parse_config, resolve_config
+from mlx_runtime.config.constructors.targets import names_repositories, object_at
+from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
-from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
+from mlx_runtime.errors import BindError, ConfigError, short_message
 from mlx_runtime.storage.local import read_regular, write_atomic
 
 SCHEMA = "conf.schema.json"
+
+Schema = dict[str, Any]
+
+OPEN: Schema = {"type": "string", "pattern": r"\$\{.*\}|^\?\?\?$"}
+"""Schema of texts that may replace any value: an interpolation, or `???`."""
+
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Addresses of objects, which dataclasses without a docstring show in the signature that is their description."""
 
 FIRST_SETTINGS = {
     *("name", "restore_checkpoint_path", "start_epoch", "num_epochs", "start_workers", "prefetch_batches"),
@@ -70,11 +74,7 @@ def header(path: Path) -> str:
 
 @dataclass
 class Binding:
-    """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file.
-
-    `variants` has the same for each variant, without a schema; `invalid` has one line per value in a variant that runs
-    would reject.
-    """
+    """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file."""
 
     path: Path
     before: str
@@ -82,41 +82,25 @@ class Binding:
     changes: Changes
     schema: str = ""
     notices: list[str] = field(default_factory=list)
-    variants: list["Binding"] = field(default_factory=list)
-    invalid: list[str] = field(default_factory=list)
 
     @property
-    def stale(self) -> list[Path]:
-        """The files that do not match the code."""
-        return [part.path for part in (self, *self.variants) if part.before != part.after]
+    def stale(self) -> bool:
+        """True if the file does not match the code."""
+        return self.before != self.after
 
     def lines(self) -> list[str]:
         """Return one line per changed or remarkable key."""
-        variants = [f"{line} in {part.path}" for part in self.variants for line in part.changes.lines()]
-        notices = [*(f"notice   {text}" for text in self.notices), *(f"invalid  {text}" for text in self.invalid)]
-        return [*self.changes.lines(), *variants, *notices]
+        return [*self.changes.lines(), *(f"notice   {text}" for text in self.notices)]
 
     def write(self) -> None:
-        """Store all files, each atomically.
-
-        Raise BindError if a variant is invalid; nothing is stored then.
-        """
-        if self.invalid:
-            stale = f"\n  nothing was written, not even {self.path}" if self.stale else ""
-            raise BindError("\n  ".join(self.invalid) + stale)
-        for part in (*self.variants, self):
-            write_atomic(part.path, part.after)
+        """Store both files, each atomically."""
+        write_atomic(self.path, self.after)
         write_atomic(self.path.with_name(SCHEMA), self.schema)
 
     def diff(self) -> str:
         """Return the pending changes as a unified diff."""
-        parts = (self, *self.variants)
-        return "".join(line for part in parts for line in _diff(part.before, part.after, part.path))
-
-
-def _diff(before: str, after: str, path: Path) -> Iterator[str]:
-    lines = (before.splitlines(keepends=True), after.splitlines(keepends=True))
-    return difflib.unified_diff(*lines, str(path), f"{path} (bound)")
+        before, after = self.before.splitlines(keepends=True), self.after.splitlines(keepends=True)
+        return "".join(difflib.unified_diff(before, after, str(self.path), f"{self.path} (bound)"))
 
 
 def bind(experiment: type, path: Path) -> Binding:
@@ -133,27 +117,11 @@ def bind(experiment: type, path: Path) -> Binding:
         notices = companions.part("hub.pins").pin_defaults(description.tree, present)
     former = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
-        former = json.loads(read_regular(path.with_name(SCHEMA), BindError))
+        former = former_defaults(json.loads(read_regular(path.with_name(SCHEMA), BindError)))
     tree = description.tree | {"cfg": _select_settings(experiment, description.tree["cfg"], present.get("cfg"))}
-    binding = merge(path, tree, former_defaults(former), description.of_class, former.get("x-chosen", {}))
+    binding = merge(path, tree, former, description.of_class)
     binding.notices = description.notices + notices
-    variants, nodes = Variants(path), dict[str, dict[str, Node]]()
-    for key, files in variants.nodes.items():
-        for name, file in files.items():
-            defaults = former_defaults(former.get("definitions", {}).get(f"{key}/{name}", {}), key)
-            part, node = _merge_variant(file, key, description, defaults)
-            variants.texts[file] = part.after
-            if node is not None:
-                nodes.setdefault(key, {})[name] = node
-            binding.variants.append(part)
-    for file in variants.partial.values():
-        variants.texts[file] = read_text(file)
-    try:
-        binding.invalid = list(_invalid(experiment, variants, binding.after))
-    except ValueError as error:  # such as a `${` that begins no reference
-        raise BindError(f"{path} is not valid YAML: {error}") from error
-    schema = schema_of(experiment, description.tree, nodes) | {"x-chosen": binding.changes.chosen}
-    binding.schema = json.dumps(schema, indent=1) + "\n"
+    binding.schema = json.dumps(schema_of(experiment, description.tree), indent=1) + "\n"
     return binding
 
 
@@ -184,81 +152,19 @@ def _declared_settings(experiment: type) -> set[str]:
     return names | ({item.name for item in parameters(cls) or []} if not issubclass(cls, base) else set())
 
 
-def _merge_variant(
-    file: Path, key: str, description: Description, former: Mapping[str, Any]
-) -> tuple[Binding, Node | None]:
-    """Update a variant of the node at a key to match its class.
-
-    Return the node with all defaults, empty if its class does not exist any more; None for a patch.
-    """
-    before = read_text(file)
-    merged, changes = commented_map(before, file), Changes()
-    if is_patch(merged):
-        return Binding(file, before, before, changes), None
-    target = merged["_target_"]
-    try:
-        node = description.of_class(target, key) if isinstance(target, str) else None
-    except BindError as error:
-        raise BindError(f"{file}: {target} cannot be described: {error}") from error
-    if node is not None:
-        passed = {name: value for name, value in node.items() if name in merged} if merged.get("_partial_") else node
-        Merge(former, description.of_class, changes).into(merged, passed, key)
-    changes.kept.clear()  # variants are meant to differ
-    return Binding(file, before, yaml_text(merged) if changes else before, changes), node or {}
-
-
-def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
-    """Describe the values in variants that a run would reject. Each variant is applied to conf.yaml separately."""
-    classes, base = groups(experiment), base_of(experiment)
-    settings = settings_of(experiment)
-    bound = Selection(variants, conf.encode())
-    bound.complete(settings)
-    keys = values_by_key(bound.tree)
-    named = [(file, key, name) for key, files in variants.nodes.items() for name, file in files.items()]
-    for file, key, name in [*named, *((file, "", name) for name, file in variants.partial.items())]:
-        selection = Selection(variants, conf.encode())
-        selection.complete(settings)
-        if key and key not in keys:
-            if not any(key.startswith(f"{other}.") for other in variants.nodes):  # otherwise, a variant may have it
-                yield f"{file.parent}: there is no key {key!r}.{suggest(key, keys)}"
-            continue
-        try:
-            if key:
-                selection.choose(key, name)
-            else:
-                selection.apply(name)
-        except ConfigError as error:
-            yield str(error)
-            continue
-        try:
-            tree = resolve_config(OmegaConf.create(selection.tree), environment=True)
-        except OmegaConfBaseException as error:
-            yield f"{file}: {short_message(error)}"
-            continue
-        values = values_by_key(tree)
-        for problem in Checker(variants=variants.nodes).check(tree, classes, base):
-            value = values.get(problem.key)
-            if selection.source(problem.key) == file and not _is_open(value) and "${" not in str(value):
-                yield f"{file}: {problem.text}"
-
-
 def merge(
     path: Path,
     tree: dict[str, Node],
     former: Mapping[str, Any] | None = None,
     node_of_class: NodeOfClass = lambda path, key: None,
-    chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> Binding:
-    """Update conf.yaml to match the code, in memory.
-
-    `former` contains the defaults at the last bind, and `chosen` the classes that the user had chosen, by full key.
-    """
+    """Update conf.yaml to match the code, in memory. `former` contains the defaults at the last bind, by full key."""
     before = read_text(path)
     changes = Changes()
     if not before.strip():
         return Binding(path, before, header(path) + yaml_text(dict(tree)), changes)
     merged = commented_map(before, path)
-    Merge(former or {}, node_of_class, changes, chosen).into(merged, tree)
+    Merge(former or {}, node_of_class, changes).into(merged, tree)
     return Binding(path, before, yaml_text(merged) if changes else before, changes)  # or keep the layout
 
 
@@ -306,3 +212,54 @@ def _is_open(node: Any) -> bool:
     if isinstance(node, dict | list):
         return any(map(_is_open, node.values() if isinstance(node, dict) else node))
     return bool(node == "???")
+
+
+def schema_of(experiment: type, tree: Mapping[str, Node]) -> Schema:
+    """Return the schema of an experiment's conf.yaml, whose nodes are `tree`."""
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": f"conf.yaml of {experiment.__module__}.{experiment.__qualname__}",
+        "type": "object",
+        "required": list(groups(experiment)),
+        "additionalProperties": False,
+        "properties": {name: _node(node, "") for name, node in tree.items()},
+    }
+
+
+def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
+    """Return the defaults in a schema, by full key."""
+    defaults: dict[str, Any] = {}
+    properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
+    for name, part in properties.items():
+        here = f"{key}.{name}".lstrip(".")
+        if "default" in part:
+            defaults[here] = part["default"]
+        defaults |= former_defaults(part, here)
+    return defaults
+
+
+def _node(node: Node, description: str) -> Schema:
+    """Return the schema of a node. It is valid only for the code's `_target_`; another class has other arguments."""
+    target = object_at(node["_target_"])
+    items = parameters(target) or []
+    hints = {item.name: item.annotation for item in items}
+    texts = argument_texts(target)
+    properties: dict[str, Schema] = {
+        "_target_": {"type": "string", "description": "class or function to call", "default": node["_target_"]},
+        "_args_": {"type": "array"},
+        "_partial_": {"type": "boolean"},
+    }
+    for name, value in node.items():
+        text = texts.get(name, "")
+        if name not in properties and isinstance(value, dict) and "_target_" in value:
+            properties[name] = _node(value, text)
+        elif name not in properties:
+            kind = schema_type(hints.get(name, Any))
+            described = ({"anyOf": [kind, OPEN]} if kind else {}) | ({"description": text} if text else {})
+            properties[name] = described | ({} if value == "???" else {"default": value})
+    return {
+        "type": "object",
+        "description": description or ADDRESS.sub("", (inspect.getdoc(target) or "").partition("\n")[0]),
+        "if": {"properties": {"_target_": {"const": node["_target_"]}}},
+        "then": {"properties": properties, "additionalProperties": takes_any_keyword(items) or not items},
+    }

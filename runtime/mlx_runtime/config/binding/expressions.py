@@ -10,19 +10,21 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_runtime.config.constructors.declarations import defer_callee
-from mlx_runtime.config.constructors.signatures import statements
+from mlx_runtime.config.constructors.declarations import CallRewriter, declare_call
 
-_RECORDING = "__mlx_recording__"
+_CALL, _OUTERMOST, _NAME = "__mlx_call__", "__mlx_outermost__", "__mlx_name__"
+"""Names of the methods of a `Recording` in an instrumented expression."""
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 """Types whose objects are written item by item, so that each item needs a record of its calls."""
@@ -50,15 +52,23 @@ class Recording:
     default: Any = None
     """The value of the expression."""
 
-    def outermost(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def outermost(self, function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
         """Record the last call of the expression. A constructor is not called again: the default is its result."""
         if type(self.default) is not function or function in _CONTAINERS:
-            return self.call(function, *args, **kwargs)
-        self.calls[id(self.default)] = Call(function, args, kwargs, self.default)
-        return self.default
+            return self.call(function)
 
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        result = defer_callee(function)(*args, **kwargs)()
+        def keep(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+            self.calls[id(self.default)] = Call(function, args, kwargs, self.default)
+            return lambda: self.default
+
+        return keep
+
+    def call(self, function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+        """Return a function that takes the arguments, and returns a function that makes and records the call."""
+        return lambda *args, **kwargs: lambda: self._record(function, args, kwargs)
+
+    def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = declare_call(function, *args, **kwargs)
         if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.calls:
             self.calls[id(result)] = Call(function, args, kwargs, result, self.calls.get(id(result)))
         return result
@@ -120,42 +130,35 @@ def _record(
     recording = Recording(default=default)
     body = _Instrument(namespace).visit(copy.deepcopy(expression))
     if isinstance(expression, ast.Call):
-        body.func.attr = Recording.outermost.__name__
-    tree = ast.fix_missing_locations(ast.Expression(body))
-    code = compile(tree, f"<default of {name}>", "eval")
+        body.func.func.func.id = _OUTERMOST
+    code = compile(ast.fix_missing_locations(ast.Expression(body)), f"<default of {name}>", "eval")
+    hooks = {_CALL: recording.call, _OUTERMOST: recording.outermost, _NAME: recording.name}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # issued when the default itself was constructed
-        return eval(code, {**namespace, _RECORDING: recording}), recording
+        return eval(code, {**namespace, **hooks}), recording
 
 
-class _Instrument(ast.NodeTransformer):
-    """`f(x)` → `recording.call(f, x)`, and `a.b.c` → `recording.name("b.c", a.b.c, a)` for a module or class `a`."""
+class _Instrument(CallRewriter):
+    """Records calls, and rewrites `a.b.c` as `name("b.c", a.b.c, a)` for a module or class `a`."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self.namespace = namespace
+        super().__init__(_CALL, bodies=True)
+        self._namespace = namespace
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        return ast.Call(self._method("call"), [node.func, *node.args], node.keywords)
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:  # noqa: N802 - a method of ast.NodeVisitor
         root, names = node.value, [node.attr]
         while isinstance(root, ast.Attribute):
             names.insert(0, root.attr)
             root = root.value
-        if isinstance(root, ast.Name) and isinstance(self.namespace.get(root.id), types.ModuleType | type):
-            return ast.Call(self._method("name"), [ast.Constant(".".join(names)), node, root], [])
-        self.generic_visit(node)
-        return node
-
-    def _method(self, name: str) -> ast.expr:
-        return ast.Attribute(ast.Name(_RECORDING, ast.Load()), name, ast.Load())
+        if isinstance(root, ast.Name) and isinstance(self._namespace.get(root.id), types.ModuleType | type):
+            return ast.Call(ast.Name(_NAME, ast.Load()), [ast.Constant(".".join(names)), node, root], [])
+        return self.generic_visit(node)
 
 
 def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     """Return the default expression of a parameter, and the names that it may use."""
     function = inspect.unwrap(function)
-    definition = next(iter(statements(function)), None)
+    definition = next(iter(_statements(function)), None)
     if not isinstance(definition, ast.FunctionDef):
         return None
     arguments = definition.args
@@ -170,7 +173,7 @@ def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[s
 def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     """Return the default expression of a field of a dataclass, and the names that it may use."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
-    definition = next(iter(statements(owner)), None)
+    definition = next(iter(_statements(owner)), None)
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
     expression = fields[0].value if fields else None
@@ -188,8 +191,25 @@ def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
 def _assigned_expression(module: types.ModuleType, name: str) -> ast.expr | None:
     """Return the expression assigned to a top-level name, or None if the module assigns it never or repeatedly."""
     values = []
-    for statement in statements(module):
+    for statement in _statements(module):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             values.append(getattr(statement, "value", None))
     return values[0] if len(values) == 1 else None
+
+
+def _statements(thing: Any) -> list[ast.stmt]:
+    """Parse the source of a module, class or function; empty if it is not available."""
+    return _parse(thing) if isinstance(thing, types.ModuleType) else _parse_once(thing)
+
+
+def _parse(thing: Any) -> list[ast.stmt]:
+    try:
+        source = inspect.getsource(thing)
+        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+_parse_once = functools.lru_cache(maxsize=64)(_parse)
+"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

@@ -1,19 +1,25 @@
-"""Merging of the code's defaults into conf.yaml; the user's values and comments stay."""
+"""Merging of the code's defaults into the text of conf.yaml; the user's values and comments stay."""
 
-import contextlib
+import io
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import CommentMark
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+from ruamel.yaml.tokens import CommentToken
 
 from mlx_runtime.config.binding.nodes import Node
-from mlx_runtime.config.binding.text import quote_strings, remove_key
 from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import BindError
+from mlx_runtime.storage.documents import AMBIGUOUS, yaml_message
+from mlx_runtime.storage.local import read_regular
 
 NodeOfClass = Callable[[str, str], Node | None]
 """Returns the node of a user's `_target_`, given its path and key, or None if the class does not exist any more."""
@@ -24,15 +30,13 @@ class Changes:
     """The changes of a merge, by full keys.
 
     `updated` values had the former default and get the new one, `dropped` maps keys to removed values with comments,
-    and `kept` lists the user's values that differ from the default. `chosen` has the classes that the user has chosen,
-    by the full key of their nodes.
+    and `kept` lists the user's values that differ from the default.
     """
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if the file must change."""
@@ -52,15 +56,14 @@ class Changes:
 class Merge:
     """Updates the mappings of a file in place, so that comments stay where they are.
 
-    `former` contains the defaults at the last bind by full key; a value that still equals its former default follows
-    the code. `node_of_class` describes classes that only the file names; `changes` receives all changes. `chosen` has
-    the classes that the user had chosen at the last bind, by the full key of their nodes.
+    `former` contains the defaults of the code at the last bind by full key; a value that still equals its former
+    default follows the code. `node_of_class` describes classes that only the file names; `changes` receives all
+    changes.
     """
 
     former: Mapping[str, Any]
     node_of_class: NodeOfClass
     changes: Changes
-    chosen: Mapping[str, str] = field(default_factory=dict)
 
     def into(self, old: CommentedMap, new: Node, key: str = "") -> None:
         """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
@@ -71,7 +74,7 @@ class Merge:
             if name not in old:
                 old[name] = quote_strings(value)
                 self.changes.added.append(here)
-            elif _is_node(value) and isinstance(old[name], CommentedMap):
+            elif isinstance(value, dict) and "_target_" in value and isinstance(old[name], CommentedMap):
                 self._node(old[name], value, here)
             elif name != "_target_" and _differ(old[name], value):
                 if self._unedited(old[name], here):
@@ -102,19 +105,7 @@ class Merge:
         self.changes.kept.append(f"{key}._target_")
         if old.get("_partial_"):  # its caller passes the other arguments
             users = {name: value for name, value in users.items() if name in old}
-        self.changes.chosen[key] = path
-        before = self.chosen.get(key, self.former.get(f"{key}._target_", path))
-        former: Mapping[str, Any] = {}  # since the choice, all values are the user's
-        if before != path and not old.get("_partial_"):  # a partial has no defaults, only arguments
-            former = self._defaults_of(self.chosen[key], key) if key in self.chosen else self.former
-        others = Merge(former, self.node_of_class, self.changes, self.chosen)
-        others.into(old, users, key)
-
-    def _defaults_of(self, path: str, key: str) -> dict[str, Any]:
-        """Return the defaults of the class that the user had chosen before, by full key."""
-        with contextlib.suppress(BindError):
-            return {f"{key}.{name}": value for name, value in values_by_key(self.node_of_class(path, key)).items()}
-        return {}
+        Merge({}, self.node_of_class, self.changes).into(old, users, key)  # all values are the user's
 
     def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
         """Change the class of a node; arguments of both classes keep the user's value."""
@@ -138,5 +129,84 @@ def _differ(first: Any, second: Any) -> bool:
     return json.dumps(first, default=str) != json.dumps(second, default=str)
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, dict) and "_target_" in value
+def yaml_text(tree: Any) -> str:
+    """Write a tree as YAML."""
+    stream = io.StringIO()
+    _yaml().dump(quote_strings(tree), stream)
+    return stream.getvalue()
+
+
+def read_text(file: Path) -> str:
+    """Return the content of a file, or "" if it does not exist; raise BindError if it is not text."""
+    try:
+        return read_regular(file, BindError).decode()
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise BindError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def commented_map(text: str, title: object) -> CommentedMap:
+    """Read a mapping with its comments, its order and its quotes."""
+    try:
+        tree = _yaml().load(text)
+    except Exception as error:  # ruamel raises many types of exceptions, all with the same meaning
+        raise BindError(f"{title} is not valid YAML: {yaml_message(error)}") from error
+    if not isinstance(tree, CommentedMap):
+        raise BindError(f"{title} is not a mapping of groups; remove it and bind again")
+    return tree
+
+
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.width = 120
+    yaml.preserve_quotes = True
+    yaml.representer.add_representer(  # the default writes None as an empty value
+        type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    yaml.representer.add_representer(float, _write_float)
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    return yaml
+
+
+def _write_float(writer: Any, value: float) -> Any:
+    node = writer.represent_float(value)
+    node.value = re.sub(r"^(-?\d+)e", r"\1.0e", node.value)  # in YAML 1.1, 1e-08 is text
+    return node
+
+
+def quote_strings(value: Any) -> Any:
+    """Prepare a value for the writer: quote strings that YAML 1.1 or 1.2 would not read as strings."""
+    if isinstance(value, CommentedMap | CommentedSeq):
+        return value  # read from the file, or already prepared
+    if isinstance(value, dict):
+        return CommentedMap((quote_strings(name), quote_strings(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return [quote_strings(item) for item in value]
+    return DoubleQuotedScalarString(value) if isinstance(value, str) and AMBIGUOUS.match(value) else value
+
+
+def remove_key(mapping: CommentedMap, name: str) -> str:
+    """Remove a key and return the comment on its line. Comments below it belong to the next key, and stay."""
+    comments, slot = _comments_behind(mapping, name)
+    is_leaf = not isinstance(mapping[name], CommentedMap | CommentedSeq)
+    own, _, below = comments[slot].value.partition("\n") if comments[slot] is not None else ("", "", "")
+    above = list(mapping)[: list(mapping).index(name)]
+    if below.strip() and above:  # ruamel keeps comments with the value above them
+        comments, slot = _comments_behind(mapping, above[-1])
+        token = comments[slot]
+        before = token.value.rstrip("\n") if token is not None else ""
+        mark = token.start_mark if token is not None else CommentMark(0)
+        comments[slot] = CommentToken(f"{before}\n{below}", mark, None)
+    del mapping[name]
+    mapping.ca.items.pop(name, None)
+    return own.strip() if is_leaf else ""
+
+
+def _comments_behind(holder: Any, last: Any) -> tuple[list[Any], int]:
+    """Return the place of the comment behind a value in ruamel: the last leaf below its key."""
+    while isinstance(holder[last], CommentedMap | CommentedSeq) and holder[last]:
+        holder = holder[last]
+        last = list(holder)[-1] if isinstance(holder, CommentedMap) else len(holder) - 1
+    slot = 2 if isinstance(holder, CommentedMap) else 0
+    return holder.ca.items.setdefault(last, [None] * 4), slot

@@ -2,10 +2,9 @@
 `train: TrainDataset = TrainDataset()` and `net: PreTrainedModel = AutoModel.from_pretrained(...)`.
 
 `defer_loading`, which `src/__init__.py` calls, has the modules of `src` rewritten as they are compiled. A call `f(x)`
-that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
-`Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a declaration of such
-weights as an argument. Otherwise it calls `f`. A call with another one among its arguments, `f(g(x))`, becomes
-`__deferred__(f)(...)()`, which decides once they are known. The bodies of functions stay as they are.
+that Python executes during the import, such as one in a default, becomes `__deferred__(f)(x)()`. Once its arguments are
+known, that is a `Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a
+declaration of such weights as an argument. Otherwise it calls `f`. The bodies of functions stay as they are.
 """
 
 import ast
@@ -21,7 +20,6 @@ from typing import Any
 
 from mlx_runtime.importing import after_import
 
-_DECLARED = "__declared__"
 _DEFERRED = "__deferred__"
 
 
@@ -97,38 +95,26 @@ def returns_hf_dataset(function: Any) -> bool:
     return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
 
 
-def declare_callee(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Declaration in place of `callee` if it yields data or pretrained weights, otherwise `callee` itself.
-
-    The decision is made before Python evaluates the arguments.
-    """
-    global loads_weights
-    if is_pretrained(callee):
-        loads_weights = True
-        return functools.partial(_declare_pretrained, callee)
-    if is_data(callee):
-        return functools.partial(Declaration, callee)
-    may_load = loads_weights and _spreads(callee)
-    return functools.partial(declare_with_arguments, callee) if may_load else callee
-
-
 def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    """Return a function that takes the arguments and returns a function without arguments, for the final call.
+    """Return a function that takes the arguments of a call, and returns a function without arguments for the call.
 
-    Used if there are calls among the arguments, which must be evaluated before the decision. The module itself makes
-    the final call, so that warnings name it.
+    The result of the call is a Declaration if it would yield data or pretrained weights. The module itself makes the
+    call, so that warnings name it, and that `namedtuple` finds it.
     """
-    if is_pretrained(callee) or is_data(callee) or not _spreads(callee):
-        return functools.partial(functools.partial, declare_callee(callee))
-    return functools.partial(_call_or_declaration, callee)
+    if is_pretrained(callee):
+        return functools.partial(functools.partial, _declare_pretrained, callee)
+    if is_data(callee):
+        return functools.partial(functools.partial, Declaration, callee)
+    return functools.partial(_call_or_declaration if _spreads(callee) else functools.partial, callee)
 
 
-loads_weights = False
-"""True if a call that loads pretrained weights was declared in this process, so it may be an argument of others."""
+def declare_call(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a class or function, or declare the call."""
+    return defer_callee(callee)(*args, **kwargs)()
 
 
 def _spreads(callee: Any) -> bool:
-    """Return False for functions of the standard library, which may inspect the frame of their caller."""
+    """Return False for functions of the standard library, like `field`, which may hold declarations."""
     return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
 
 
@@ -176,11 +162,6 @@ def _declare_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any
     return Declaration(callee, *args, **kwargs)
 
 
-def declare_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a class or function, or declare the call if an argument or default is a declaration of weights."""
-    return _call_or_declaration(callee, *args, **kwargs)()
-
-
 def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     function = getattr(callee, "__init__", None) if isinstance(callee, type) else callee
     defaults = (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None))
@@ -213,20 +194,20 @@ def made_on_read(cls: type, context: Callable[[str], contextlib.AbstractContextM
     return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-class _Rewriter(ast.NodeTransformer):
-    """Rewrites the calls that Python executes during the import of a module, except those in annotations."""
+class CallRewriter(ast.NodeTransformer):
+    """Rewrites calls `f(x)` as `hook(f)(x)()`, except in annotations and, without `bodies`, in functions."""
+
+    def __init__(self, hook: str, *, bodies: bool) -> None:
+        self._hook, self._bodies = hook, bodies
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        arguments = [*node.args, *(item.value for item in node.keywords)]
-        nested = any(isinstance(part, ast.Call) for item in arguments for part in ast.walk(item))
-        rule = ast.Name(_DEFERRED if nested else _DECLARED, ast.Load())
-        node.func = ast.copy_location(ast.Call(rule, [node.func], []), node.func)
-        return ast.copy_location(ast.Call(node, [], []), node) if nested else node
+        node.func = ast.copy_location(ast.Call(ast.Name(self._hook, ast.Load()), [node.func], []), node.func)
+        return ast.copy_location(ast.Call(node, [], []), node)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        skipped = ("annotation", "returns", "body") if is_function else ("annotation",)
+        skipped = ("annotation", "returns", "body") if is_function and not self._bodies else ("annotation", "returns")
         kept = {name: vars(node).pop(name) for name in skipped if name in vars(node)}
         super().generic_visit(node)
         vars(node).update(kept)
@@ -242,11 +223,11 @@ class SourceLoader(SourceFileLoader):
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = ast.parse(data, path)
         if any(f"{self.name}.".startswith(f"{package}.") for package in _packages):
-            tree = ast.fix_missing_locations(_Rewriter().visit(tree))
+            tree = ast.fix_missing_locations(CallRewriter(_DEFERRED, bodies=False).visit(tree))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update({_DECLARED: declare_callee, _DEFERRED: defer_callee})
+        vars(module)[_DEFERRED] = defer_callee
         super().exec_module(module)
 
 

@@ -1,12 +1,10 @@
 """The parameters of constructors, and conversions of YAML values to their types, like a list to a tuple."""
 
-import ast
 import contextlib
 import dataclasses
 import enum
-import functools
 import inspect
-import textwrap
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +16,11 @@ from mlx_runtime.errors import BindError
 from mlx_runtime.sections import Section
 
 MISSING = inspect.Parameter.empty
+
+SCHEMA_TYPES: dict[Any, str] = {
+    **{bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"},
+    **{list: "array", tuple: "array", Sequence: "array", dict: "object"},
+}
 
 
 def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -141,14 +144,13 @@ def item_hint(hint: Any, kind: type, index: int = 0) -> Any:
     return arguments[index] if len(arguments) > index else arguments[0] if len(arguments) == 1 else Any
 
 
-def choices(hint: Any) -> list[Any]:
-    """Return the values that an annotation lists, as in `Literal["a", "b"] | None`."""
-    literals = [item for item in alternatives(hint) if typing.get_origin(item) is Literal]
-    return [value for item in literals for value in typing.get_args(item)]
-
-
 def convert(value: Any, hint: Any) -> Any:
-    """Convert a YAML value to an annotated type; TypeError if it does not fit."""
+    """Convert a YAML value to an annotated type; TypeError if it does not fit.
+
+    Nodes and `???` inside the value fit any type, because they are checked on their own.
+    """
+    if (isinstance(value, dict) and "_target_" in value) or (isinstance(value, str) and value == "???"):
+        return value
     if hint in (Any, MISSING, object) or isinstance(hint, typing.TypeVar):
         return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -203,6 +205,21 @@ def try_convert(value: Any, hint: Any) -> Any:
         return value
 
 
+def schema_type(hint: Any) -> dict[str, Any]:
+    """Return the JSON Schema of the values that `convert` accepts for a type; {} accepts anything."""
+    kinds = alternatives(hint)
+    if len(kinds) > 1:
+        choices = [schema_type(kind) for kind in kinds]
+        return {"anyOf": choices} if all(choices) else {}
+    origin = typing.get_origin(hint) or hint
+    if origin is Literal:
+        return {"enum": list(typing.get_args(hint))}
+    if isinstance(origin, type) and issubclass(origin, enum.Enum):
+        return {"enum": list(origin.__members__)}
+    plain = str if isinstance(origin, type) and issubclass(origin, Path) else origin
+    return {"type": SCHEMA_TYPES[plain]} if plain in SCHEMA_TYPES else {}
+
+
 def type_name(hint: Any) -> str:
     """Return a type as written in code."""
     if hint is type(None):
@@ -210,18 +227,13 @@ def type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
 
 
-def statements(thing: Any) -> list[ast.stmt]:
-    """Parse the source of a module, class or function; empty if it is not available."""
-    return _parse(thing) if isinstance(thing, types.ModuleType) else _parse_once(thing)
-
-
-def _parse(thing: Any) -> list[ast.stmt]:
-    try:
-        source = inspect.getsource(thing)
-        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
-    except (OSError, TypeError, SyntaxError):
-        return []
-
-
-_parse_once = functools.lru_cache(maxsize=64)(_parse)
-"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""
+def argument_texts(target: Any) -> dict[str, str]:
+    """Return the texts on arguments in the Args or Attributes sections of a class and its bases."""
+    texts: dict[str, str] = {}
+    sources = reversed(target.__mro__[:-1]) if isinstance(target, type) else [target]
+    for source in sources:
+        for owner in (source, vars(source).get("__init__") if isinstance(source, type) else None):
+            text = inspect.cleandoc(getattr(owner, "__doc__", None) or "")
+            found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.+(?:\n {8}.+)*)$", text, re.MULTILINE)
+            texts |= {name: " ".join(lines.split()) for name, lines in found}
+    return texts

@@ -87,14 +87,24 @@ def loaded_object_at(path: str) -> Any | None:
     raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
 
 
+def import_problem(path: str, error: Exception) -> str:
+    """Return why a path cannot be imported, with the cure."""
+    import difflib  # here, as `extras`, for errors only
+
+    from mlx_runtime.extras import cure
+
+    home, _, name = path.rpartition(".")
+    near = difflib.get_close_matches(name, vars(sys.modules[home]), n=1) if home in sys.modules else []
+    meant = f". Did you mean '{home}.{near[0]}'?" if near else ""
+    return "; ".join(filter(None, [f"cannot be imported: {str(error).splitlines()[-1]}", cure(error)])) + meant
+
+
 def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterable[str]) -> Any:
     """Return the class of a setting, given a word or an import path; ConfigError if it lacks a required method."""
     path, title = known.get(name, name), f"cfg.{setting}={name}"
     try:
         found = object_at(path)
     except (ImportError, AttributeError) as error:
-        from mlx_runtime.config.constructors.suggestions import import_problem
-
         raise ConfigError(f"{title} {import_problem(path, error)}") from error
     if missing := [item for item in needs if not callable(getattr(found, item, None))]:
         raise ConfigError(f"{title} has no method {missing[0]}, which every {setting} has")

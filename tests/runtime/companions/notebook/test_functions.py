@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import EXPERIMENTS, Mlx
@@ -33,9 +34,9 @@ from mlx_runtime import (
     world_size,
 )
 from mlx_runtime.companions.notebook import function_runs
+from mlx_runtime.companions.notebook.calls import override
 from mlx_runtime.companions.notebook.functions import takes_config
 from mlx_runtime.config.composition import parse_overrides
-from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.sections import Elastic
@@ -680,3 +681,18 @@ def test_a_run_that_has_succeeded_may_keep_no_checkpoint(python: Mlx, tmp_path: 
     assert found["succeeded"] == none
     assert found["failed"][:3] == ["FAILED", ["epoch_0003"], {"epoch": 2}]
     assert found["resumed"] == [[3], none]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float64(0.1), "0.1"),
+        (np.float32(0.5), "0.5"),
+        (np.int64(3), "3"),
+        (np.bool_(True), "true"),
+        ([np.int32(1)], "[1]"),
+    ],
+)
+def test_numbers_of_numpy_are_values_of_an_override(value: object, text: str) -> None:
+    assert override("a.b", value) == f"++a.b={text}"

@@ -10,10 +10,10 @@ import pytest
 
 from mlx_runtime.companions.hub.detection import find
 from mlx_runtime.companions.notebook.background import load_bound_config
+from mlx_runtime.companions.notebook.calls import override
 from mlx_runtime.companions.notebook.functions import FunctionExperiment
 from mlx_runtime.companions.notebook.scripts import load
 from mlx_runtime.companions.notebook.sources import FunctionModule, changed_names, execute
-from mlx_runtime.config.overrides import override
 from mlx_runtime.driver.request import Request
 from mlx_runtime.errors import ConfigError, UsageError
 
@@ -180,7 +180,7 @@ def f(): return pad_token, max_tokens, key, rows.sum().item(), path
         monkeypatch.delenv("MLX_VALUE_TOKEN")
         with pytest.raises(ConfigError) as caught:
             load_bound_config(FunctionExperiment, request, "f")
-        assert "cfg.variables.TOKEN: the environment has no MLX_VALUE_TOKEN; set it" in str(caught.value)
+        assert "Environment variable 'MLX_VALUE_TOKEN' not found" in str(caught.value)
         assert "\n" not in str(caught.value)
 
     def test_a_secret_that_does_not_fit_into_the_environment_is_refused(self) -> None:
