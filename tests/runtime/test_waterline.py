@@ -20,8 +20,7 @@ MAX_MODULES, MAX_LINES = 98, 15_860
 """Of a run in one process. The goal is 60 and 11,000; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (
-    *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
-    *("runs.queries", "runs.remote"),
+    *("config.binding", "config.pretrained", "distributed.messages", "extras", "runs.queries"),
     *("tracking.tables", "workers.local", "companions.notebook.links", "workers.fork_server", "workers.watchdog"),
     *("loop.replicas", "loop.weighting"),
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mlx_runtime.errors import MlxError
 
 if TYPE_CHECKING:
-    from mlx_runtime.runs.remote import RemoteReader
+    from mlx_runtime.runs.queries.reader import RemoteReader
 
 
 class Companion(NamedTuple):

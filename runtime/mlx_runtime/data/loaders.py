@@ -60,6 +60,13 @@ def reading_processes(loader: str) -> int:
     raise ConfigError(f"cfg.loader is {loader!r}; write auto, or workers=N for N reading processes per worker")
 
 
+def unused_prefetch(loader: str, prefetch: int | None) -> str | None:
+    """Return a line for the user if `cfg.prefetch_batches` has no effect."""
+    if not prefetch or reading_processes(loader):
+        return None
+    return "cfg.prefetch_batches has no effect without reading processes; start them with cfg.loader=workers=N"
+
+
 @dataclass(frozen=True)
 class LoaderOptions:
     """Settings of all loaders of a run."""

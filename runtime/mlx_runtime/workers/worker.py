@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mlx_runtime import companions
 from mlx_runtime.config.building import build_cfg
-from mlx_runtime.data.loaders import DatasetShards, reading_processes
+from mlx_runtime.data.loaders import DatasetShards, unused_prefetch
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
@@ -94,10 +94,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
                 sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
                 session.reporter.events.notice(strategy.notice)
-            if cfg.prefetch_batches and not reading_processes(cfg.loader):
-                session.reporter.events.notice(
-                    "cfg.prefetch_batches has no effect without reading processes; start them with cfg.loader=workers=N"
-                )
+            if (text := unused_prefetch(cfg.loader, cfg.prefetch_batches)) is not None:
+                session.reporter.events.notice(text)
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
             _run_loop(experiment, shards, job, stack, session)

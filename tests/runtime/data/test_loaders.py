@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.companions.prepared.store import PreparedSet
 from mlx_runtime.data.batches import DeviceCopies, check, move_tensors
-from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes
+from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes, unused_prefetch
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
 
@@ -338,6 +338,13 @@ def test_drop_last_leaves_only_full_batches() -> None:
 @pytest.mark.parametrize(("loader", "processes"), [("auto", 0), ("workers=0", 0), ("workers=3", 3)])
 def test_reading_processes(loader: str, processes: int) -> None:
     assert reading_processes(loader) == processes
+
+
+def test_reading_ahead_starts_no_process_and_says_so() -> None:
+    text = unused_prefetch("auto", 2)
+    assert text is not None
+    assert text.endswith("has no effect without reading processes; start them with cfg.loader=workers=N")
+    assert [unused_prefetch("workers=1", 2), unused_prefetch("auto", 0), unused_prefetch("auto", None)] == [None] * 3
 
 
 @pytest.mark.parametrize("loader", ["worker=3", "workers", "auto=2", "workers=-1"])

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
@@ -20,7 +20,6 @@ from mlx_runtime.runs.checkpoints.groups import State
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, read_errors
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.runs.remote import RemoteRun
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import is_uri, storage_at
 
@@ -258,6 +257,43 @@ def importable(folder: RunFolder, title: str, tree: Any, *, trust: bool) -> Any:
     if str(here) not in sys.path:
         sys.path.insert(0, str(here))
     return tree
+
+
+class RemoteRun(Protocol):
+    """A run in a repository, in the state in which it was found."""
+
+    @property
+    def listing_folder(self) -> RunFolder:
+        """A folder for listings that represents the run; it does not exist on this machine."""
+
+    @property
+    def held(self) -> bool:
+        """True if a driver may still write to the repository."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of its record; raise StorageError if it is damaged."""
+
+    def fetch(self) -> RunFolder:
+        """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
+
+    def fetch_checkpoint(self, name: str) -> None:
+        """Download all files of a checkpoint to the copy on this machine."""
+
+
+class RemoteReader(Protocol):
+    """The functions of a companion's module `remote`. They raise a UsageError if there is no such run or checkpoint."""
+
+    def find(self, uri: str) -> RemoteRun:
+        """Return the run in a repository."""
+
+    def fetch_checkpoint(self, uri: str) -> tuple[RunFolder, str]:
+        """Return a copy of a run on this machine, and the name of a checkpoint that is complete in the copy.
+
+        The URI names the run, for its latest checkpoint, or ends in `/checkpoints/NAME`.
+        """
+
+    def pin_checkpoint(self, uri: str) -> str:
+        """Download a checkpoint. Return a URI of its current state, so that all workers read the same."""
 
 
 class _RemoteRun(Run):
