@@ -52,11 +52,6 @@ def reading_processes(loader: str) -> int:
         return 0
     if name == "workers" and count.isdecimal():
         return int(count)
-    if name == "ray":
-        raise ConfigError(
-            f"cfg.loader={loader} is not supported; "
-            "use cfg.loader=workers=N, or prepare the datasets once: mlx train prepare"
-        )
     raise ConfigError(f"cfg.loader is {loader!r}; write auto, or workers=N for N reading processes per worker")
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -73,6 +74,8 @@ def test_attributes_of_tools_come_back_as_what_they_were(tmp_path: Path) -> None
     history, words = [values, (times,)], defaultdict(list, {"a": [1]})
     first = SimpleNamespace(whole=values, left_out=[values, values, object()], same=values, own=[values])
     first.own.append(first.own)
+    net = nn.Linear(2, 2)
+    first.best = deepcopy(nn.ModuleDict({"embedding": net, "head": net}).state_dict())  # tied weights stay tied
     first.pair, first.none = {"column": torch.ones(2, 2).T}, [torch.zeros(0), torch.zeros(0)]
     vars(first).update(history=history, recent=history, words=words, times=[times, np.int32(3), np.bool_(True)])
     state, left_out = state_of(SimpleNamespace(tool=first))
@@ -87,6 +90,7 @@ def test_attributes_of_tools_come_back_as_what_they_were(tmp_path: Path) -> None
     again.words["b"].append(3)
     assert again.same is again.whole is again.history[0]
     assert again.own[1] is again.own
+    assert again.best["head.weight"] is again.best["embedding.weight"]
     assert again.history[-1] == 2
     big = torch.arange(1e5)
     parts, _ = state_of(SimpleNamespace(tool=SimpleNamespace(first=big[:2], second=big[2:4])))

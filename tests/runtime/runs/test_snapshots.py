@@ -46,16 +46,8 @@ def test_what_git_tracks_or_would_add_is_uploaded(tmp_path: Path) -> None:
     not:  .git .venv runs .env *.log src/data/*.csv notes/private
     """
     put(tmp_path, "main.py", "src/a.py", "src/__pycache__/a.pyc", "src/data/keep.csv", "src/data/x.csv", "x.log")
-    put(
-        tmp_path,
-        ".venv/bin/python",
-        "runs/digits/run_001/run.json",
-        ".env",
-        "notes/b.txt",
-        "notes/private",
-        "tracked.log",
-    )
-    put(tmp_path / "sub", "module.py")
+    put(tmp_path, ".venv/bin/python", "runs/digits/run_001/run.json", ".env", "notes/b.txt", "notes/private")
+    put(tmp_path, "tracked.log", "sub/module.py")
     (tmp_path / ".gitignore").write_text("*.log\nsrc/data/*.csv\n!src/data/keep.csv\n")
     (tmp_path / ".rayignore").write_text("/notes/private\n")
     git(tmp_path, "init", "-q")

@@ -265,7 +265,7 @@ def _encoded(title: str, values: Mapping[str, Any]) -> tuple[State, list[str]]:
     """
     kept: State = {}
     left_out = []
-    numbers: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
     memory: dict[Any, list[range]] = {}
     for name, value in values.items():
         encoder = _Encoder(f"{title}.{name}", dict(numbers), {start: [*spans] for start, spans in memory.items()})
@@ -282,11 +282,11 @@ class _Encoder:
     """Encodes one attribute; see `_encoded`.
 
     Attributes:
-        numbers: Number of each list, dict and tensor so far, by its id.
+        numbers: Number of each list, dict and tensor so far, by its identity.
         memory: Addresses of the tensors so far, by the start of their memory.
     """
 
-    def __init__(self, title: str, numbers: dict[int, int], memory: dict[Any, list[range]]) -> None:
+    def __init__(self, title: str, numbers: dict[Any, int], memory: dict[Any, list[range]]) -> None:
         self._title, self.numbers, self.memory = title, numbers, memory
 
     def encode(self, value: Any, *, attribute: bool = False) -> Any:
@@ -294,9 +294,9 @@ class _Encoder:
         if _is_trained(value) and not attribute:
             raise TypeError  # an optimizer may hold it, and would not know another tensor
         if isinstance(value, list | dict | torch.Tensor):
-            if id(value) in self.numbers:
-                return {SPECIAL: ["same", self.numbers[id(value)]]}
-            self.numbers[id(value)] = len(self.numbers)
+            if (identity := _identity(value)) in self.numbers:
+                return {SPECIAL: ["same", self.numbers[identity]]}
+            self.numbers[identity] = len(self.numbers)
         if isinstance(value, torch.Tensor):
             self._refuse_overlap(value)
             return value.detach()
@@ -320,17 +320,30 @@ class _Encoder:
         )
 
     def _refuse_overlap(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided or is_sharded(tensor) or not tensor.numel():
+        if _address(tensor) == 0:
             return
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         own = range(tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
         others = self.memory.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), [])
-        if own.start and any(own.start < other.stop and other.start < own.stop for other in others):
+        if any(own.start < other.stop and other.start < own.stop for other in others):
             raise ConfigError(
                 f"{self._title} is a view of another tensor of the tool, which a checkpoint cannot restore; clone it, "
                 "or save it in a state_dict of the class"
             )
         others.append(own)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of the first element; 0 for sparse, sharded and empty tensors, and those without memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and not is_sharded(tensor) and tensor.numel() else 0
+
+
+def _identity(value: Any) -> Any:
+    """Return a key that is equal for the same list or dict, and for equal views of the same memory."""
+    if not isinstance(value, torch.Tensor) or _address(value) == 0:
+        return id(value)
+    signs = value.is_conj(), value.is_neg()  # of the elements, which are applied when these are read
+    return value.device, _address(value), value.dtype, value.shape, value.stride(), signs
 
 
 def decoded(saved: State, devices: Mapping[str, torch.device] = MappingProxyType({})) -> State:
