@@ -346,12 +346,9 @@ class TestLs:
         monkeypatch.setattr(listing, "SLOW_S", 5)
         assert listing.map_concurrently(read, [-1] * 9) == [first] * 9  # threads would only contend
 
-    @pytest.mark.parametrize(
-        ("arguments", "needed"),
-        [(["ls"], []), (["best", "digits"], []), (["ls", "--html", "page.html"], ["requests"])],  # by detect-secrets
-    )
+    @pytest.mark.parametrize("arguments", [["ls"], ["best", "digits"], ["ls", "--html", "page.html"]])
     def test_it_starts_without_heavy_imports(
-        self, trained: Path, environment: dict[str, str], arguments: list[str], needed: list[str]
+        self, trained: Path, environment: dict[str, str], arguments: list[str]
     ) -> None:
         script = (
             f"import sys\nfrom mlx_runtime.cli import mlx\nmlx({['xp', *arguments]}, standalone_mode=False)\n"
@@ -361,7 +358,7 @@ class TestLs:
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=trained, env=environment, capture_output=True, text=True, timeout=100
         )
-        assert done.stdout.splitlines()[-1] == str(needed), done.stderr
+        assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 class Dashboard(BaseHTTPRequestHandler):
