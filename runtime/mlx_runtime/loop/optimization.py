@@ -69,31 +69,29 @@ class Optimization:
     ) -> None:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         self._begin_backward()
-        others: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        if optimizer is not None:
-            _, own = self._optimizer(optimizer, f"backward(loss, optimizer={optimizer!r})")
-            others = self._set_aside(own)
+        others = {} if optimizer is None else self._set_aside(optimizer)
         checked, undo = self._weight_of(loss, weight)
         factor = self._factor(checked)
         if isinstance(factor, torch.Tensor) or factor != 1:
             loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
         undo()
-        for param, gradient in others:
+        for param, gradient in others.items():
             param.grad = gradient
 
-    def _set_aside(self, optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-        """Remove the gradients of the other optimizers. Return them with their parameters, to be restored later."""
+    def _set_aside(self, name: str) -> dict[nn.Parameter, torch.Tensor | None]:
+        """Remove the gradients of all optimizers but one. Return them by parameter, to be restored later."""
         if self.strategy.shards and self.accumulation.steps > 1:
             raise MlxError(
                 "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
                 "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
             )
-        own, optimizers = set(params_of(optimizer)), self._context.groups.optimizers.values()
+        own = set(params_of(self._optimizer(name, f"backward(loss, optimizer={name!r})")[1]))
+        optimizers = self._context.groups.optimizers.values()
         kept = {param: param.grad for item in optimizers for param in params_of(item) if param not in own}
         for param in kept:
             param.grad = None
-        return list(kept.items())
+        return kept
 
     def forward_backward(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
         """Add the gradients of a batch to those of the current update; see `BaseModule.forward_backward`."""
