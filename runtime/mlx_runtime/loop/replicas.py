@@ -1,11 +1,13 @@
 """Models and other objects of all workers: their buffers are copied from rank 0, and differences are reported."""
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from mlx_runtime.distributed import torch_private
 from mlx_runtime.distributed.collectives import broadcast, gather
@@ -48,6 +50,12 @@ def differences(groups: Groups) -> Iterator[str]:
             if name in others:
                 cure = "give all workers the same, or set per_worker = True in its class if each needs its own"
             yield f"self.{name} differs between workers, and only that of rank 0 is saved; {cure}"
+
+
+def has_unsharded_data() -> bool:
+    """Return True if this process has a `DataLoader` over all rows of a dataset, as its sampler shows, and no other."""
+    kinds = {kind for kind in map(type, gc.get_objects()) if issubclass(kind, Sampler)} - {BatchSampler}
+    return bool(kinds) and kinds <= {RandomSampler, SequentialSampler}
 
 
 def _sum(items: Iterable[torch.Tensor]) -> float:

@@ -331,15 +331,22 @@ class Session:
         if self.progress.global_step:
             self.step_done(self.progress.global_step)
         else:
-            self._warn_of_limits()
+            self._warn_of_own_data()
         self.passes.step_on_own_data()
         self._count_step()
 
-    def _warn_of_limits(self) -> None:
+    def _warn_of_own_data(self) -> None:
         for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
             if getattr(self.context.cfg.debug, name) is not None:
                 text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
                 self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
+        if self.replicated:
+            from mlx_runtime.loop import replicas
+
+            if replicas.has_unsharded_data():
+                text = "every worker trains on all rows of its own DataLoader; give each worker a part of them with "
+                text += "ray.train.torch.prepare_data_loader, or read them with self.generate_loaders"
+                self.reporter.events.send_once(WarningNotice(text))
 
     def _end_own_epoch(self) -> None:
         """Count an epoch as a step if it has no others."""

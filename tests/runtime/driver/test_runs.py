@@ -376,9 +376,16 @@ def test_a_model_that_each_worker_trains_on_its_own_is_named(mlx: Mlx, experimen
 def test_rows_that_the_workers_do_not_share_are_named(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     source = folder / "src" / "experiment.py"
+    own = """
+        for rows in torch.utils.data.DataLoader(torch.ones(8), batch_size=4):
+            self.models.third(rows[:, None]).sum().backward()
+            self.optimizers.sgd.step()
+        train, test, _ = self"""
+    edit(source, "\n        train, test, _ = self", own)
     edit(source, "return len(self.values)", 'return len(self.values) - 10 * int(__import__("os").environ["RANK"])')
     done = mlx(folder, "train", "run", "cfg.start_workers=2")
     assert done.returncode == 1
+    assert done.stdout.count("every worker trains on all rows of its own DataLoader; give each worker a part") == 1
     message = "error: datasets.train has 53 rows on rank 0, but 43 on rank 1; its __len__ must be the same on every"
     assert done.stderr.startswith(message)
 
