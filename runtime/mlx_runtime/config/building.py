@@ -11,6 +11,7 @@ from mlx_runtime.config.constructors import declarations
 from mlx_runtime.config.constructors.signatures import parameters, try_convert
 from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
+from mlx_runtime.sections import Section
 
 Tree = dict[str, Any]
 
@@ -112,6 +113,23 @@ def build_cfg(node: Tree, base: type) -> Any:
         if not hasattr(cfg, item.name):
             object.__setattr__(cfg, item.name, getattr(settings, item.name))
     return cfg
+
+
+def plain_settings(node: Tree, base: type) -> Any:
+    """Build the runtime's settings from the plain values of `cfg`, without the user's classes."""
+    values = {}
+    for item in parameters(base) or []:
+        name, hint = item.name, item.annotation
+        if isinstance(hint, type) and issubclass(hint, Section):
+            values[name] = plain_settings(node.get(name, {}), hint)
+        elif name in node and not _names_code(node[name]):
+            values[name] = try_convert(node[name], hint)
+    return base(**values)
+
+
+def _names_code(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))
 
 
 def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:

@@ -8,7 +8,7 @@ the values that they list. Those with a `_target_` replace the node; Hydra would
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,14 +22,13 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.config.building import Tree, build_cfg
+from mlx_runtime.config.building import Tree, build_cfg, plain_settings
 from mlx_runtime.config.checks import Checker, Problem
-from mlx_runtime.config.constructors.signatures import base_of, groups, parameters, try_convert
+from mlx_runtime.config.constructors.signatures import base_of, groups, parameters
 from mlx_runtime.config.constructors.targets import loaded_object_at
 from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
 from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import ConfigError, UsageError, short_message, suggest
-from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import ESCAPE, from_yaml, to_yaml
 from mlx_runtime.storage.local import read_regular
@@ -96,8 +95,9 @@ class Composition(NamedTuple):
 
     def override(self, key: str) -> str | None:
         """Return the override that set the value at a key, the node around it or its `_target_`, or a value in it."""
-        below = (text for name, text in self.overrides.items() if name.startswith(f"{key}."))
-        return _nearest(self.overrides, key) or next(below, None)
+        around = {name: f"{name.removesuffix('._target_')}." for name in self.overrides}
+        others = (name for name, top in around.items() if key.startswith(top) or name.startswith(f"{key}."))
+        return _nearest(self.overrides, key) or self.overrides.get(next(others, ""))
 
     def source(self, key: str) -> str:
         """Return the override or the file that a value comes from; `default` for a setting that none of them lists."""
@@ -124,7 +124,7 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
     problems = [*composition.problems]
     problems += [item for item in checker.check(tree, classes, base) if item.key not in reported]
     raise_if([_blame(item, composition) for item in problems], title)
-    cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
+    cfg = plain_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(composition.override, keys), ""), text) for text, keys in mentioned]
     raise_if([_blame(item, composition) for item in limits], title)
@@ -189,21 +189,13 @@ def read(
     implied = [] if storage is None else parse_overrides([storage_override(storage)])
     typed = parse_overrides([item for item in overrides if not item.startswith(OPTION)])
     left_out = _replace_classes(tree, typed)
-    keys, known, problems = values_by_key(tree), list[str](), list[Problem]()
+    keys = values_by_key(tree)
     files = dict.fromkeys(keys) | files
     by_variant = [key for key in keys if files[key] not in (None, path)]
     replaced = {*left_out, *(key.removesuffix("._target_") for key in by_variant if key.endswith("._target_"))}
-    for item in [*implied, *typed]:
-        key, line = item.key_or_group, str(item.input_line)
-        of_new_class = any(key.startswith(f"{node}.") for node in replaced)
-        if not (key in keys or of_new_class or line.startswith("+")):
-            cure = f"To add it: +{key}=..., or {commands(path)} bind if the code has it"
-            problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)} {cure}"))
-        elif not item.is_delete():
-            known.append(f"++{line.lstrip('+')}")
-        elif key in keys:
-            known.append(line)
-    set_by = {item.key_or_group.removesuffix("._target_"): str(item.input_line) for item in typed}
+    cure = f"To add it: +KEY=..., or {commands(path)} bind if the code has it"
+    known, problems = _split([*implied, *typed], keys, replaced, title, cure)
+    set_by = {item.key_or_group: str(item.input_line) for item in typed}
     try:
         ConfigStore.instance().store(SELECTED, tree)
         with initialize_config_dir(version_base=None, config_dir=str(path.parent.resolve())):
@@ -216,6 +208,25 @@ def read(
     except (HydraException, OmegaConfBaseException) as error:
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
         raise ConfigError(f"{'the overrides' if known else title}: {short_message(error)}{why}; {ESCAPE}") from error
+
+
+def _split(
+    overrides: Sequence[Override], keys: Mapping[str, Any], replaced: Iterable[str], title: object, cure: str
+) -> tuple[list[str], list[Problem]]:
+    """Return the overrides for Hydra, and the problems of others: keys that do not exist, and are not to be added.
+
+    Nodes whose class is `replaced` may get any key, because arguments of the new class are not in the file.
+    """
+    known, problems = [], []
+    for item in overrides:
+        key, line = item.key_or_group, str(item.input_line)
+        if not (key in keys or line.startswith("+") or any(key.startswith(f"{node}.") for node in replaced)):
+            problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)} {cure}"))
+        elif not item.is_delete():
+            known.append(f"++{line.lstrip('+')}")
+        elif key in keys:
+            known.append(line)
+    return known, problems
 
 
 def _yaml(file: Path, title: object) -> Tree:
@@ -320,20 +331,3 @@ def storage_override(root: str) -> str:
 def quote(value: Any) -> str:
     """Quote any string for an override, in which `${...}` is a reference."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
-
-
-def _own_settings(node: Tree, base: type) -> Any:
-    """Build the runtime's settings from the plain values of `cfg`, without the user's classes."""
-    values = {}
-    for item in parameters(base) or []:
-        name, hint = item.name, item.annotation
-        if isinstance(hint, type) and issubclass(hint, Section):
-            values[name] = _own_settings(node.get(name, {}), hint)
-        elif name in node and not _names_code(node[name]):
-            values[name] = try_convert(node[name], hint)
-    return base(**values)
-
-
-def _names_code(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))

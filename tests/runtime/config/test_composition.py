@@ -150,7 +150,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (
             ["cfg.num_epoch=3"],
             "there is no key 'cfg.num_epoch' in {conf}. Did you mean 'cfg.num_epochs'? "
-            "To add it: +cfg.num_epoch=..., or mlx train bind if the code has it",
+            "To add it: +KEY=..., or mlx train bind if the code has it",
         ),
         (["cfg.start_workers=-1"], "cfg.start_workers is -1; the minimum is 0"),
         (

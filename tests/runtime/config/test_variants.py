@@ -147,7 +147,8 @@ def test_an_unknown_name_is_refused(conf: Path, name: str, cure: str) -> None:
 
 def test_each_value_has_a_source(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_STORAGE", "/mnt/here")
-    typed = ["--variant=debug", "--variant=deep", "cfg.seed=3", "models.net.depth=50"]
+    same = f"models.spare._target_={HERE}.Net"
+    typed = ["--variant=debug", "--variant=deep", "cfg.seed=3", "models.net.depth=50", same]
     composed = read(conf, typed, settings_of(Experiment))
     debug, deep = (str(conf.parent / "variants" / f"{name}.yaml") for name in ("debug", "deep"))
     sources = {
@@ -158,7 +159,7 @@ def test_each_value_has_a_source(conf: Path, monkeypatch: pytest.MonkeyPatch) ->
         "cfg.elastic.max_failures": "default",
         "models.net._target_": deep,
         "models.net.depth": "models.net.depth=50",
-        "models.spare._target_": str(conf),
+        "models.spare._target_": same,
         "models.spare.width": debug,
     }
     assert {key: composed.source(key) for key in sources} == sources
