@@ -120,8 +120,8 @@ class TestTimeLeft:
         for epoch in range(1, 1 + RECENT_EPOCHS):
             left.epoch(ended(epoch, 60.0))
         assert left.text(step(20, epoch=10)) == "8 s left, 10 min in all"
-        assert left.text(step(20, epoch=19)) == "8 s left, 60 s in all"  # evaluation follows the pass
-        assert left.text(step(20, epoch=19, rate=1.0)) == "80 s left"
+        assert left.text(step(20, epoch=19)) == "8 s left, 1 min in all"  # evaluation follows the pass
+        assert left.text(step(20, epoch=19, rate=1.0)) == "1 min 20 s left"
 
     def test_what_comes_after_the_checkpoint_belongs_to_its_epoch(self) -> None:
         left = TimeLeft(3)
@@ -133,7 +133,7 @@ class TestTimeLeft:
     def test_without_the_number_of_epochs_only_the_pass_is_told(self) -> None:
         assert TimeLeft(None).text(step(20)) == "8 s left"
 
-    @pytest.mark.parametrize(("rate", "text"), [(1.0, "80 s"), (0.1, "13 min"), (0.01, "2.2 h")])
+    @pytest.mark.parametrize(("rate", "text"), [(1.0, "1 min 20 s"), (0.01, "2 h 13 min")])
     def test_units(self, rate: float, text: str) -> None:
         assert TimeLeft(None).text(step(20, rate=rate)) == f"{text} left"
 

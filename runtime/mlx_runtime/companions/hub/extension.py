@@ -66,5 +66,5 @@ def refuse_sweep(cfg: TrainConfig) -> None:
 
 
 def latest(cfg: dict[str, Any], root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
-    """Return the run to continue with `cfg.resume=auto`, downloaded if its mirror is ahead; see `restoring.latest`."""
+    """Return the run to continue with `--resume auto`, downloaded if its mirror is ahead; see `restoring.latest`."""
     return restoring.latest(str(cfg["hub"]["mirror"]), root, experiment)

@@ -561,7 +561,7 @@ class TestMirror:
     ) -> None:
         settings = (
             "cfg.hub.mirror=hf://alice/digits",
-            "cfg.resume=auto",
+            "--resume=auto",
             "cfg.secrets=[HF_TOKEN]",
             "cfg.start_workers=1",
         )
@@ -639,7 +639,7 @@ class TestALongRun:
         until(lambda: ray_cluster.get("/api/jobs/late-run_001")["status"] == "STOPPED")
 
     def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
-        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--resume", "run_002")
         assert done.returncode == 2
         assert "digits run_002 is being trained" in done.stderr
 
@@ -650,7 +650,7 @@ class TestALongRun:
         last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
         assert last.returncode == 143
         until(lambda: ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED")
-        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--resume", "run_002")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       digits-run_002.2" in done.stdout
         until(lambda: user.record("run_002").get("epoch", 0) > epoch)
