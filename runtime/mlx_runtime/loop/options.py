@@ -24,7 +24,7 @@ from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 
 ENGINES = {
-    "in_process": "mlx_runtime.workers.in_process.InProcess",
+    "in_process": "mlx_runtime.workers.worker.InProcess",
     "local": "mlx_runtime.workers.local.Local",
     "nodes": "mlx_runtime.companions.nodes.engine.Nodes",
     "ray": "mlx_runtime.companions.ray.engine.OnRay",

@@ -372,4 +372,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _format_value(value: Any) -> str:
-    return "nothing" if value is MISSING else redact(f"{value!r:.60}")
+    return "nothing" if value is MISSING else "null" if value is None else redact(f"{value!r:.60}")

@@ -15,7 +15,8 @@ from mlx_runtime.driver.driver import Driver
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.events import Event, Notice, WorkerConnected
 from mlx_runtime.sections import Elastic
-from mlx_runtime.workers.connections import Receiver, Remote
+from mlx_runtime.workers.connections import Remote
+from mlx_runtime.workers.receiver import Receiver
 
 pytestmark = pytest.mark.process
 

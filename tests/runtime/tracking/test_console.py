@@ -21,6 +21,7 @@ from mlx_runtime.events import (
     EpochEnded,
     Notice,
     PreparationProgress,
+    RunEnded,
     RunInfo,
     RunStarted,
     StepProgress,
@@ -243,6 +244,19 @@ def test_a_run_from_a_checkpoint_prints_the_changed_values_and_the_trained_param
     lines.handle(WorkersStarted("cpu", 1_000, 1, trained=10))
     assert "changed   optimizers.adam.lr: 0.1 → 0.2\n" in screen.getvalue()
     assert "1,000 parameters, 10 trained\n" in screen.getvalue()
+
+
+def test_a_quiet_run_prints_the_last_value_of_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no table of epochs."""
+    for quiet, shown in (("1", True), ("0", False)):
+        monkeypatch.setenv("MLX_QUIET", quiet)
+        screen = io.StringIO()
+        config = RunConfig({}, {}, TrainConfig(monitor=None))
+        plan = RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, Unremarkable), tmp_path)
+        lines = ConsoleLines(Display(screen, quiet=quiet == "1"), plan)
+        lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
+        lines.handle(RunEnded("SUCCEEDED", {"train/loss": 0.25}))
+        assert ("train/loss   0.2500" in screen.getvalue()) is shown, screen.getvalue()
 
 
 class Unremarkable:

@@ -24,8 +24,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, read_or_create
+from mlx_runtime.tracking.trackers import JSONL, ReportWriter, TensorBoard, flatten, read_or_create
 
 pytestmark = pytest.mark.pure
 

@@ -326,7 +326,7 @@ class TestTwoWorkers:
         assert process.wait(60) == 141
         lines = process.stderr.read().splitlines()
         assert lines[0] == ("standard output was closed; stopping with a checkpoint. Redirect it to a file to train on")
-        assert lines[-1].startswith("error: stopped; faults run_001 is marked STOPPED")
+        assert lines[-1].startswith("stopped; faults run_001 is marked STOPPED")
         assert len(lines) == 2
         self.check_stopped(folder)
 

@@ -7,7 +7,7 @@ from typing import Any
 from mlx_runtime.companions.hub import restoring
 from mlx_runtime.companions.hub.mirror import WITHOUT, Mirror
 from mlx_runtime.companions.hub.repository import UnreachableError
-from mlx_runtime.driver.extensions import AccompaniedRun, Listener
+from mlx_runtime.driver.planning import AccompaniedRun, Listener
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import CheckpointSaved, Event, Notice

@@ -1233,7 +1233,7 @@ def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
         assert first.returncode == 143
         assert f"{uri} was taken over by attempt 1" in shown
         assert "mlx xp push" not in shown
-        assert errors.startswith("error: stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
+        assert errors.startswith("stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
         assert server.commits("alice/faults")[-1].startswith("Release the claim of")
         done = mlx(two, *command, "cfg.num_epochs=2", "--resume=auto", **server.variables())
         assert "hf://alice/faults is complete" in done.stdout, done.stderr

@@ -218,7 +218,7 @@ def test_the_check_finds_everything_that_is_wrong_at_once(
         "capacity",
     }
     assert "No module named torch" in found["torch"]
-    assert "cfg.start_workers=50 needs 50 CPUs; the cluster has 5 CPUs" in found["capacity"]
+    assert "cfg.start_workers=50 needs 50 CPUs; the cluster has room for 5" in found["capacity"]
     assert re.search(r"WANDB_API_KEY is missing on \d+ of \d+ nodes?: [\d.]+", found["secrets"])
     failed = r"the nodes cannot form a process group: [\d.]+: .*Unable to find address for: eth9\. Set GLOO_SOCKET_"
     assert re.search(failed + r"IFNAME in cfg\.runtime_env\.env_vars .* open all TCP ports", found["gloo"])
