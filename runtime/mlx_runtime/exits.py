@@ -42,7 +42,8 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
 def _print_error(error: MlxError | OSError | KeyboardInterrupt) -> int:
     """Print an error, and return its exit code."""
     if isinstance(error, MlxError):
-        print(printable(f"error: {error}" if error.exit_code else str(error)), file=sys.stderr)
+        fails = error.exit_code and not isinstance(error, RunStopped)
+        print(printable(f"error: {error}" if fails else str(error)), file=sys.stderr)
         if error.hint:
             print(printable(error.hint), file=sys.stderr)
         return error.exit_code
@@ -55,18 +56,15 @@ def _print_error(error: MlxError | OSError | KeyboardInterrupt) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:  # a closed pipe means that the reader has read enough
             print(f"error: cannot write the output: {reason}", file=sys.stderr)
-        return 1
-    at = f": {error.filename}" if error.filename is not None else ""
-    print(f"error: {reason}{at} (MLX_DEBUG=1 shows where)", file=sys.stderr)
+    else:
+        at = f": {error.filename}" if error.filename is not None else ""
+        print(f"error: {reason}{at} (MLX_DEBUG=1 shows where)", file=sys.stderr)
     return 1
 
 
 @contextlib.contextmanager
 def _single_interrupt() -> Iterator[None]:
-    """Let Ctrl-C interrupt the block once, and ignore repeats while it cleans up.
-
-    Python drops an exception that is raised in a finalizer, like `__del__`; such an interrupt is sent again.
-    """
+    """Let Ctrl-C interrupt the block once, and ignore repeats while it cleans up."""
     main_thread = threading.current_thread() is threading.main_thread()
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # already active, or someone else handles Ctrl-C
@@ -79,20 +77,10 @@ def _single_interrupt() -> Iterator[None]:
             interrupted_at = time.monotonic()
             raise KeyboardInterrupt
 
-    def resend(dropped: "sys.UnraisableHookArgs") -> None:
-        nonlocal interrupted_at
-        if dropped.exc_type is KeyboardInterrupt:
-            interrupted_at = -math.inf
-            threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-        else:
-            report(dropped)
-
-    report, sys.unraisablehook = sys.unraisablehook, resend
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        sys.unraisablehook = report
         # Otherwise the process is exiting, which neither a repeated nor a late Ctrl-C may disturb.
         if interrupted_at == -math.inf and signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

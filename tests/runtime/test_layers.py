@@ -77,6 +77,7 @@ HOMES = {
     "botocore": {"companions.stores.object_store"},
     "click": {
         "cli",
+        "driver.arguments",
         "companions.kubernetes.commands",
         "companions.slurm.commands",
         *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),

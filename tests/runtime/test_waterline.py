@@ -21,7 +21,7 @@ MAX_MODULES, MAX_LINES = 98, 15_860
 
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "distributed.messages", "extras", "runs.queries"),
-    *("tracking.tables", "workers.local", "companions.notebook.links", "workers.fork_server", "workers.watchdog"),
+    *("workers.local", "companions.notebook.links", "workers.fork_server", "workers.deadlocks"),
     *("loop.replicas", "loop.weighting"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""

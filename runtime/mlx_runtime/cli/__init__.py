@@ -26,10 +26,6 @@ GROUPS = {
     "xp": "List, inspect and stop runs.",
 }
 
-PRINTING = {"best", "completion", "diff", "doctor", "logs", "ls", "show"}
-"""Commands that only print."""
-
-
 ENTRY_POINTS = "mlx_runtime.commands"
 """The entry point group with the commands of other packages."""
 
@@ -165,15 +161,12 @@ def completion(shell: str) -> None:
 
 def main() -> None:
     """Run the command line, even if standard streams are closed or the working directory was removed."""
-    without_stdout = sys.stdout is None
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Pipes receive each line immediately, and characters that the encoding lacks are escaped.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
     with clean_exit():
-        if without_stdout and not PRINTING.isdisjoint(sys.argv[1:3]):
-            raise UsageError("standard output is closed, and this command only prints")
         try:
             Path.cwd()
         except OSError as error:

@@ -11,6 +11,7 @@ from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import Kind, main_class
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.runs.folder import names_run
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
 )
 resume_option = click.option("--resume", is_flag=True, help="Keep the finished items of an interrupted job.")
-from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
+from_option = click.option("--from", "origin", metavar="RUN[@CHECKPOINT]", help="Start a new run like another.")
 
 
 class Group(click.Group):
@@ -93,7 +94,7 @@ def load_config(
     Further fields are those of `Request`. Rejects a run that is in use. Without torch, the code is not imported, and
     its job checks the config.
     """
-    from mlx_runtime.driver.request import Request, load_config
+    from mlx_runtime.driver.request import load_config
 
     if seen := find_spec("torch") is not None:
         projects.bind_first(kind, folder)

@@ -1,14 +1,15 @@
 """`mlx train`."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import names_run, refuse_empty
+from mlx_runtime.driver.arguments import OPTIONS, Request
+from mlx_runtime.runs.folder import names_run
 from mlx_runtime.runs.queries import lookup
 
 
@@ -44,40 +45,11 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
     click.echo(projects.show([*arguments, *commands.variant_words(variants)], as_json=as_json), nl=False)
 
 
-@group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
+@group.command(cls=_WithVariants, context_settings=commands.OVERRIDES, params=[*OPTIONS])
 @options.verbosity
-@click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that the code runs; keep nothing.")
-@click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")
-@click.option("--profile", is_flag=True, help="Profile a few training steps, and print the slowest operations.")
-@commands.prepare_option
-@click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of prepared datasets.")
-@click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN, or the latest run.")
-@commands.from_option
-@commands.variant_option
-@click.argument("overrides", nargs=-1)
-def run(
-    fast: bool,
-    overfit: int | None,
-    profile: bool,
-    make: bool,
-    never: bool,
-    resume: str | None,
-    origin: str | None,
-    variants: tuple[str, ...],
-    overrides: tuple[str, ...],
-) -> None:
+def run(**typed: Any) -> None:
     """Train on this machine. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
-    if make and (never or fast):
-        other = "--no-prepared" if never else "--fast-dev-run"
-        raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
-    refuse_empty({"--resume": resume, "--from": origin})
-    resume, overrides = commands.split_resume(resume, overrides)
-    from mlx_runtime.driver.request import Request
-
-    given = {"--prepare-batches": make, "--no-prepared": never, f"--overfit={overfit}": overfit, "--profile": profile}
-    implied = Request.parse([option for option, value in given.items() if value]).overrides
-    overrides += (*commands.variant_words(variants), *implied)
-    projects.run(AN_EXPERIMENT, overrides, resume=resume, origin=origin, fast=fast)
+    projects.run(AN_EXPERIMENT, Request.of(**typed))
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
@@ -95,4 +67,4 @@ def evaluate(which: str | None, variants: tuple[str, ...], arguments: tuple[str,
     named = [item for item in arguments[:1] if names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
     overrides = [*commands.variant_words(variants), *arguments[len(named) :]]
-    projects.run(AN_EXPERIMENT, overrides, origin=folder.location, checkpoint=checkpoint)
+    projects.run(AN_EXPERIMENT, Request(tuple(overrides), origin=folder.location, checkpoint=checkpoint))

@@ -67,7 +67,7 @@ def extensions_of(cfg: Mapping[str, Any]) -> list[Any]:
     """Return the modules `extension` of the companions enabled in the node `cfg`. Each has three functions:
 
     extension(config)                the `RunExtension` of a run that is about to begin; it may reject the run
-    latest(cfg, root, experiment)    with `cfg.resume=auto`, the run to continue or None, and lines for the user
+    latest(cfg, root, experiment)    with `--resume auto`, the run to continue or None, and lines for the user
     refuse_sweep(cfg)                raises a ConfigError if the runs of a sweep cannot have the setting
     """
     settings = {name: (cfg.get(name) or {}).get(item.setting) for name, item in COMPANIONS.items() if item.setting}

@@ -135,7 +135,8 @@ class ConsoleLines:
         config, run = self._plan.config, self._run
         assert run is not None
         names = [name for name in event.metrics if name.startswith("test") or name in self._logged]
-        names = list(event.metrics) if config.checkpoint is not None else names
+        if config.checkpoint is not None or Settings.read().quiet:  # there is no table of epochs
+            names = list(event.metrics)
         rows = {shorten(name): f"{event.metrics[name]:.4f}" for name in sorted(names)}
         if event.best and config.kept:
             path = split_options(event.best["path"])[0].removeprefix(f"{split_options(run.place)[0]}/")

@@ -1,27 +1,26 @@
 """The driver of one run: it claims the folder, starts the workers, follows their events, and records the outcome."""
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mlx_runtime import companions, events
 from mlx_runtime.config.constructors.targets import path_of
-from mlx_runtime.driver.extensions import AccompaniedRun, Extensions
-from mlx_runtime.driver.planning import RunPlan, may_be_prepared
+from mlx_runtime.driver.planning import AccompaniedRun, Listener, RunExtension, RunPlan, may_be_prepared
 from mlx_runtime.driver.run_recorder import RunRecorder, claim
-from mlx_runtime.errors import MlxError, StorageError, short_message
-from mlx_runtime.loop.channel import LOCATE, STOP, Inbox, NoWorkers
-from mlx_runtime.loop.job import Cluster, Job
+from mlx_runtime.errors import USER_ERRORS, MlxError, StorageError, located, short_message
+from mlx_runtime.loop.channel import LOCATE, STOP, Inbox
+from mlx_runtime.loop.job import Job
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners
-from mlx_runtime.workers.placement import errors_of
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.prepared.store import PreparedSet
-    from mlx_runtime.workers.watchdog import DeadlockDetector
+    from mlx_runtime.workers.deadlocks import DeadlockDetector
 
 SLOW_START_S = 2.0
 """Time after which a line says that workers are starting."""
@@ -51,7 +50,7 @@ class Driver:
     def __init__(
         self,
         plan: RunPlan,
-        listeners: Sequence[Callable[[events.Event], None]] = (),
+        listeners: Sequence[Listener] = (),
         *,
         control: StopRequests | None = None,
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -61,8 +60,9 @@ class Driver:
         self.stopped = False  # the run ends because of an interrupt
         self._plan, self._guard = plan, guard
         callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(events.Notice(text)))
-        self._listeners = (*listeners, callbacks.handle)
-        self._extensions = Extensions(plan.extensions)
+        self._listeners: list[Listener] = [*listeners, callbacks.handle]
+        self._emitting = threading.RLock()  # because without workers, another thread reports checkpoints
+        self._sent: deque[events.Event] = deque()  # by extensions, in any thread
         self._unread: deque[events.Event] = deque()
         self._stop_announced = self._interrupted = self._outage = False
 
@@ -98,9 +98,10 @@ class Driver:
             WorkerLostError: workers were lost more than `cfg.elastic.max_failures` times.
             HangError: the workers deadlocked.
         """
-        with contextlib.ExitStack() as guard:
+        with contextlib.ExitStack() as guard, contextlib.ExitStack() as extensions:
             record = claim(self._plan, lambda: guard.enter_context(self._guard()))
             recorder = self.recorder = RunRecorder(record, self._plan)
+            accompanied = AccompaniedRun(record, self.control.request, self._sent.append)
             try:
                 with (
                     self.control.watch(record.folder, record["attempt"]),
@@ -109,6 +110,8 @@ class Driver:
                 ):
                     guard.close()
                     try:
+                        for extension in self._plan.extensions:
+                            extensions.enter_context(self._accompany(extension, accompanied))
                         yield from self._train(recorder, stack)
                     except (StorageError, KeyboardInterrupt) as error:
                         if record.folder.uri:  # it may take a while
@@ -127,12 +130,48 @@ class Driver:
             else:
                 ended = self._record_end(recorder.succeed)
             finally:
-                self._extensions.exit(taken_over=self.control.taken_over, interrupted=self._interrupted)
+                accompanied.taken_over = self.control.taken_over
+                accompanied.interrupted = accompanied.interrupted or self._interrupted
+                extensions.close()
                 self._receive()
         self._emit(ended)
         yield from self._take_unread()
         if ended.error is not None and not isinstance(ended.error, Terminated):
             raise ended.error
+
+    @contextlib.contextmanager
+    def _accompany(self, extension: RunExtension, run: AccompaniedRun) -> Iterator[None]:
+        """Let an extension listen within the block. Its first exception is reported and ends that."""
+        listening: list[Listener] = []
+
+        def listen(event: events.Event) -> None:
+            for listener in listening:
+                with report():
+                    listener(event)
+
+        @contextlib.contextmanager
+        def report(*raised: type[BaseException]) -> Iterator[None]:
+            try:
+                yield
+            except USER_ERRORS as error:
+                if isinstance(error, raised):
+                    raise
+                listening.clear()
+                text = f"{type(extension).__name__} failed, the run continues without it: {located(error)}"
+                run.notify(events.WarningNotice(text))
+
+        entered = contextlib.ExitStack()
+        with report(MlxError):
+            listener = entered.enter_context(extension.accompany(run))
+            listening += [listener] if listener is not None else []
+        self._listeners.insert(0, listen)
+        yield
+        with report():
+            try:
+                entered.close()
+            except KeyboardInterrupt:  # exit the others, too, without waiting
+                run.interrupted = True
+        self._listeners.remove(listen)
 
     def _record_end(self, end: Callable[..., events.RunEnded], *arguments: Any) -> events.RunEnded:
         try:
@@ -146,7 +185,6 @@ class Driver:
     def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[events.Event]:
         """Prepare the datasets, start the workers, and follow them to the end."""
         plan, config, record = self._plan, self._plan.config, recorder.record
-        self._extensions.enter(AccompaniedRun(record, self.control.request))
         if not record.held:
             recorder.begin()
         folder, attempt = record.folder, record["attempt"]
@@ -157,7 +195,7 @@ class Driver:
         sets = self._prepare_datasets(stack)
         yield from self._take_unread()
         self.control.check()
-        with contextlib.closing(_inbox(plan.cluster)) as receiver:
+        with contextlib.closing(_inbox(plan)) as receiver:
             job = Job(
                 experiment=path_of(plan.experiment),
                 tree=config.tree,
@@ -200,9 +238,8 @@ class Driver:
         look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
-            with errors_of(self._plan.cluster.engine, "start"):
-                group = self._plan.engine.start(job, self._emit, self._stop_requested)
-                stack.callback(group.close)
+            group = self._plan.engine.start(job, self._emit, self._stop_requested)
+            stack.callback(group.close)
             try:
                 while group.poll():
                     for event in receiver.events(timeout_s=0.1):
@@ -239,7 +276,7 @@ class Driver:
                 raise
 
     def _deadlocks(self, receiver: Inbox) -> "DeadlockDetector":
-        from mlx_runtime.workers.watchdog import DeadlockDetector
+        from mlx_runtime.workers.deadlocks import DeadlockDetector
 
         detector = DeadlockDetector(lambda: receiver.broadcast(LOCATE), self._plan.config.cfg.elastic.hang_timeout_s)
         self.control.locate = detector.locate
@@ -262,28 +299,29 @@ class Driver:
 
     def _receive(self) -> None:
         """Emit the events of the run's extensions."""
-        for event in self._extensions.received():
-            self._emit(event)
+        for _ in range(len(self._sent)):  # events sent meanwhile are received by the next call
+            self._emit(self._sent.popleft())
 
     def _emit(self, event: events.Event) -> None:
-        if self.recorder is not None:
-            self.recorder.handle(event)
-        self._extensions.handle(event)
-        for listener in self._listeners:
-            listener(event)
-        outdated = self._unread and isinstance(self._unread[-1], events.StepProgress)
-        if outdated and isinstance(event, events.StepProgress):
-            self._unread.pop()  # nobody has read it yet
-        self._unread.append(event)
+        with self._emitting:
+            if self.recorder is not None:
+                self.recorder.handle(event)
+            for listener in list(self._listeners):
+                listener(event)
+            outdated = self._unread and isinstance(self._unread[-1], events.StepProgress)
+            if outdated and isinstance(event, events.StepProgress):
+                self._unread.pop()  # nobody has read it yet
+            self._unread.append(event)
 
     def _take_unread(self) -> Iterator[events.Event]:
         while self._unread:
             yield self._unread.popleft()
 
 
-def _inbox(cluster: Cluster) -> Inbox:
-    if cluster.in_driver:
-        return NoWorkers()
-    from mlx_runtime.workers.connections import Receiver
+def _inbox(plan: RunPlan) -> Inbox:
+    """Return the driver's end of the channel: that of the engine, or one for workers elsewhere."""
+    if (inbox := getattr(plan.engine, "inbox", None)) is not None:
+        return cast(Inbox, inbox())
+    from mlx_runtime.workers.receiver import Receiver  # here, because most runs have no such workers
 
-    return Receiver(cluster.host)
+    return Receiver(plan.cluster.host)

@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import resource
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,9 +17,9 @@ from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.data import batches
 from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.data.loaders import reading_processes
-from mlx_runtime.driver.extensions import RunExtension
 from mlx_runtime.driver.request import RunConfig, new_run
 from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.events import Event
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import TrainConfig
@@ -30,14 +29,44 @@ from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.workers.placement import engine_class, engine_for, errors_of
+from mlx_runtime.workers.placement import engine_class, engine_for
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.folds import Fold
     from mlx_runtime.workers.protocol import Engine
 
-OPEN_FILES = 48, 16
-"""Number of files that a driver has open: without workers, and per worker."""
+Listener = Callable[[Event], object]
+
+
+class RunExtension(Protocol):
+    """Accompanies a run. Companions provide one for a setting, and any object of `cfg.callbacks` can be one.
+
+    It is entered after the driver has claimed the run folder, before anything else is written, and exited after the
+    outcome is recorded, before it is announced. A `MlxError` on entering fails the run; all other exceptions are
+    reported, and the run continues without the extension.
+    """
+
+    def accompany(self, run: "AccompaniedRun") -> contextlib.AbstractContextManager[Listener | None]:
+        """Return a context manager. A function that it yields is called with the events of the run, one at a time."""
+
+
+@dataclass
+class AccompaniedRun:
+    """A run as seen by its extensions.
+
+    Attributes:
+        record: fields of `run.json`; `record.folder` is the folder of the run.
+        stop: called with a reason, ends the run after a checkpoint. May be called from any thread.
+        notify: sends an event, such as a `Notice`, to all listeners of the run. May be called from any thread.
+        taken_over: True at the end if another driver owns the run folder now: do not write to it.
+        interrupted: True at the end if the user pressed Ctrl-C: do not make them wait.
+    """
+
+    record: records.Record
+    stop: Callable[[str], object]
+    notify: Callable[[Event], object]
+    taken_over: bool = False
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,11 +92,7 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
         ConfigError: the workers do not fit, or `cfg.engine` cannot train them.
     """
     engine, why = engine_for(cfg)
-    with contextlib.ExitStack() as stack:
-        with errors_of(engine, "connect"):
-            cluster = stack.enter_context(engine_class(engine).connect(cfg, why))
-        if not isinstance(cluster, Cluster):
-            raise ConfigError(f"cfg.engine={engine} failed in connect: it yielded {cluster!r:.60} instead of a Cluster")
+    with engine_class(engine).connect(cfg, why) as cluster:
         yield dataclasses.replace(cluster, engine=engine)
 
 
@@ -81,9 +106,8 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         DatasetError: a dataset cannot be batched.
         ConfigError: the engine or the strategy cannot train this, the checkpoints of a run to resume are missing, or
             the rows of `datasets.train` cannot be split into folds.
-        UsageError: the experiment has no `eval_loop` for an evaluation, or the limit of open files is too low.
+        UsageError: the experiment has no `eval_loop` for an evaluation.
     """
-    refuse_too_few_files(config.cfg)
     if problems := selection.problems(config.cfg):
         raise ConfigError("\n".join(problems))
     if config.cfg.cross_validation.fold is not None:
@@ -142,14 +166,6 @@ def may_be_prepared(config: RunConfig) -> bool:
     return how == "make" or (how == "auto" and (is_uri(root) or Path(storage_at(root).path).is_dir()))
 
 
-def refuse_too_few_files(cfg: TrainConfig) -> None:
-    """Raise UsageError if the limit of open files is too low for a run, because it could fail anywhere."""
-    needed, (limit, _) = OPEN_FILES[0] + OPEN_FILES[1] * cfg.start_workers, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != limit < needed:
-        cure = f"run ulimit -n {max(1024, needed)} first"
-        raise UsageError(f"a process may open {limit} files here, and the run needs {needed}: {cure}")
-
-
 @contextlib.contextmanager
 def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
     """Yield a cluster that can read the datasets: an embedded Ray if the engine cannot read streams."""
@@ -175,8 +191,7 @@ def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.elastic.hang_timeout_s)  # of collectives, longer than deadlock detection
-    with errors_of(cluster.engine, "its constructor"):
-        engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
+    engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
     if (local := sys.modules.get("mlx_runtime.workers.local")) is not None:
         local.cool_down()  # the command may have started it needlessly
     return engine

@@ -1,6 +1,7 @@
 """The run that a command refers to: a new run, a run to resume, or a checkpoint to evaluate."""
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from mlx_runtime.config.constructors.signatures import settings_of
 from mlx_runtime.config.constructors.targets import names_repositories
 from mlx_runtime.config.interpolation import escape, parse_config, values_by_key
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.checkpoints.index import list_checkpoints
-from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, names_run, read_errors, refuse_empty
+from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, read_errors
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.redaction import LEFT_OUT
@@ -26,72 +28,13 @@ from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 if TYPE_CHECKING:
     from mlx_runtime.loop.resuming import Change
 
-FAST_DEV_RUN = "--fast-dev-run"
-
-OPTIONS = {"--run": "claimed", "--from": "origin", "--resume": "resume", "--eval": "checkpoint"}
-"""The field of a `Request` for each other option of main.py."""
-
-FLAGS = {
-    "--prepare-batches": "cfg.preparation.mode=make",
-    "--no-prepared": "cfg.preparation.mode=never",
-    "--profile": "++cfg.debug.profile=true",
-}
-VALUES = {"--overfit": "++cfg.debug.overfit_batches=", "--variant": "--variant="}
-"""Overrides for the other options of `mlx train run`, without and with a value. `++` adds a setting that an older
-conf.yaml lacks."""
+_CHECKPOINT = re.compile(r"latest|best|epoch_\d+(_step_\d+)?")
 
 FAST = (
     *("++cfg.debug.limit_batches=2", "cfg.start_epoch=0", "cfg.num_epochs=1"),
-    *("cfg.resume=null", "cfg.restore_checkpoint_path=null"),
+    "cfg.restore_checkpoint_path=null",
 )
 """Overrides implied by `--fast-dev-run`; those on the command line take precedence."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run to start, resume or evaluate. Runs are given by name, path or URI, or as `latest`."""
-
-    overrides: tuple[str, ...] = ()  # Hydra's, and `--variant=NAME`
-    resume: str | None = None  # run to resume
-    origin: str | None = None  # run whose conf.yaml a new run starts with, or whose checkpoint is evaluated
-    claimed: str | None = None  # run to start in its claimed folder, or to resume if it has begun
-    checkpoint: str | None = None  # path or URI of the checkpoint to evaluate
-    fast: bool = False  # apply `FAST`, and keep nothing
-
-    def __post_init__(self) -> None:
-        refuse_empty({option: getattr(self, name) for option, name in OPTIONS.items()})
-
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> "Request":
-        """Parse the options of `mlx train run`, and overrides.
-
-        The value of an option may be the next word. A missing run is `latest`.
-        """
-        fields, overrides = dict[str, Any](), list[str]()
-        for before, word in zip(["", *words], words, strict=False):
-            option, mark, value = word.partition("=")
-            if option in OPTIONS:
-                fields[OPTIONS[option]] = value if mark else "latest"
-            elif before in OPTIONS and names_run(word):
-                fields[OPTIONS[before]] = word
-            elif word in FLAGS or (option in VALUES and mark) or before in VALUES:
-                overrides.append(FLAGS.get(word) or VALUES[option if mark else before] + (value if mark else word))
-            elif word not in (FAST_DEV_RUN, *VALUES):
-                if word.startswith("--"):
-                    known = ", ".join([*OPTIONS, FAST_DEV_RUN, *FLAGS, *VALUES])
-                    raise UsageError(f"there is no option {word}; there are {known}, and overrides: key=value")
-                overrides.append(word)
-        return cls(tuple(overrides), **fields, fast=FAST_DEV_RUN in words)
-
-    @property
-    def words(self) -> list[str]:
-        """Arguments of main.py."""
-        options = [f"{option}={value}" for option, name in OPTIONS.items() if (value := getattr(self, name))]
-        return [*options, *[FAST_DEV_RUN] * self.fast, *self.overrides]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over these arguments, for a main.py that adds some: `[*overrides, "cfg.seed=1"]`."""
-        return iter(self.words)
 
 
 @dataclass(frozen=True)
@@ -119,13 +62,13 @@ class RunConfig(Config):
 
 
 class _Choice(NamedTuple):
-    """The run that the request and conf.yaml choose; `run`, `claimed` and `origin` are as in `RunConfig`."""
+    """The run that a request chooses; `run`, `claimed` and `origin` are as in `RunConfig`."""
 
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
+    typed: tuple[str, ...] = ()  # overrides that the user could have typed
     implied: tuple[str, ...] = ()  # overrides that follow from the choice
-    declared: bool = False  # chosen by `cfg.resume=auto` in conf.yaml, so conf.yaml applies to it, too
     notes: tuple[str, ...] = ()
 
 
@@ -141,11 +84,11 @@ def load_config(
 
     Args:
         experiment: class of the experiment.
-        overrides: Hydra's overrides, and options. `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN`
-            starts a new run. Both read the conf.yaml of that run. `--run=RUN` starts a run that was only claimed, or
-            else resumes it. `--fast-dev-run` means `FAST`, in temporary storage that is removed at the end.
-            `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`. `--variant=NAME` applies
-            `variants/NAME.yaml`. Commands pass all of these as one object.
+        overrides: Hydra's overrides, and options. `--resume=RUN` resumes a run; `--resume=auto` resumes the latest
+            one, or starts a new run if there is none. `--from=RUN` starts a new run, and `--from=RUN@CHECKPOINT` from a
+            checkpoint of that run. All of these read the conf.yaml of that run. `--fast-dev-run` means `FAST`, in
+            temporary storage that is removed at the end. `--variant=NAME` applies `variants/NAME.yaml`. Commands pass
+            all of these as one object.
         path: path of conf.yaml.
         look: run no code that is named only in conf.yaml. It is not imported, `cfg` has the runtime's class, without
             your own fields, and trackers and callbacks are not built.
@@ -162,20 +105,19 @@ def load_config(
     settings, checkpoint = settings_of(experiment), request.checkpoint
     composition = read(path, typed, settings, title)
     choice = choose_run(request, experiment, composition, look=look or request.fast)
-    implied, run = choice.implied, choice.run
+    typed, implied, run = (*typed, *choice.typed), choice.implied, choice.run
     if checkpoint is not None:
-        implied = (*implied, f"++cfg.restore_checkpoint_path={quote(escape(checkpoint))}", "++cfg.restore_strict=true")
+        implied = (*implied, start_from(checkpoint), "++cfg.restore_strict=true")
     if request.fast and run is not None:
-        raise UsageError(f"{FAST_DEV_RUN} keeps nothing, so it cannot resume a run; leave out --resume")
+        raise UsageError("--fast-dev-run keeps nothing, so it cannot resume a run; leave out --resume")
     changes: tuple[Change, ...] = ()
     source = run or choice.origin
     with _conf_of(source) as conf:
-        read_from = path if choice.declared or conf is None else conf
-        title = join_path(source.location, source.conf.name) if source and read_from is not path else title
-        if implied:
-            composition = read(read_from, [*typed, *implied], settings, title, path)
+        title = join_path(source.location, source.conf.name) if source else title
+        if choice.typed or implied:
+            composition = read(conf or path, [*typed, *implied], settings, title, path)
         config = check(experiment, composition, look=look)
-        if run is not None or choice.origin is not None:
+        if source is not None:
             _refuse_hidden(config)
         if run is not None and conf is not None:
             from mlx_runtime.loop import resuming
@@ -184,17 +126,14 @@ def load_config(
         if not look and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             pin_checkpoint(config)
         if not look and names_repositories(config.tree):
-            file = parse_config(read_from.read_text(encoding="utf-8"))
+            file = parse_config((conf or path).read_text(encoding="utf-8"))
             before = parse_config(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
             companions.part("hub.pins").pin_revisions(config.tree, config.unresolved, file, before)
         if run is not None:
             assert conf is not None
             another = new_run(run, config.cfg)
-            if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed
-                resuming.refuse_finished(run, conf, config.cfg, another, declared=True)
             changes = resuming.allowed_changes(run, conf, config, another)
-            if not choice.declared:
-                resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
+            resuming.refuse_finished(run, conf, config.cfg, another, named=request.resume not in ("auto", "latest"))
     notes = [
         f"note      ignoring {', '.join(names)} of {key} in {title or path}, set for the class that was replaced"
         for key, names in composition.left_out.items()
@@ -213,48 +152,57 @@ def load_config(
 
 
 def choose_run(request: Request, cls: type, composition: Composition, *, look: bool = False) -> _Choice:
-    """Choose the run by the request and `cfg.resume`, and download it if its mirror is ahead.
+    """Choose the run of a request, and download it if its mirror is ahead.
 
     The config is checked before a download. With `look`, mirrors are ignored.
     """
     composed = composition.tree.get("cfg")
     cfg = composed if isinstance(composed, dict) else {}  # its problems are reported later
     storage, experiment = str(cfg.get("storage_path", "runs")), str(cfg.get("name", "experiment"))
-    root, choice = storage_root(storage), _Choice()
-    claimed = named_run(request.claimed, root, experiment) if request.claimed else None
-    if claimed is not None and claimed.has_begun():
-        claimed = None
+    root, notes = storage_root(storage), list[str]()
     if request.origin and request.resume:
         raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
+    claimed = named_run(request.claimed, root, experiment) if request.claimed else None
+    if claimed is not None and claimed.has_begun():
+        return _Choice(run=claimed, implied=(storage_override(claimed.root),))
     if request.origin or claimed:
-        origin = None
-        if request.origin and is_remote(request.origin):
-            origin = reader_of(request.origin).find(request.origin).fetch()
-        elif request.origin:
-            origin = named_run(request.origin, root, experiment)
-        implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
-        return choice._replace(claimed=claimed, origin=origin, implied=implied)
-    name = request.resume or request.claimed or cfg.get("resume")
+        origin, typed = _origin(request.origin, root, experiment) if request.origin else (None, ())
+        return _Choice(None, claimed, origin, typed, (storage_override(claimed.root if claimed else storage),))
+    name = request.resume
     for companion in companions.extensions_of(cfg) if name == "auto" and not look else ():
         check(cls, composition, look=True)
         with sigterm_stops(StopRequests()):  # an interrupted download is removed
-            latest, notes = companion.latest(cfg, root, experiment)
-        choice = choice._replace(notes=(*choice.notes, *notes))
+            latest, lines = companion.latest(cfg, root, experiment)
+        notes += lines
         name = latest.name if latest is not None else name
     if name in ("auto", "latest"):
         runs = reversed(list_runs(root, experiment))
         begun = (run.name for run in runs if run.has_begun() and not run.in_sweep())  # others died at once
-        name = next(begun, "" if name == "auto" else name)
-    if not name or name is True:  # data jobs resume themselves
-        return choice
-    try:
-        run = named_run(str(name), root, experiment)
-    except UsageError as error:
-        if not request.resume and not request.claimed:
-            error.hint = "cfg.resume is auto (the latest run, or a new one if there is none), latest, or a run"
-        raise
-    declared = cfg.get("resume") == "auto" and not request.resume
-    return choice._replace(run=run, implied=(storage_override(run.root),), declared=declared)
+        name = next(begun, None if name == "auto" else name)
+    if name is None:
+        return _Choice(notes=tuple(notes))
+    run = named_run(name, root, experiment)
+    return _Choice(run, implied=(storage_override(run.root),), notes=tuple(notes))
+
+
+def _origin(text: str, root: str, experiment: str) -> tuple[RunFolder, tuple[str, ...]]:
+    """Return the run after `--from`, and the override for the checkpoint after its `@`."""
+    name, mark, which = text.rpartition("@")
+    remote = is_remote(text)
+    if not mark or "/" in which or (remote and not _CHECKPOINT.fullmatch(which)):  # `@` is for a revision
+        name, which = text, ""
+    run = reader_of(name).find(name).fetch() if remote else named_run(name, root, experiment)
+    if not which:
+        return run, ()
+    from mlx_runtime.runs.queries.lookup import find_checkpoint  # here, because other runs do not need it
+
+    folder = join_path(name, "checkpoints") if remote else str(run.checkpoints)
+    return run, (start_from(join_path(folder, find_checkpoint(run, which).name)),)
+
+
+def start_from(checkpoint: str) -> str:
+    """Return the override that starts a run from a checkpoint."""
+    return f"++cfg.restore_checkpoint_path={quote(escape(checkpoint))}"
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ import contextlib
 import errno
 import os
 import pdb
-import select
-import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -95,18 +93,6 @@ def fit(
         return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
 
 
-def _lost_reader(stream: TextIO) -> str:
-    """Return `pipe` or `terminal` if the reader of a stream is gone, otherwise an empty string."""
-    try:
-        descriptor = stream.fileno()
-        poll = select.poll()
-        poll.register(descriptor, 0)
-        gone = any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
-        return "" if not gone else "pipe" if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else "terminal"
-    except (OSError, ValueError):  # the stream has no descriptor, as in a notebook
-        return ""
-
-
 class _Terminal:
     """Adds the parts of a terminal to a driver: signals, a log, a display, and the next command to type."""
 
@@ -118,55 +104,51 @@ class _Terminal:
 
     def run(self) -> RunEnded:
         """Train, and return the last event of a run that succeeded."""
+        control = self.driver.control
         with self._stack:
             try:
-                with sigterm_stops(self.driver.control):
+                with sigterm_stops(control):
                     (ended,) = deque(self.driver.run(), maxlen=1)
             except KeyboardInterrupt as error:
                 if self.driver.recorder is None:
                     raise  # before there was a run to stop
-                code = self._exit_code if isinstance(error, Terminated) else 130
-                raise RunStopped(self._message(), code, self.driver.control.reason) from None
+                code = control.exit_code if isinstance(error, Terminated) else 130
+                raise RunStopped(self._message(), code, control.reason) from None
             except MlxError as error:
                 error.hint = error.hint or self._hint(error)
                 if self.driver.stopped:  # its end could not be recorded
-                    error.exit_code = self._exit_code if self.driver.control.reason else RunStopped.exit_code
+                    error.exit_code = control.exit_code if control.reason else RunStopped.exit_code
                 raise
             assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":
-                raise RunStopped(self._message(), self._exit_code, self.driver.control.reason)
+                raise RunStopped(self._message(), control.exit_code, control.reason)
             return ended
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._open(event.run)
-        self._follow_output()
         if self._lines is not None:
             try:
                 self._lines.handle(event)
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     raise
-                self._follow_output()
+                self._lose_output(stops=error.errno == errno.EPIPE and not hangup_ignored())
 
-    def _follow_output(self) -> None:
-        """Stop the run when its output pipe is closed, as SIGPIPE stops other commands.
+    def _lose_output(self, *, stops: bool) -> None:
+        """Write no more to an output that is closed. A closed pipe stops the run, as SIGPIPE stops other commands.
 
         A closed terminal sends SIGHUP instead, and a run that ignores that signal continues.
         """
-        for stream in (sys.__stderr__, sys.__stdout__):  # the message about the second goes to the first
-            if stream is not None and (closed := _lost_reader(stream)):
-                with Path(os.devnull).open("w") as nowhere:
-                    os.dup2(nowhere.fileno(), stream.fileno())
-                if closed == "pipe" and stream is sys.__stdout__ and not hangup_ignored():
-                    text = f"{OUTPUT_CLOSED}; stopping with a checkpoint. Redirect it to a file to train on"
-                    print(text, file=sys.stderr)
-                    self.driver.control.request(OUTPUT_CLOSED)
-
-    @property
-    def _exit_code(self) -> int:
-        self._follow_output()
-        return self.driver.control.exit_code
+        then = "stopping with a checkpoint. Redirect it to a file to train on" if stops else "training continues"
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            try:
+                print(f"{OUTPUT_CLOSED}; {then}", file=sys.stderr)
+            except OSError:
+                os.dup2(nowhere.fileno(), 2)
+        if stops:
+            self.driver.control.request(OUTPUT_CLOSED)
 
     def _open(self, run: RunInfo) -> None:
         """Open the log and the display."""

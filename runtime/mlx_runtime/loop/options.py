@@ -24,7 +24,7 @@ from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 
 ENGINES = {
-    "in_process": "mlx_runtime.workers.in_process.InProcess",
+    "in_process": "mlx_runtime.workers.worker.InProcess",
     "local": "mlx_runtime.workers.local.Local",
     "nodes": "mlx_runtime.companions.nodes.engine.Nodes",
     "ray": "mlx_runtime.companions.ray.engine.OnRay",
@@ -89,9 +89,6 @@ class TrainConfig(CheckedSettings):
 
     Attributes:
         name: experiment name, and folder of its runs in the storage.
-        resume: `auto` resumes the latest run of this name, does nothing if it has succeeded, and starts a new run if
-            there is none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one.
-            Runs of sweeps are never the latest, because a sweep has its own `--resume`.
         restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from, or the mirror of a run, like
             `hf://user/name` or `hf://user/name/checkpoints/epoch_0004`; None starts from scratch.
         restore_strict: everything must match that checkpoint; `false` loads only weights whose names and shapes match,
@@ -153,7 +150,6 @@ class TrainConfig(CheckedSettings):
     """
 
     name: str = "experiment"
-    resume: str | None = None
     restore_checkpoint_path: str | None = None
     restore_strict: bool = True
     start_epoch: int = at_least(0, 0)

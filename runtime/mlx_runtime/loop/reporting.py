@@ -11,7 +11,7 @@ from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Not
 from mlx_runtime.loop.channel import Sink
 from mlx_runtime.loop.context import RunContext
 from mlx_runtime.loop.passes import Pass
-from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.tracking.trackers import ReportWriter
 
 SECONDS_PER_EVENT = 0.1
 """Minimum time between two progress events of a worker."""

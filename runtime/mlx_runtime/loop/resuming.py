@@ -44,8 +44,8 @@ FIXED = {
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
 
-IGNORED = {"resume", "storage_path"}
-"""Settings that select a run and do not affect it."""
+IGNORED = {"storage_path"}
+"""Settings that locate a run and do not affect it."""
 
 START = IGNORED | {"name", "restore_checkpoint_path", "restore_strict", "start_epoch"}
 """Settings that every new run from a checkpoint may choose for itself."""
@@ -117,10 +117,10 @@ def check_stored(run: RunFolder, conf: Path) -> None:
             raise ValueError(f"cfg: {problem}")
 
 
-def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, *, declared: bool) -> None:
+def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, *, named: bool) -> None:
     """Refuse to resume a run that another driver is training, or a completed run without more epochs or steps.
 
-    A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
+    A pruned run resumes only if the user has `named` it.
     """
     try:
         record, before = drivers.refuse_living(run), parse_config(conf.read_bytes()).get("cfg", {})
@@ -146,9 +146,9 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
         further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
         raise RunFinished(
             f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
-            + ("resume=" if hasattr(cfg, "function") else "--resume and cfg.resume")
+            + ("resume=" if hasattr(cfg, "function") else "--resume")
         )
-    if declared and record.get("status") == "PRUNED":
+    if not named and record.get("status") == "PRUNED":
         title = f"{run.experiment} {run.name}"
         raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
 
@@ -372,4 +372,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _format_value(value: Any) -> str:
-    return "nothing" if value is MISSING else redact(f"{value!r:.60}")
+    return "nothing" if value is MISSING else "null" if value is None else redact(f"{value!r:.60}")

@@ -40,7 +40,7 @@ from mlx_runtime.loop.passes import Pass, PassTracker
 from mlx_runtime.loop.reporting import EventSender, Reporter
 from mlx_runtime.loop.stopping import LoopStopped, StopPoll
 from mlx_runtime.tracking.callbacks import hooks_in_workers
-from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.tracking.trackers import ReportWriter
 
 if TYPE_CHECKING:
     from mlx_runtime.loop.strategies.base import Strategy

@@ -21,7 +21,7 @@ Callbacks only, in every worker; `stage` is the name of the pass, like `train`:
 
 Callbacks only, in the driver:
 
-    accompany(run)                            a context manager around the run; see `training.extensions.RunExtension`
+    accompany(run)                            a context manager around the run; see `driver.planning.RunExtension`
 
 A tracker that writes files to the run folder lists them in an attribute `files`, a tuple of patterns like `*.csv`, so
 that they reach an object store. With `append_only = True`, they are truncated to the checkpoint before `on_rewind`.

@@ -2,14 +2,15 @@
 
 import sys
 import time
-from typing import TextIO
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from mlx_runtime.events import EpochEnded, Event, Notice, PreparationProgress, StepProgress, WarningNotice, WorkerOutput
-from mlx_runtime.tracking.epoch_table import EpochTable, duration, format_number
+from mlx_runtime.runs.tables import format_duration, format_number
 
 LINES_PER_EPOCH = 5
 """Maximum number of lines that a pass prints in a pipe."""
@@ -19,6 +20,12 @@ RECENT_EPOCHS = 5
 
 SECONDS_PER_LINE = 2.0
 """Minimum time between two lines of a pass in a pipe, so that short epochs print only their summary."""
+
+NUMBER = 8
+"""Width of a number in the table of epochs: `-0.1234`, `1.23e-05`."""
+
+WAITING_PCT, WAITING_S = 10, 1.0
+"""The table shows the time spent waiting for data from this percentage of an epoch, if it takes this long."""
 
 
 class _Screen(Console):
@@ -46,7 +53,9 @@ class Display:
         self._table = EpochTable()
         self._shown_once: set[str] = set()
         self._console = _Screen(file=stream, highlight=False, soft_wrap=True)
-        self._bars = _Bars(self._console)
+        self._draws_bars = self._console.is_terminal
+        self._bar: Progress | None = None  # below all lines, removed at the end
+        self._task = TaskID(0)
         self._stage: tuple[str, int] | None = None
         self._last_line = time.monotonic()
 
@@ -83,8 +92,8 @@ class Display:
             self._copy.show_progress(title, done, total, unit)
         if self._quiet:
             return
-        if self._bars.enabled:
-            self._bars.draw(title, done, total)
+        if self._draws_bars:
+            self._draw(title, done, total, TimeRemainingColumn())
             if done == total:
                 self.close()
         elif (stage := (title, 10 * done // total)) != self._stage and self._line_due():
@@ -94,20 +103,30 @@ class Display:
     def step_aside(self) -> bool:
         """Leave the terminal to a debugger: remove the bar, and print only lines from now on. Return True."""
         self.close()
-        self._bars.enabled = False
+        self._draws_bars = False
         return True
 
     def close(self) -> None:
         """Remove the bar."""
-        self._bars.close()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _draw(self, title: str, done: int, total: int, last: TextColumn | TimeRemainingColumn) -> None:
+        if self._bar is None:
+            self._bar = Progress(console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(title, total=total)
+        self._bar.columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), last)
+        self._bar.update(self._task, description=title, total=total, completed=done)
 
     def _output(self, event: WorkerOutput) -> None:
-        to_stderr = event.to_stderr and not self._bars.visible
+        to_stderr = event.to_stderr and self._bar is None
         logged = to_stderr and not sys.stderr.isatty()  # the driver's own log receives them through stderr
         if self._copy is not None and not logged:
             self._copy.handle(WorkerOutput(event.text, to_stderr=False))
-        if self._bars.visible:
-            self._bars.console.out(event.text, highlight=False)
+        if self._bar is not None:
+            self._bar.console.out(event.text, highlight=False)
         else:
             print(event.text, file=sys.stderr if to_stderr else self._console.file, flush=True)
 
@@ -115,8 +134,9 @@ class Display:
         if (stage := (event.stage, event.epoch)) != self._stage:
             self._stage, self._last_line = stage, time.monotonic()
         numbers = _numbers(event, self._time_left.text(event))
-        if self._bars.enabled:
-            self._bars.draw(f"epoch {event.epoch + 1} {event.stage}", event.step, event.steps, " | ".join(numbers))
+        if self._draws_bars:
+            text = TextColumn(" | ".join(numbers), markup=False)
+            self._draw(f"epoch {event.epoch + 1} {event.stage}", event.step, event.steps, text)
         elif event.step % max(1, event.steps // LINES_PER_EPOCH) == 0 and self._line_due():
             self._line(" | ".join([event.stage, f"{event.step}/{event.steps}", *numbers]))
 
@@ -135,41 +155,84 @@ class Display:
 
     def _line(self, text: str, style: str = "") -> None:
         # `style` of `print` itself would apply to the bar as well.
-        self._bars.console.print(Text(text, style=style) if style else text, markup=False)
+        console = self._bar.console if self._bar is not None else self._console
+        console.print(Text(text, style=style) if style else text, markup=False)
 
 
-class _Bars:
-    """The progress bar of a terminal, drawn below all lines and removed at the end."""
+class _Column(NamedTuple):
+    title: str
+    width: int
+    stage: str = ""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self.enabled = console.is_terminal
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
 
-    @property
-    def visible(self) -> bool:
-        return self._bar is not None
+class EpochTable:
+    """A table with one row per epoch as lines of text. A header appears only when the columns change."""
 
-    @property
-    def console(self) -> Console:
-        """The console, which prints lines above the bar."""
-        return self._bar.console if self._bar else self._console
+    def __init__(self) -> None:
+        self._names: list[str] = []  # metrics of the table, grouped by stage
+        self._seen: dict[str, None] = {}  # all metrics of earlier tables, too
+        self._request: tuple[tuple[str, ...], int | None, int, str] = ((), None, 0, "")
+        self._shown: list[str] = []  # metrics that the terminal has room for
+        self._unit = ""  # of the speed; empty without a column for it
+        self._columns: list[_Column] = []
 
-    def draw(self, title: str, done: int, total: int, note: str | None = None) -> None:
-        """Draw the bar with a note, by default rich's estimate of the remaining time."""
-        last = TimeRemainingColumn() if note is None else TextColumn("{task.fields[note]}")
-        if self._bar is None:
-            self._bar = Progress(console=self._console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(title, total=total, note=note)
-        self._bar.columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), last)
-        self._bar.update(self._task, description=title, total=total, completed=done, note=note)
+    def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
+        """Yield each line of an epoch, and True if it belongs to a header. `width` is the terminal's, or None."""
+        label = f"{event.epoch + 1}/{event.epochs}".removesuffix("/0")
+        if new := [name for name in event.values if name not in self._names]:
+            # What is recorded by itself, like the test metrics, gets its own columns, but not again and again.
+            names = [*(self._names if self._seen.keys() & event.values.keys() else ()), *new]
+            self._seen |= dict.fromkeys(names)
+            stages = list(dict.fromkeys(map(_stage, self._seen)))
+            self._names = sorted(names, key=lambda name: ("/" in name, stages.index(_stage(name))))
+        unit = next(iter(event.row_counts), "samples") if event.samples_per_s is not None else ""
+        request = (tuple(self._names), width, max(5, 2 * len(str(event.epochs)) + 1, len(label)), unit)
+        if request[:3] != self._request[:3] or unit not in ("", self._request[3]):
+            self._request = request
+            yield from self._header(*request)
+        seconds = f"{event.seconds:.1f} s" if event.seconds < 9.95 else format_duration(event.seconds, 1)
+        cells = [format_number(event.values.get(name)) for name in self._shown]
+        if self._unit:
+            speed = (event.samples_per_s or 0.0) * event.row_counts.get(self._unit, 1)
+            cells.append("" if event.samples_per_s is None else f"{speed:,.0f}")
+        waited = event.data_wait_pct or 0
+        note = f"  {waited:.0f} % waiting for data" if waited >= WAITING_PCT and event.seconds >= WAITING_S else ""
+        yield f"{self._row([label, *cells, seconds])}{note}", False
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def _header(self, names: Sequence[str], width: int | None, first: int, unit: str) -> Iterator[tuple[str, bool]]:
+        """Choose the columns. Without room for all, the speed is left out, then metrics but the first of each stage."""
+        self._shown, self._unit, left_out = list(names), unit, list[str]()
+        while True:
+            titles = [(name.partition("/")[2] or name, _stage(name)) for name in self._shown]
+            columns = [_Column(title, max(NUMBER, len(title)), stage) for title, stage in titles]
+            columns += [_Column(f"{self._unit}/s", max(9, len(self._unit) + 2))] if self._unit else []
+            self._columns = [_Column("epoch", first), *columns, _Column("time", 6)]
+            if width is None or sum(column.width + 1 for column in self._columns) <= width + 1 or len(self._shown) < 2:
+                break
+            if self._unit:
+                self._unit = ""
+                continue
+            leading = {_stage(name): name for name in reversed(self._shown)}.values()
+            left_out.append(next((name for name in self._shown if name not in leading), self._shown[-1]))
+            self._shown.remove(left_out[-1])
+        stages, end, before = "", 0, ""
+        for column in self._columns:
+            if column.stage not in ("", before):
+                stages = f"{stages:<{end}}{column.stage}"
+            end, before = end + column.width + 1, column.stage
+        yield from [(stages, True)] if stages else []
+        yield self._row([column.title for column in self._columns]), True
+        if left_out:
+            yield f"no room for {', '.join(left_out)}; metrics.jsonl has them", False
+
+    def _row(self, cells: Sequence[str]) -> str:
+        pairs = zip(cells, self._columns, strict=True)
+        return " ".join(f"{cell:>{column.width}}" for cell, column in pairs).rstrip()
+
+
+def _stage(name: str) -> str:
+    stage, slash, _ = name.partition("/")
+    return stage if slash else ""
 
 
 class TimeLeft:
@@ -193,7 +256,7 @@ class TimeLeft:
         if not event.rate:
             return ""
         of_pass = (event.steps - event.step) / event.rate
-        text = f"{duration(of_pass, tenths=False)} left"
+        text = f"{format_duration(of_pass)} left"
         if self._epochs is None or event.epoch in self._seconds:
             return text  # after the end of an epoch it is unknown whether another follows
         elapsed = present - self._epoch_started
@@ -203,7 +266,7 @@ class TimeLeft:
         more = self._epochs - event.epoch - 1
         if more <= 0 and of_epoch <= of_pass:
             return text
-        return f"{text}, {duration(of_epoch + more * of_one, tenths=False)} in all"
+        return f"{text}, {format_duration(of_epoch + more * of_one)} in all"
 
 
 def _numbers(event: StepProgress, left: str) -> list[str]:

@@ -1,17 +1,29 @@
-"""Trackers that write files: TensorBoard and JSONL. They run on rank 0 (see `callbacks`).
+"""Trackers that write files, TensorBoard and JSONL, and the writer that passes reports to all trackers, on rank 0.
 
 Independently of trackers, every run records all metrics in `metrics.jsonl` in its folder, for listings, reports and
 `open_run`.
 """
 
+import contextlib
+import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mlx_runtime.storage.local import open_regular, regular
-from mlx_runtime.tracking.callbacks import Report, RunInfo
+from mlx_runtime.errors import StorageError
+from mlx_runtime.events import RunEnded
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.documents import COUNT, from_json
+from mlx_runtime.storage.files import storage_at, storage_errors
+from mlx_runtime.storage.local import open_regular, regular, write_atomic
+from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 
 __all__ = ["JSONL", "TensorBoard"]
 
@@ -139,3 +151,166 @@ def read_or_create(file: Path, make: Callable[[], str]) -> str:
         file.write_text(make())
     with open_regular(str(file)) as stream:
         return stream.read().decode()
+
+
+class ReportWriter:
+    """Writer of a run's reports to metrics.jsonl and the trackers of `cfg.trackers`. Rank 0 only.
+
+    Args:
+        warn: called with a line about each tracker that fails.
+        forward: called with each report, for the driver; None if no callback needs reports.
+        host: address of this machine.
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        folder: RunFolder,
+        trackers: Mapping[str, Any],
+        warn: Callable[[str], None],
+        forward: Callable[[Report], None] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._run, self._folder, self._warn, self._forward = run, folder, warn, forward
+        self._record = JSONL(folder.metrics.name)
+        self.trackers = Listeners(trackers, "trackers", warn)
+        self._process = {"hostname": socket.gethostname(), "node_ip": host, "pid": os.getpid()}
+        self._reports = 0
+        self._started = self._reported = time.monotonic()  # the start is moved back by previous attempts
+        self._active = False
+
+    def start(self) -> None:
+        """Start trackers, before the first report."""
+        self._record.on_run_start(self._run)
+        self.trackers.call("on_run_start", self._run)
+        self._active = True
+
+    def report(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record metrics, like `{"train/loss": 0.3}`, at a global step, the x axis."""
+        present, moment = time.monotonic(), time.time()
+        self._reports += 1
+        facts = {
+            "training_iteration": self._reports,
+            "timestamp": round(moment, 3),
+            "date": datetime.datetime.fromtimestamp(moment, datetime.timezone.utc).isoformat(timespec="seconds"),
+            "time_this_iter_s": round(present - self._reported, 6),
+            "time_total_s": round(present - self._started, 6),
+            **self._process,
+        }
+        self._reported = present
+        report = Report(step, epoch, values, facts)
+        self._record.on_report(report)
+        self.trackers.handle(report)
+        if self._forward is not None:
+            self._forward(report)
+
+    def end(self, status: str, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
+        """End trackers; only the first call has an effect."""
+        if self._active:
+            self._active = False
+            self.trackers.handle(RunEnded(status, metrics, error=error))
+
+    @property
+    def tensorboard(self) -> Any:
+        """The torch SummaryWriter of this run, or None without a TensorBoard tracker."""
+        return next((item.writer for item in self.trackers if isinstance(item, TensorBoard)), None)
+
+    def push_for_checkpoint(self) -> None:
+        """Copy the files of trackers to the object store, before a checkpoint that refers to them becomes visible.
+
+        Raises:
+            StorageError: another driver has taken over the run, or the storage rejects a file.
+        """
+        if not self._owns_run():
+            raise StorageError(f"{self._folder.title} was taken over by another driver; this one stops writing")
+        self._folder.push(*self._files(append_only=False), must=True)
+
+    def _owns_run(self) -> bool:
+        return self._folder.attempts() <= self._run.attempt
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for checkpoints: the length of each append-only file in bytes, and counters."""
+        self.trackers.call("flush")
+        sizes = {file.name: file.stat().st_size for file in self._files(append_only=True)}
+        return {"sizes": sizes, "reports": self._reports, "seconds": time.monotonic() - self._started}
+
+    def rewind(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Discard rows written after a checkpoint, so that no step is recorded twice; without one, all rows."""
+        sizes = state["sizes"] if state else {}
+        self._reports = state["reports"] if state else 0
+        self._reported = time.monotonic()
+        self._started = self._reported - (state["seconds"] if state else 0.0)
+        files = self._files(append_only=True)
+        if files or sizes:
+            cut(self._folder, files, sizes, step, self._warn)
+        if self._active:
+            self._record.on_run_end("", {})
+            self._record.on_run_start(self._run)
+        self.trackers.call("on_rewind", step if state else 0)
+
+    def _files(self, *, append_only: bool) -> list[Path]:
+        """Return metrics.jsonl and the files of trackers, optionally only append-only ones."""
+        writers = [item for item in (self._record, *self.trackers) if not append_only or hasattr(item, "append_only")]
+        patterns = [pattern for item in writers for pattern in getattr(item, "files", ())]
+        return sorted({file for pattern in patterns for file in self._folder.path.glob(pattern) if file.is_file()})
+
+    def __enter__(self) -> "ReportWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.end("STOPPED" if isinstance(error, KeyboardInterrupt) else "FAILED", {}, error)
+        self._record.on_run_end("", {})
+        with contextlib.suppress(StorageError):
+            if self._folder.uri is not None and self._owns_run():
+                self._folder.push(*self._files(append_only=False))
+
+
+def cut(
+    folder: RunFolder, files: Iterable[Path], sizes: Mapping[str, int], step: int, warn: Callable[[str], object]
+) -> None:
+    """Truncate files to their sizes in a checkpoint at a global step, and remove those created after it.
+
+    Each is replaced by a new file, because a driver that was wrongly considered dead may still have the old one open.
+
+    Raises:
+        StorageError: the run folder cannot be written.
+    """
+    with storage_errors(f"cannot write {folder.path}"):
+        write_atomic(folder.metrics, _rows_until(folder, sizes.get(folder.metrics.name, 0), step, warn))
+        for file in files:
+            if file.name in sizes and file != folder.metrics:
+                with open_regular(str(file)) as lines:
+                    write_atomic(file, lines.read(sizes[file.name]))
+            elif file != folder.metrics:
+                file.unlink()
+                if folder.uri is not None:
+                    with contextlib.suppress(OSError, StorageError):
+                        storage_at(folder.uri).remove_file(file.name)
+
+
+def _rows_until(folder: RunFolder, size_bytes: int, step: int, warn: Callable[[str], object]) -> bytes:
+    """Return the rows of metrics.jsonl up to a checkpoint. If some are damaged, rename the file, and warn."""
+    file, content = folder.metrics, b""
+    with contextlib.suppress(OSError), open_regular(str(file)) as stream:
+        content = stream.read(size_bytes)
+    rows = [line for line in content.splitlines(keepends=True) if _is_row(line, step)]
+    kept = b"".join(rows)
+    if len(kept) < size_bytes:
+        aside = file.with_name(f"damaged_{file.name}_{uuid.uuid4().hex[:8]}")
+        try:
+            file.rename(aside)
+            warn(
+                f"{file.name} is damaged; it was renamed to {aside.name}, and its readable rows ({len(rows)}) are kept"
+            )
+        except FileNotFoundError:
+            warn(f"{file.name} is missing, so the metrics of earlier epochs are lost")
+    return kept
+
+
+def _is_row(line: bytes, step: int) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(from_json(line, {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))["step"] <= step)
+    return False

@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import queue
@@ -26,6 +25,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.workers.children import exit_reason, memory_kills, unsafe_to_fork
+from mlx_runtime.workers.connections import Pipes
 from mlx_runtime.workers.fork_server import ForkServer
 from mlx_runtime.workers.placement import changing_size, this_machine
 from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied
@@ -88,6 +88,7 @@ class Local:
         from mlx_runtime.loop.strategies.selection import strategy_class
 
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
+        self.pipes: Pipes | None = None
         self.server = take_server()
         self.server.preload(*strategy_class(cfg.strategy).preloads, *(RAY_TRAIN if "ray.train" in sys.modules else ()))
 
@@ -95,6 +96,11 @@ class Local:
     def notice(self) -> str | None:
         why = self.server.spawns
         return f"started as new interpreters, which takes longer than forking: {why}" if why else None
+
+    def inbox(self) -> Pipes:
+        """Return the driver's end of the pipes that workers inherit."""
+        self.pipes = Pipes()
+        return self.pipes
 
     def start(self, job: Any, handle: Handle, stop_asked: StopAsked) -> "LocalGroup":
         return LocalGroup(self, job, handle)
@@ -171,9 +177,11 @@ class LocalGroup(RestartingGroup):
         shared = WorkerJob(
             self._job, len(self._ranks), backend, engine.timeout_s, attempt.results, store, host, ranks.start
         )
-        streams = {rank: self._output.writers[rank] for rank in ranks}
         threads = engine.cfg.cpus_per_worker
-        start_workers(engine.server, shared, streams, attempt=self._number, threads=threads, name=name)
+        with contextlib.ExitStack() as inherited:
+            pipes = {rank: inherited.enter_context(engine.pipes.add()) for rank in ranks} if engine.pipes else {}
+            streams = {rank: [*self._output.writers[rank], *([pipes[rank]] if pipes else [])] for rank in ranks}
+            start_workers(engine.server, shared, streams, attempt=self._number, threads=threads, name=name)
 
     def _kill(self) -> None:
         left = ", ".join(map(str, self._killed()))
@@ -340,35 +348,11 @@ class _Reader:
             self._rest.append(rest)
 
 
-_LOCK = "owner.lock"
-"""File that the owner of a folder has locked; the lock ends with the owner, however that ends."""
-
-
 class Scratch:
-    """A folder that only this user can open, until `close`. Removes those with the same prefix whose owner is dead."""
+    """A folder that only this user can open, until `close`."""
 
     def __init__(self, prefix: str) -> None:
-        _remove_abandoned(prefix)
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        self.lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        if self.lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self.lock)
-            self.lock = -1
-
-
-def _remove_abandoned(prefix: str) -> None:
-    """Remove folders of this user without an owner. One without a lock is about to get one, and stays."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # it is locked, another user's, or gone
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+        shutil.rmtree(self.path, ignore_errors=True)

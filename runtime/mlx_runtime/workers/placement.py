@@ -1,12 +1,10 @@
 """The choice of an engine: in this process, on this machine, or on Ray, embedded or on an existing cluster."""
 
-import contextlib
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mlx_runtime.config.constructors.targets import named_class
-from mlx_runtime.errors import ConfigError, MlxError, located
+from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import ENGINES
 
@@ -27,17 +25,6 @@ def engine_class(name: str) -> "EngineClass":
     return found
 
 
-@contextlib.contextmanager
-def errors_of(engine: str, method: str) -> Iterator[None]:
-    """Report an exception in a method of an engine of another package in one line."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, MlxError) or "." not in engine:
-            raise
-        raise MlxError(f"cfg.engine={engine} failed in {method}: {located(error)}") from error
-
-
 def engine_for(cfg: "TrainConfig") -> tuple[str, str]:
     """Return the name of the engine to use, and the reason if it is not the default.
 
@@ -53,8 +40,7 @@ def engine_for(cfg: "TrainConfig") -> tuple[str, str]:
             )
         return "in_process", ""
     if cfg.engine != "auto":
-        with errors_of(cfg.engine, "refusal"):
-            reason = engine_class(cfg.engine).refusal(cfg, in_job=in_job)
+        reason = engine_class(cfg.engine).refusal(cfg, in_job=in_job)
         if reason:
             raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; use cfg.engine=auto")
         return cfg.engine, f"cfg.engine={cfg.engine}"
@@ -73,37 +59,20 @@ def changing_size(cfg: "TrainConfig") -> str | None:
     return f"{changing[0]} lets the number of workers change" if changing else None
 
 
-class Shortage(NamedTuple):
-    """The resources that the workers of a run lack, and a remedy; both without a final period."""
-
-    text: str
-    hint: str
-
-
-def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
-    """Return the resources that the smallest group of workers lacks, or None if it fits.
+def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> str | None:
+    """Return what the smallest group of workers lacks, and the cure, or None if it fits.
 
     Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores, within `WORKERS_PER_CORE`.
     """
-    holder = "the cluster" if cluster else "this machine"
-    name = "elastic.min_workers" if cfg.elastic.min_workers else "start_workers"
+    name = "cfg.elastic.min_workers" if cfg.elastic.min_workers else "cfg.start_workers"
     workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
-    if cluster and workers * cfg.cpus_per_worker > cpus:
-        text = f"cfg.{name}={workers} needs {workers * cfg.cpus_per_worker} CPUs; {holder} has {cpus:g} CPUs"
-        return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
-    if cfg.cpus_per_worker > cpus:
-        return Shortage(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {holder} has {cpus:g} cores", "Lower it")
-    if not cluster and workers > WORKERS_PER_CORE * cpus:
-        text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
-        return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
-    if cfg.use_gpu and workers * cfg.gpus_per_worker > gpus:
-        each = f"{cfg.gpus_per_worker} GPUs" if cfg.gpus_per_worker > 1 else "a GPU"
-        users = f"each of {workers} workers" if cfg.start_workers else "this process"
-        hint = "eave cfg.use_gpu at null to use what there is"
-        return Shortage(
-            f"cfg.use_gpu=true needs {each} for {users}; {holder} has {gpus:g}",
-            f"Lower cfg.{name}, or l{hint}" if cfg.start_workers > 1 else f"L{hint}",
-        )
+    where, cpus = ("the cluster", cpus) if cluster else ("this machine", cpus * WORKERS_PER_CORE)
+    for kind, each, room, cure in (
+        ("CPUs", cfg.cpus_per_worker, cpus, f"lower {name} or cfg.cpus_per_worker"),
+        ("GPUs", cfg.gpus_per_worker * bool(cfg.use_gpu), gpus, f"lower {name}, or leave cfg.use_gpu at null"),
+    ):
+        if workers * each > room:
+            return f"{name}={workers} needs {workers * each} {kind}; {where} has room for {room:g}; {cure}"
     return None
 
 
@@ -114,10 +83,9 @@ def uses_gpus(cfg: "TrainConfig", gpus: float) -> bool:
 
 
 def check_room(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> None:
-    """Raise a ConfigError if the smallest group of workers does not fit; see `shortage`."""
-    lacking = shortage(cfg, cpus, gpus, cluster=cluster)
-    if lacking:
-        raise ConfigError(f"{lacking.text}. {lacking.hint}")
+    """Raise a ConfigError if the smallest group of workers does not fit."""
+    if lacking := shortage(cfg, cpus, gpus, cluster=cluster):
+        raise ConfigError(lacking)
 
 
 def this_machine(cfg: "TrainConfig", why: str = "") -> Cluster:

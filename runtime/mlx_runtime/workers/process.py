@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
@@ -33,13 +34,13 @@ class WorkerJob:
     first_rank: int = 0  # lowest rank on this machine
 
 
-def run_worker(shared: WorkerJob, rank: int) -> int:
+def run_worker(shared: WorkerJob, rank: int, pipe: Any = None) -> int:
     """Train as one of the workers and store the result. Return the exit code.
 
     Pass it to `os._exit`: gloo's threads hold tensors and can abort an interpreter that is finalizing.
     """
     keep_groups_private(shared.host)
-    error = train_in_group(shared, rank)
+    error = train_in_group(shared, rank, pipe)
     part = shared.results / f"{rank}.part"
     part.write_bytes(pickle.dumps(error))
     part.replace(shared.results / str(rank))
@@ -48,7 +49,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
     return 0 if error is None else 1
 
 
-def train_in_group(shared: WorkerJob, rank: int) -> BaseException | None:
+def train_in_group(shared: WorkerJob, rank: int, pipe: Any = None) -> BaseException | None:
     """Join the process group and train. Return the error that ended the loop, if any."""
     error: BaseException | None = None
     try:
@@ -68,7 +69,7 @@ def train_in_group(shared: WorkerJob, rank: int) -> BaseException | None:
             timeout=datetime.timedelta(seconds=shared.timeout_s),
             device_id=topology.device if "nccl" in shared.backend else None,
         )
-        train_to(Remote(*shared.job.receiver, rank), shared.job, topology)
+        train_to(Remote(*shared.job.receiver, rank, pipe), shared.job, topology)
     except MlxError as caught:
         error = caught
     except KeyboardInterrupt as caught:  # raised by user code: signals do not raise it in workers

@@ -11,15 +11,12 @@ class Group(Protocol):
 
     def poll(self) -> bool:
         """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""
-        ...
 
     def waits_for(self) -> str | None:
         """Return the missing resources while workers cannot start, like `3 CPUs, 2 free`."""
-        ...
 
     def close(self) -> None:
         """Kill the remaining workers. Those of Ray end when Ray is shut down."""
-        ...
 
 
 class Engine(Protocol):
@@ -31,38 +28,22 @@ class Engine(Protocol):
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
         """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""
-        ...
 
     def close(self) -> None:
         """Release resources of the engine, such as a fork server."""
-        ...
 
 
 class EngineClass(Protocol):
-    """A class of engines, which `cfg.engine` names.
-
-    If it has an attribute `sweep_engine`, that runs the trials of sweeps: see `SweepEngineClass` in
-    `mlx_runtime.engines`.
-    """
+    """A class of engines, which `cfg.engine` names; see [the guide](../guides/extending.md#an-engine)."""
 
     def refusal(self, cfg: Any, *, in_job: bool) -> str | None:
-        """Return the reason why the engine cannot train with these settings, or None.
-
-        `in_job` is True in a job of a Ray cluster.
-
-        A static method, like `connect`.
-        """
-        ...
+        """Return the reason why the engine cannot train with these settings, or None. A static method."""
 
     def connect(self, cfg: Any, why: str) -> AbstractContextManager[Cluster]:
-        """Provide the machine or cluster on which workers start. `why` is the reason for the choice of the engine."""
-        ...
+        """Provide the machine or cluster on which workers start. A static method."""
 
-    def start(self, *args: Any) -> Group: ...
+    def start(self, *args: Any) -> Group:
+        """As in `Engine`."""
 
     def __call__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> Engine:
-        """Construct the engine for one run, in the main thread and before other threads are started.
-
-        Collectives should time out after `timeout_s`.
-        """
-        ...
+        """Construct the engine for one run. Collectives should time out after `timeout_s`."""

@@ -113,7 +113,7 @@ class StopRequests:
             if folder.STOP in names and self.reason != RunStopped.REQUESTED:
                 self.request(RunStopped.REQUESTED)
             if folder.LOCATE in names:
-                from mlx_runtime.workers.positions import answer_here
+                from mlx_runtime.workers.deadlocks import answer_here
 
                 with contextlib.suppress(Exception):  # an error must not end this thread
                     (self.locate or answer_here)(folder)

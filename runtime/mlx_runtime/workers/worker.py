@@ -1,4 +1,4 @@
-"""The work of one worker: build the experiment, apply the strategy, run the loop, and report the result."""
+"""A worker: join the process group, build the experiment, run its loop, and report the result to the driver."""
 
 import contextlib
 import errno
@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mlx_runtime import companions
 from mlx_runtime.config.building import build_cfg
+from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.data.loaders import DatasetShards, unused_prefetch
 from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
 from mlx_runtime.errors import (
     MlxError,
     StorageError,
     WorkerLoopError,
     WorkerLostError,
-    note,
     short_message,
     user_errors,
     user_traceback,
@@ -33,11 +34,11 @@ from mlx_runtime.errors import (
 from mlx_runtime.events import Event, LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
-from mlx_runtime.loop.channel import Direct, Sink, address_towards
+from mlx_runtime.loop.channel import Direct, NoWorkers, Sink, address_towards
 from mlx_runtime.loop.context import Groups, RunContext
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.experiment import BaseModule, attach
-from mlx_runtime.loop.job import Job
+from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
@@ -45,8 +46,10 @@ from mlx_runtime.loop.strategies.selection import strategy_of
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
+from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import join_path
-from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.tracking.trackers import ReportWriter
+from mlx_runtime.workers.placement import changing_size, this_machine
 
 if TYPE_CHECKING:
     from mlx_runtime.workers.connections import Remote
@@ -98,7 +101,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
                 session.reporter.events.notice(text)
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
-            _run_loop(experiment, shards, job, stack, session)
+            _run_loop(experiment, shards, job, stack)
             stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
             checks = hooks and not (stopped or cfg.compile or strategy.shards)
@@ -216,22 +219,13 @@ def ignore_breakpoints(send: Callable[[Event], None], why: str = NO_TERMINAL) ->
         sys.breakpointhook = lambda *_, **__: send(notice)
 
 
-def _run_loop(
-    experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack, session: Session
-) -> None:
+def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:
     """Run user code's loop, to its end or until the session leaves it."""
     streams = [shard.stream for shard in shards if shard.stream is not None]
     for stream in streams:
         stack.callback(stream.close)
-    try:
-        with contextlib.suppress(LoopStopped):
-            (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
-    except ValueError as error:  # as BatchNorm raises
-        item = session.passes.latest  # the error has ended its iteration
-        part = item.part if item is not None and item.training else None
-        if item and part and part.left and part.given and part.sizes[part.given - 1] == 1 < part.plan.batch_size:
-            note(error, f"in step {item.step} of datasets.{item.dataset}, which has one row; drop_last leaves it out")
-        raise
+    with contextlib.suppress(LoopStopped):
+        (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
     if streams:
         with contextlib.suppress(RuntimeError):  # another worker failed, and reports the error
             broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
@@ -252,7 +246,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
         observe(session)
     if not isinstance(sink, Direct):
-        from mlx_runtime.workers.watchdog import Watchdog  # imported here, because a single process cannot deadlock
+        from mlx_runtime.workers.deadlocks import Watchdog  # imported here, because a single process cannot deadlock
 
         watchdog = Watchdog(cfg.elastic.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
@@ -284,7 +278,9 @@ def _report_writer(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
 
 def _position(session: Session) -> WorkerPosition:
     topology, latest = session.context.topology, session.passes.latest
-    name, step = (latest.name, latest.step) if latest is not None else (None, 0)
+    name, step = (None, 0) if latest is None else (latest.name, latest.step)
+    if session.reads_no_loader and session.progress.global_step:
+        name, step = "update", session.progress.global_step
     return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
 
 
@@ -295,3 +291,44 @@ def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tup
     trained = sum(item.numel() for item in parameters if item.requires_grad)
     device = str(topology.device) if topology.device.type == "cpu" else torch.cuda.get_device_name(topology.device)
     return WorkersStarted(device, total, topology.world_size, sharded, trained)
+
+
+class InProcess:
+    """The engine for `cfg.start_workers=0`. It is also its own group, without workers: polling it trains."""
+
+    notice, inbox = None, NoWorkers
+
+    @staticmethod
+    def refusal(cfg: Any, *, in_job: bool) -> None:
+        return None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def connect(cfg: Any, why: str) -> Iterator[Cluster]:
+        here = this_machine(cfg, "in-process engine")
+        title = "0: training in this process"
+        if sizes := changing_size(cfg):
+            title += f"; {sizes.partition(' ')[0]} needs workers and has no effect"
+        yield replace(here, title=title, cpus=0, in_driver=True, reads_streams=True)
+
+    def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
+        self._cfg, self._variables = cfg, {} if cluster.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        self._stack = contextlib.ExitStack()
+
+    def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "InProcess":
+        if any(name not in job.prepared for name in stream_names(job.tree)):
+            self._stack.enter_context(companions.part("ray.start").start_ray(self._cfg))
+        self._train = partial(train_to, Direct(handle, stop_asked), job)
+        enter_ray_train(job)
+        return self
+
+    def poll(self) -> bool:
+        with environment(self._variables, replace=True):
+            self._train(Topology(0, 1, device_here()))
+        return False
+
+    def waits_for(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._stack.close()

@@ -59,7 +59,7 @@ def test_jobs_of_ray_end_as_stopped(address: str, asked: list[str], monkeypatch:
 @pytest.mark.parametrize(
     ("command", "code", "told"),
     [
-        ("mlx xp ls >&-", 2, "standard output is closed, and this command only prints"),
+        ("mlx xp ls >&-", 0, None),
         ("mlx xp ls >/dev/full", 1, "cannot write the output: No space left on device"),
         ("mlx --help >/dev/full", 1, "cannot write the output: No space left on device"),
         ("mlx xp ls --json | true; exit ${PIPESTATUS[0]}", 1, None),  # a reader that closes its pipe has what it wanted
@@ -96,21 +96,6 @@ def test_a_second_interrupt_disturbs_nothing_that_others_do_at_the_end() -> None
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (RunStopped.exit_code, "shut down\n")
     assert done.stderr == "error: interrupted\n"
-
-
-@pytest.mark.process
-def test_an_interrupt_of_a_finalizer_is_not_lost() -> None:
-    script = (
-        "import os, signal, time; from mlx_runtime.exits import clean_exit\n"
-        "class Group:\n"
-        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
-        "with clean_exit():\n"
-        "    Group()\n"
-        "    time.sleep(600)\n"
-        "    print('not interrupted')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (RunStopped.exit_code, "", "error: interrupted\n")
 
 
 @pytest.mark.process

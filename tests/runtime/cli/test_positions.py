@@ -11,7 +11,7 @@ from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import WorkerPosition
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.workers.positions import POSITIONS, answer_request
+from mlx_runtime.workers.deadlocks import POSITIONS, answer_request
 
 pytestmark = pytest.mark.pure
 

@@ -191,7 +191,7 @@ def test_settings_that_a_run_keeps(conf: Path) -> None:
         *("cfg.elastic.max_failures", "cfg.hub.timeout_s"),
     ]
     assert resuming.refusals(changes, TrainConfig) == [
-        "cfg.cross_validation.folds: None → 2 (it cannot change within a run)",
-        "cfg.cross_validation.fold: None → 0 (it cannot change within a run)",
-        "cfg.debug.limit_batches: None → 1 (it cannot change within a run)",
+        "cfg.cross_validation.folds: null → 2 (it cannot change within a run)",
+        "cfg.cross_validation.fold: null → 0 (it cannot change within a run)",
+        "cfg.debug.limit_batches: null → 1 (it cannot change within a run)",
     ]

@@ -15,7 +15,8 @@ from mlx_runtime.driver.driver import Driver
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.events import Event, Notice, WorkerConnected
 from mlx_runtime.sections import Elastic
-from mlx_runtime.workers.connections import Receiver, Remote
+from mlx_runtime.workers.connections import Remote
+from mlx_runtime.workers.receiver import Receiver
 
 pytestmark = pytest.mark.process
 
@@ -141,7 +142,7 @@ def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, ml
     found = drive("1", *here, verb="prune")
     assert (found["status"], found["errors"], found["record"]["status"]) == (["PRUNED"], [], "PRUNED")
     assert found["record"]["latest"]["epoch"] >= 1
-    again = mlx(digits, "train", "run", *here, "cfg.resume=auto")
+    again = mlx(digits, "train", "run", "--resume=auto", *here)
     assert (again.returncode, again.stdout) == (0, "loading   src/experiment.py\n")
     assert again.stderr == "digits run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
     named = drive("never", "--resume=run_001", "cfg.num_epochs=3")

@@ -28,7 +28,6 @@ def seen(folder: Path, workers: int) -> list[dict]:
 class TestFastDevRun:
     @pytest.mark.local
     def test_all_code_runs_on_two_workers_and_nothing_is_kept(self, digits: Path, mlx: Mlx) -> None:
-        edit(digits / "src" / "conf.yaml", "  trackers:", "  resume: auto\n  trackers:")
         before = sorted(digits.rglob("*"))
         scratch, ray = (
             Path(tempfile.mkdtemp(prefix="r", dir="/tmp")) for _ in range(2)

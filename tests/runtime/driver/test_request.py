@@ -10,10 +10,13 @@ from conftest import Mlx, edit
 from mlx_runtime import BaseModule
 from mlx_runtime.config import composition
 from mlx_runtime.driver import request
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.console_lines import resume_command
-from mlx_runtime.driver.request import FAST, Request
+from mlx_runtime.driver.request import FAST
 from mlx_runtime.errors import UsageError
 from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run
 
 
@@ -26,7 +29,7 @@ class Plain(BaseModule):
     ("line", "expected"),
     [
         ("", Request()),
-        ("cfg.seed=1 --variant=small", Request(("cfg.seed=1", "--variant=small"))),
+        ("cfg.seed=1 --variant=small", Request(("--variant=small", "cfg.seed=1"))),
         ("--resume", Request(resume="latest")),
         ("--resume run_003 cfg.seed=1", Request(("cfg.seed=1",), resume="run_003")),
         ("--resume cfg.seed=1 run_003", Request(("cfg.seed=1", "run_003"), resume="latest")),
@@ -34,7 +37,7 @@ class Plain(BaseModule):
         ("--from=digits/run_003 --eval=s3://a/b=c", Request(origin="digits/run_003", checkpoint="s3://a/b=c")),
         ("--variant small --overfit=2", Request(("--variant=small", "++cfg.debug.overfit_batches=2"))),
         ("--overfit 2 --profile", Request(("++cfg.debug.overfit_batches=2", "++cfg.debug.profile=true"))),
-        ("--prepare-batches cfg.seed=1", Request(("cfg.preparation.mode=make", "cfg.seed=1"))),
+        ("--prepare-batches cfg.seed=1", Request(("cfg.seed=1", "cfg.preparation.mode=make"))),
         ("~tools.x --run=/runs/a/run_001", Request(("~tools.x",), claimed="/runs/a/run_001")),
     ],
 )
@@ -58,7 +61,7 @@ def test_a_run_of_another_experiment_is_resumed_by_its_whole_name(
 
 @pytest.mark.pure
 def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
-    with pytest.raises(UsageError, match="there is no option --overfitt=2; there are --run, .*--profile, --overfit, "):
+    with pytest.raises(UsageError, match="there is no option --overfitt=2; there are --fast-dev-run, .*--from, "):
         Request.parse(["--overfitt=2"])
 
 
@@ -86,19 +89,35 @@ def test_conf_yaml_is_composed_once_for_a_new_run(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.pure
-def test_an_unknown_run_in_cfg_resume_is_answered_with_all_choices(tmp_path: Path) -> None:
+def test_resume_auto_starts_a_run_or_continues_the_latest_and_from_copies_its_config(tmp_path: Path) -> None:
     conf = tmp_path / "conf.yaml"
     conf.write_text(f"cfg: {{_target_: mlx_runtime.TrainConfig, name: plain, storage_path: {tmp_path}}}\n")
-    with pytest.raises(UsageError, match="no runs of 'plain'") as caught:
-        request.load_config(Plain, Request(("cfg.resume=maybe",)), conf)
-    assert "cfg.resume is auto (" in caught.value.hint
-    claim_run(str(tmp_path), "plain")
-    with pytest.raises(UsageError, match="plain has no run 'lates'. Did you mean 'latest'?") as caught:
-        request.load_config(Plain, Request(("cfg.resume=lates",)), conf)
-    assert ", latest, or " in caught.value.hint
-    with pytest.raises(UsageError, match="plain has no run 'maybe'. Available: latest, run_001.") as caught:
-        request.load_config(Plain, Request(resume="maybe"), conf)
-    assert not caught.value.hint  # --resume takes no auto
+
+    def load(**fields: str) -> request.RunConfig:
+        return request.load_config(Plain, Request(**fields), conf)
+
+    assert load(resume="auto").run is None
+    with pytest.raises(UsageError, match="no runs of 'plain'"):
+        load(resume="latest")
+    run = claim_run(str(tmp_path), "plain")
+    assert load(resume="auto").run is None, "it died before it began"
+    run.conf.write_text(conf.read_text().replace("name:", "seed: 7, name:"))
+    run.record.write_text('{"status": "STOPPED", "attempt": 1, "num_epochs": 10}')
+    resumed = load(resume="auto")
+    assert (resumed.run, resumed.cfg.seed) == (run, 7)
+    with pytest.raises(UsageError, match="plain has no run 'maybe'. Available: latest, run_001."):
+        load(resume="maybe")
+    copied = load(origin="run_001")
+    assert (copied.run, copied.cfg.seed, copied.cfg.restore_checkpoint_path) == (None, 7, None)
+    with pytest.raises(UsageError, match="plain/run_001 has no checkpoint yet"):
+        load(origin="run_001@best")
+    CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 10, {}))
+    checkpoint = Path(run.checkpoints, "epoch_0001")
+    started = load(origin="run_001@latest")
+    assert (started.run, started.cfg.seed, started.cfg.restore_checkpoint_path) == (None, 7, str(checkpoint))
+    assert started.overrides == (f"++cfg.restore_checkpoint_path='{checkpoint}'",), "a job needs it, too"
+    with pytest.raises(UsageError, match="has no checkpoint epoch_0009"):
+        load(origin="run_001@epoch_0009")
 
 
 @pytest.mark.process

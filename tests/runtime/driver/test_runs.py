@@ -215,7 +215,7 @@ def test_one_that_is_stopped_while_it_loads_says_so(start: Start, experiment: Ma
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (143, "error: stopped by SIGTERM before the run began\n")
+    assert (process.returncode, errors) == (143, "stopped by SIGTERM before the run began\n")
     assert not list(folder.glob("runs/*/*"))
 
 
@@ -239,8 +239,7 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert errors == (
-        "error: stopped; probe run_001 is marked STOPPED and keeps its checkpoints. "
-        "Resume: mlx train run --resume=run_001\n"
+        "stopped; probe run_001 is marked STOPPED and keeps its checkpoints. Resume: mlx train run --resume=run_001\n"
     )
     assert record(folder)["status"] == "STOPPED"
     deadline = time.monotonic() + 60
@@ -341,9 +340,7 @@ def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "cfg.use_gpu=true", f"cfg.start_workers={wanted}")
     assert done.returncode == 1
-    assert done.stderr.startswith(
-        f"error: cfg.use_gpu=true needs a GPU for each of {wanted} workers; this machine has "
-    )
+    assert done.stderr.startswith(f"error: cfg.start_workers={wanted} needs {wanted} GPUs; this machine has room for ")
 
 
 def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
@@ -388,15 +385,6 @@ def test_rows_that_the_workers_do_not_share_are_named(mlx: Mlx, experiment: Make
     assert done.stdout.count("every worker trains on all rows of its own DataLoader; give each worker a part") == 1
     message = "error: datasets.train has 53 rows on rank 0, but 43 on rank 1; its __len__ must be the same on every"
     assert done.stderr.startswith(message)
-
-
-def test_a_batch_of_one_row_is_named_if_its_step_fails(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    edit(folder / "src" / "experiment.py", "nn.Sequential(layer, act)", "nn.Sequential(nn.BatchNorm1d(1), layer, act)")
-    done = mlx(folder, "train", "run", *HERE, "datasets.train.rows=5", "datasets.train.batch_size=2")
-    assert done.returncode == 1
-    message = "in step 3 of datasets.train, which has one row; drop_last leaves it out"
-    assert done.stderr.splitlines()[0].endswith(f"({message}) (raised on rank 0)"), done.stderr
 
 
 def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
@@ -501,7 +489,7 @@ def test_one_that_is_stopped_before_its_first_checkpoint(start: Start, experimen
     process.send_signal(signal.SIGINT)  # there is no step after which it could stop
     _, errors = process.communicate(timeout=60)
     assert errors.endswith(
-        "error: stopped; probe run_001 is marked STOPPED and has no checkpoint yet. "
+        "stopped; probe run_001 is marked STOPPED and has no checkpoint yet. "
         "Start it over: mlx train run --resume=run_001\n"
     )
 

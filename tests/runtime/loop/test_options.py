@@ -1,13 +1,10 @@
 """Settings of `cfg` that contradict each other."""
 
-import resource
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 
-from mlx_runtime.driver import planning
-from mlx_runtime.errors import UsageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.sections import Elastic, Sharding
 
@@ -111,14 +108,3 @@ def test_numbers_that_no_record_can_hold_are_refused(name: str) -> None:
     (problem,) = TrainConfig.out_of_range(TrainConfig(**{name: 10**23}))
     assert problem == f"cfg.{name} is {10**23}; the maximum is {2**63 - 1}"
     assert TrainConfig.out_of_range(TrainConfig(**{name: 2**63 - 1})) == []
-
-
-def test_too_low_a_limit_of_open_files_is_refused() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (24, limits[1]))
-    try:
-        with pytest.raises(UsageError, match="may open 24 files here, and the run needs 80: run ulimit -n 1024 first"):
-            planning.refuse_too_few_files(TrainConfig(start_workers=2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    planning.refuse_too_few_files(TrainConfig(start_workers=2))

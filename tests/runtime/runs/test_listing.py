@@ -501,8 +501,8 @@ class TestDiff:
 
     def test_one_side_only(self, storage: str, made: Made) -> None:
         a, b = made(metrics={"x": 1.0, "y": 2.0}), made(metrics={"x": 1.0})
-        resumed = "cfg: {seed: 0, old: null, resume: run_001, storage_path: /mnt/runs}"
-        for folder, text in ((a, resumed), (b, "cfg: {seed: 0, new: {deep: 1}, resume: auto, storage_path: runs}")):
+        resumed = "cfg: {seed: 0, old: null, storage_path: /mnt/runs}"
+        for folder, text in ((a, resumed), (b, "cfg: {seed: 0, new: {deep: 1}, storage_path: runs}")):
             folder.conf.write_text(text)
             folder.push(folder.conf, must=True)
         found = difference.difference(a, b)

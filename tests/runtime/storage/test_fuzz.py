@@ -590,7 +590,6 @@ KEYS = (
         "cfg.num_epochs",
         "cfg.storage_path",
         "cfg.monitor",
-        "cfg.resume",
         "cfg.cross_validation.splitter",
     ),
     *("cfg.hub.mirror", "cfg.trackers", "cfg.mode", "cfg.gradient_clip", "models.net.bias", "models.net", "\ud800"),
@@ -664,9 +663,9 @@ def test_configs_to_train_with(storage: Path, tmp_path: Path) -> None:
 
 
 def test_configs_to_resume_with(storage: Path, tmp_path: Path) -> None:
-    """The conf.yaml of a run that `cfg.resume=auto` chooses, perhaps from a mirror."""
+    """The conf.yaml of a run that `--resume auto` chooses, perhaps from a mirror."""
     conf, net = tmp_path / "here/conf.yaml", "{_target_: torch.nn.Linear, in_features: 2, out_features: 2, bias: true}"
-    cfg = f"{{_target_: mlx_runtime.TrainConfig, name: digits, storage_path: {storage}, resume: auto}}"
+    cfg = f"{{_target_: mlx_runtime.TrainConfig, name: digits, storage_path: {storage}}}"
     conf.write_text(f"cfg: {cfg}\nmodels: {{_target_: {__name__}.Models, net: {net}}}\n")
     (storage / "digits/run_002/run.json").write_text(json.dumps(RECORD | {"status": "SUCCEEDED"}))
     odd = [f"cfg: {{num_epochs: {value}}}".encode() for value in ("x", "null", "[1]", "1e400", 10**23)]
@@ -674,7 +673,7 @@ def test_configs_to_resume_with(storage: Path, tmp_path: Path) -> None:
     def act(content: bytes) -> None:
         (storage / "digits/run_002/conf.yaml").write_bytes(content)
         with pytest.raises(MlxError) as caught:
-            load_config(Small, [], conf)
+            load_config(Small, ["--resume=auto"], conf)
         assert "\n" not in str(caught.value) or "cannot resume with other values" in str(caught.value)
 
     each(storage, [*(BROKEN_YAML if ALL else BROKEN_YAML[::4]), *odd], act)

@@ -21,6 +21,7 @@ from mlx_runtime.events import (
     EpochEnded,
     Notice,
     PreparationProgress,
+    RunEnded,
     RunInfo,
     RunStarted,
     StepProgress,
@@ -120,8 +121,8 @@ class TestTimeLeft:
         for epoch in range(1, 1 + RECENT_EPOCHS):
             left.epoch(ended(epoch, 60.0))
         assert left.text(step(20, epoch=10)) == "8 s left, 10 min in all"
-        assert left.text(step(20, epoch=19)) == "8 s left, 60 s in all"  # evaluation follows the pass
-        assert left.text(step(20, epoch=19, rate=1.0)) == "80 s left"
+        assert left.text(step(20, epoch=19)) == "8 s left, 1 min in all"  # evaluation follows the pass
+        assert left.text(step(20, epoch=19, rate=1.0)) == "1 min 20 s left"
 
     def test_what_comes_after_the_checkpoint_belongs_to_its_epoch(self) -> None:
         left = TimeLeft(3)
@@ -133,7 +134,7 @@ class TestTimeLeft:
     def test_without_the_number_of_epochs_only_the_pass_is_told(self) -> None:
         assert TimeLeft(None).text(step(20)) == "8 s left"
 
-    @pytest.mark.parametrize(("rate", "text"), [(1.0, "80 s"), (0.1, "13 min"), (0.01, "2.2 h")])
+    @pytest.mark.parametrize(("rate", "text"), [(1.0, "1 min 20 s"), (0.01, "2 h 13 min")])
     def test_units(self, rate: float, text: str) -> None:
         assert TimeLeft(None).text(step(20, rate=rate)) == f"{text} left"
 
@@ -243,6 +244,19 @@ def test_a_run_from_a_checkpoint_prints_the_changed_values_and_the_trained_param
     lines.handle(WorkersStarted("cpu", 1_000, 1, trained=10))
     assert "changed   optimizers.adam.lr: 0.1 → 0.2\n" in screen.getvalue()
     assert "1,000 parameters, 10 trained\n" in screen.getvalue()
+
+
+def test_a_quiet_run_prints_the_last_value_of_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no table of epochs."""
+    for quiet, shown in (("1", True), ("0", False)):
+        monkeypatch.setenv("MLX_QUIET", quiet)
+        screen = io.StringIO()
+        config = RunConfig({}, {}, TrainConfig(monitor=None))
+        plan = RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, Unremarkable), tmp_path)
+        lines = ConsoleLines(Display(screen, quiet=quiet == "1"), plan)
+        lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
+        lines.handle(RunEnded("SUCCEEDED", {"train/loss": 0.25}))
+        assert ("train/loss   0.2500" in screen.getvalue()) is shown, screen.getvalue()
 
 
 class Unremarkable:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mlx_runtime.companions.services.csv_file import CSV
 from mlx_runtime.companions.services.mlflow import MLflow
 from mlx_runtime.companions.services.weights_and_biases import WandB
 from mlx_runtime.companions.views.report import FACTS
@@ -23,9 +24,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.tracking.tables import CSV
-from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, read_or_create
+from mlx_runtime.tracking.trackers import JSONL, ReportWriter, TensorBoard, flatten, read_or_create
 
 pytestmark = pytest.mark.pure
 

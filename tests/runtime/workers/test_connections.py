@@ -1,4 +1,4 @@
-"""The driver receives the events of workers, whatever else connects and sends to its port."""
+"""The driver receives the events of workers, over pipes and over a port to which anybody may send anything."""
 
 import socket
 import struct
@@ -15,7 +15,9 @@ from faults import wait_for
 from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
 from mlx_runtime.loop.channel import STOP
 from mlx_runtime.workers import connections
-from mlx_runtime.workers.connections import Receiver, Remote
+from mlx_runtime.workers import receiver as receiving
+from mlx_runtime.workers.connections import Pipes, Remote
+from mlx_runtime.workers.receiver import Receiver
 
 pytestmark = pytest.mark.pure
 
@@ -79,7 +81,7 @@ def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callab
 
 
 def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(receiving, "HANDSHAKE_S", 0.2)
     receiver = Receiver("127.0.0.1")
     strangers = [silent(receiver), half_a_message(receiver)]
     for connection in strangers:
@@ -90,7 +92,7 @@ def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_strangers_make_room_for_a_worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_PENDING", 5)
+    monkeypatch.setattr(receiving, "MAX_PENDING", 5)
     before = threading.active_count()
     strangers = [silent(receiver) for _ in range(40)]
     Remote(receiver.address, receiver.key, rank=3)
@@ -132,8 +134,8 @@ def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkey
         answer_challenge(connection, key)
         time.sleep(delay_s)  # the other end is connected now, and sends
 
-    monkeypatch.setattr(connections, "answer_challenge", answer)
-    monkeypatch.setattr(connections, "HANDSHAKE_S", 600.0)
+    monkeypatch.setattr(receiving, "answer_challenge", answer)
+    monkeypatch.setattr(receiving, "HANDSHAKE_S", 600.0)
     stranger = silent(receiver)
     with Client(receiver.address, authkey=receiver.key) as connection:
         for step in range(1000):
@@ -203,5 +205,19 @@ def test_a_worker_that_closes_its_end_is_not_waited_for(receiver: Receiver) -> N
     time.sleep(0.1)  # until that thread waits again; otherwise this test shows nothing
     worker.close()
     (reader,) = receiver.readers
+    reader.join(PATIENCE_S)
+    assert not reader.is_alive()
+
+
+def test_a_worker_inherits_a_pipe() -> None:
+    pipes = Pipes()
+    theirs = pipes.add()
+    worker = Remote(pipes.address, pipes.key, 3, theirs)
+    worker.send(Notice("here"))
+    assert [next(pipes.events(PATIENCE_S)), next(pipes.events(PATIENCE_S))] == [WorkerConnected(3), Notice("here")]
+    pipes.broadcast(STOP)
+    wait_for(worker.stop_asked, PATIENCE_S)
+    worker.close()
+    (reader,) = pipes.readers
     reader.join(PATIENCE_S)
     assert not reader.is_alive()

@@ -181,7 +181,7 @@ def test_a_killed_driver_goes_on_where_it_was(
 def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
-    here = ("cfg.start_workers=0", "cfg.resume=auto")
+    here = ("--resume=auto", "cfg.start_workers=0")
     assert mlx(folder, "train", "run", *here, "cfg.num_epochs=1").returncode == 0  # the first one with this name
     again = mlx(folder, "train", "run", *here, "cfg.num_epochs=1")
     assert again.returncode == 0
@@ -326,7 +326,7 @@ class TestTwoWorkers:
         assert process.wait(60) == 141
         lines = process.stderr.read().splitlines()
         assert lines[0] == ("standard output was closed; stopping with a checkpoint. Redirect it to a file to train on")
-        assert lines[-1].startswith("error: stopped; faults run_001 is marked STOPPED")
+        assert lines[-1].startswith("stopped; faults run_001 is marked STOPPED")
         assert len(lines) == 2
         self.check_stopped(folder)
 

@@ -12,7 +12,7 @@ from mlx_runtime.runs.queries.listing import Row
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.storage.leases import holder
-from mlx_runtime.workers.positions import ANSWER_S, read_answer
+from mlx_runtime.workers.deadlocks import ANSWER_S, read_answer
 
 POLL_S = 0.2
 LIMIT_S = 15.0  # for an answer; three times as long in an object store, where the driver looks every 10 s

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
@@ -187,23 +188,18 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
         yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
-def run(kind: Kind, overrides: Sequence[str], **fields: Any) -> None:
-    """Call `main` of the `main.py` in the working directory.
-
-    Its argument is a `Request` with these overrides and further fields.
-    """
+def run(kind: Kind, request: Request) -> None:
+    """Call `main` of the `main.py` in the working directory."""
     with _stopped_early() if kind == AN_EXPERIMENT else contextlib.nullcontext():
-        folder, _ = load(kind, overrides, "run")  # explains import errors better than main.py would
+        folder, _ = load(kind, request.overrides, "run")  # explains import errors better than main.py would
         main = folder / "main.py"
         if not main.is_file():
             raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-        from mlx_runtime.driver.request import Request
-
         sys.path.insert(0, str(folder))
         function = runpy.run_path(str(main), run_name="main").get("main")
         if not callable(function):
             raise UsageError(f"{main} has no function main(overrides); write one like that of a new {kind.title}")
-        function(Request(tuple(overrides), **fields))
+        function(request)
 
 
 @contextlib.contextmanager
@@ -255,7 +251,9 @@ def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
     if not isinstance(group, click.Group) or context is None:  # called from Python
         return None
     for command in group.list_commands(context):
-        if (other := group.get_command(context, command)) and any(name in item.opts for item in other.params):
+        if (other := group.get_command(context, command)) and any(
+            name in item.opts for item in other.params if not getattr(item, "hidden", False)
+        ):
             return f"it belongs to: {kind.command} {command} {name}"
     from mlx_runtime.loop.options import TrainConfig
 

@@ -11,7 +11,7 @@ from mlx_runtime.errors import printable
 from mlx_runtime.runs.checkpoints.index import position
 from mlx_runtime.runs.tables import format_number
 
-_NOT_REPEATED = ("cfg.hub.mirror=", "cfg.resume=", "cfg.storage_path=", "--resume")
+_NOT_REPEATED = ("cfg.hub.mirror=", "cfg.storage_path=", "--resume")
 
 ROWS = 100
 """Maximum number of trials in the card of a sweep; its page lists all."""

@@ -7,7 +7,7 @@ from typing import Any
 from mlx_runtime.companions.hub import restoring
 from mlx_runtime.companions.hub.mirror import WITHOUT, Mirror
 from mlx_runtime.companions.hub.repository import UnreachableError
-from mlx_runtime.driver.extensions import AccompaniedRun, Listener
+from mlx_runtime.driver.planning import AccompaniedRun, Listener
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import CheckpointSaved, Event, Notice
@@ -66,5 +66,5 @@ def refuse_sweep(cfg: TrainConfig) -> None:
 
 
 def latest(cfg: dict[str, Any], root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
-    """Return the run to continue with `cfg.resume=auto`, downloaded if its mirror is ahead; see `restoring.latest`."""
+    """Return the run to continue with `--resume auto`, downloaded if its mirror is ahead; see `restoring.latest`."""
     return restoring.latest(str(cfg["hub"]["mirror"]), root, experiment)

@@ -106,7 +106,7 @@ class Mirror:
         of = f"{self.uri} holds {claim.title} of {claim.host} (attempt {claim.attempt}, step {claim.step})"
         if run is None:
             raise UsageError(
-                f"{of}, and this is a new run: continue that one with cfg.resume=auto, or name another repository"
+                f"{of}, and this is a new run: continue that one with --resume auto, or name another repository"
             )
         owner = sweep or run
         if (records.load_record(owner).get("mirror") or {}).get("id") != claim.id:
@@ -115,7 +115,7 @@ class Mirror:
         if sweep is None and (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
             raise UsageError(
                 f"{of}, which is newer than {run.title} here (attempt {run.attempts()}, step {latest_step(run)}): "
-                "continue from it with cfg.resume=auto"
+                "continue from it with --resume auto"
             )
 
     def claim(self, run: RunFolder, attempt: int, sweep: RunFolder | None = None) -> Claim:

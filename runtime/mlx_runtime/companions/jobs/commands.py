@@ -23,6 +23,7 @@ from mlx_runtime.cli.xp import log_options, print_log
 from mlx_runtime.companions.jobs import contents
 from mlx_runtime.companions.jobs.filling import JOBS
 from mlx_runtime.config.projects import DATA_JOB
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder, find_run, list_runs
 from mlx_runtime.runs.queries import lookup
@@ -41,7 +42,7 @@ data_bind = commands.bind_command(DATA_JOB)
 @click.argument("overrides", nargs=-1)
 def data_run(resume: bool, overrides: tuple[str, ...]) -> None:
     """Run the data job on this machine. OVERRIDES are Hydra's: cfg.path=data/small cfg.start_workers=8"""
-    projects.run(DATA_JOB, overrides + ("cfg.resume=true",) * resume)
+    projects.run(DATA_JOB, Request(overrides + ("cfg.resume=true",) * resume))
 
 
 @click.command("ls")

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def run_of(job: str, root: str, experiment: str) -> RunFolder | None:
 
 
 def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
-    from mlx_runtime.driver.request import Request
+    from mlx_runtime.driver.arguments import Request
 
     request = Request.parse(words)
     folder, before = run_of(job["id"], root, experiment), dict[str, Any]()
@@ -66,7 +67,7 @@ def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[s
     pending = pending_record(folder, before, job, request.overrides)
     with ends_for_good():
         try:
-            projects.run(AN_EXPERIMENT, request.overrides, claimed=folder.location, origin=request.origin)
+            projects.run(AN_EXPERIMENT, replace(request, claimed=folder.location, resume=None))
         except MlxError as error:
             if before:
                 if load_record(folder).get("status") == "PENDING":  # it was not resumed

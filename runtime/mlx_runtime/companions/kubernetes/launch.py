@@ -66,7 +66,7 @@ class KubeLaunch:
 
     def submit_run(self) -> AppliedJob:
         """Apply the RayJob of a run."""
-        from mlx_runtime.driver.request import Request
+        from mlx_runtime.driver.arguments import Request
 
         config = self.config
         resume = config.run.name if config.run else None

@@ -52,6 +52,8 @@ ANY_PEER = ("192.0.2.1", 9)
 class Nodes(Local):
     """The engine for several machines without a cluster."""
 
+    inbox = None  # type: ignore[assignment] # workers elsewhere inherit no pipes
+
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> str | None:
         nodes_of(cfg)

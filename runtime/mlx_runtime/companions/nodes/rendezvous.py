@@ -16,7 +16,7 @@ from mlx_runtime.companions.nodes.channel import BEAT_S, LOST_S, Channel, admit
 from mlx_runtime.companions.nodes.roster import Node
 from mlx_runtime.companions.nodes.store import Values
 from mlx_runtime.errors import MlxError, short_message, suggest
-from mlx_runtime.workers.connections import Listener
+from mlx_runtime.workers.receiver import Listener
 
 PREPARE_S = 600.0
 """Time for a machine that has joined to fetch and import the code."""

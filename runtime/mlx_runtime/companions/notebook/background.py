@@ -12,8 +12,9 @@ from mlx_runtime import companions
 from mlx_runtime.companions.notebook.links import Link
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.planning import connect
-from mlx_runtime.driver.request import Request, RunConfig, load_config
+from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.driver.terminal import fit
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event, RunEnded, RunStarted

@@ -221,7 +221,7 @@ _ARGUMENTS: "list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]"
     for pattern, argument in (
         (r"cfg\.([\w.]*\w)=([A-Za-z_](?:[\w./=,-]*\w)?)", _assignment),
         (r"null(?=$|[\s,;.])", "None"),
-        (r"(--resume and )?cfg\.resume\b", "resume"),
+        (r"--resume\b", "resume"),
         (r"cfg\.start_workers\b", "num_workers"),
         (r"cfg\.restore_checkpoint_path\b", "checkpoint"),
         (r"cfg\.(?=\w)", ""),

@@ -17,8 +17,8 @@ from mlx_runtime.events import (
     WorkerOutput,
     WorkersStarted,
 )
-from mlx_runtime.tracking.console import TimeLeft
-from mlx_runtime.tracking.epoch_table import EpochTable, format_number
+from mlx_runtime.runs.tables import format_number
+from mlx_runtime.tracking.console import EpochTable, TimeLeft
 
 ROWS = 15
 """Number of latest epochs in the table; the curve shows all of them."""

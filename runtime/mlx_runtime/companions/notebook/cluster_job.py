@@ -20,8 +20,8 @@ from mlx_runtime.companions.notebook.background import load_bound_config
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.notebook.returned import write_value
 from mlx_runtime.config.projects import project_module
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.planning import connect
-from mlx_runtime.driver.request import Request
 from mlx_runtime.driver.terminal import fit
 from mlx_runtime.errors import MlxError, full_message
 from mlx_runtime.events import (

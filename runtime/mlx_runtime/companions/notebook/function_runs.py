@@ -22,7 +22,7 @@ from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionEx
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
 from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
-from mlx_runtime.driver.request import Request
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned
 from mlx_runtime.loop.options import TrainConfig
@@ -37,7 +37,7 @@ from mlx_runtime.workers.placement import JOB_FLAG, engine_for, uses_gpus
 Results = list[dict[str, Any]]
 """Reports of all workers, by rank."""
 
-OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
+OWN = ("num_epochs", "restore_checkpoint_path", "start_epoch", "start_workers")
 """Settings that `Trainer` sets itself."""
 
 RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
@@ -326,8 +326,6 @@ class Trainer:
         """Return the run that calls a function."""
         with own_words():
             path, values = run_settings(self.settings, function, config, resume=resume, **options)
-            if resume == "auto":
-                values["resume"], resume = resume, None
             return run_job(path, values, resume)
 
     def to_tune_trainable(

@@ -18,7 +18,7 @@ from mlx_runtime.companions.notebook.links import RunProcess
 from mlx_runtime.companions.notebook.sources import MODULE
 from mlx_runtime.companions.notebook.standby import get_server
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.driver.request import Request
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted, WorkersLost
 from mlx_runtime.loop.experiment import BaseModule

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_runtime.companions.notebook.links import RunProcess
 from mlx_runtime.workers.fork_server import ForkServer
 
-PRELOADED = ("mlx_runtime.companions.notebook.background", "mlx_runtime.workers.in_process")
+PRELOADED = ("mlx_runtime.companions.notebook.background", "mlx_runtime.workers.worker")
 """Modules that runs import in addition to those of workers."""
 
 Key = tuple[str, tuple[str, ...], Mapping[str, str]]

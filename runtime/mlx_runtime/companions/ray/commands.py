@@ -115,7 +115,7 @@ def _load_data_job(load: "Callable[[], RunConfig]") -> "RunConfig":
 @click.option(
     "--retries", metavar="N", type=click.IntRange(min=0), default=0, help="Resume at most N times if the driver dies."
 )
-@click.option("--run", "--resume", "resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN.")
+@click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN.")
 @commands.from_option
 @commands.variant_option
 @launch_options

@@ -84,7 +84,7 @@ class Launch:
 
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
-        from mlx_runtime.driver.request import Request
+        from mlx_runtime.driver.arguments import Request
 
         config = self.config
         origin = path_there(config.origin.location) if config.origin else None

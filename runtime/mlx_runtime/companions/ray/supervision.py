@@ -28,7 +28,7 @@ from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.workers.children import exit_reason, memory_kills
-from mlx_runtime.workers.positions import answer_request
+from mlx_runtime.workers.deadlocks import answer_request
 
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 """Pause before another driver starts, doubled after each one that ends within `STEADY_S`, and its maximum."""

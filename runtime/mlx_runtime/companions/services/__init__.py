@@ -1,1 +1,1 @@
-"""Trackers of services: MLflow, and Weights & Biases."""
+"""Other trackers: MLflow, Weights & Biases, and CSV files."""

@@ -11,7 +11,7 @@ from mlx_runtime.companions.sweeps.scores import best_checkpoint
 from mlx_runtime.companions.sweeps.space import fold_overrides
 from mlx_runtime.companions.sweeps.states import TrialState, best_of, best_trial, read_record
 from mlx_runtime.companions.sweeps.study import Study
-from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob
+from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
 from mlx_runtime.runs import records
@@ -179,7 +179,7 @@ class Sweep:
         fold = index if folds else None
         folder = self._claim_folder(trial, index)
         of_fold = fold_overrides(folds, index) if folds else ()
-        overrides = BEGUN if folder.has_begun() else (*self.plan.space.expand(trial.values), *of_fold)
+        overrides = () if folder.has_begun() else (*self.plan.space.expand(trial.values), *of_fold)
         trial.statuses[index] = "RUNNING"
         self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))
         name, experiment = self.record.folder.name, self.plan.definition.experiment

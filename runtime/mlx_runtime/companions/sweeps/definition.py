@@ -101,7 +101,7 @@ def plan(
     if asked.folds and (key := space.find_varying_key(*OF_FOLDS)):
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
     folds = fold_overrides(asked.folds, 0) if asked.folds else ()
-    overrides = [*space.expand(space.first), *folds, "++cfg.resume=null"]
+    overrides = [*space.expand(space.first), *folds]
     with conf_of(experiment) as conf:
         check(space, experiment, conf, look=look, title=asked.experiment)
         config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)

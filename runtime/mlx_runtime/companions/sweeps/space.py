@@ -28,7 +28,7 @@ MOST_VALUES = 100_000
 """Maximum number of values in one override."""
 
 COMMON = (
-    *("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode"),
+    *("cfg.name", "cfg.storage_path", "cfg.monitor", "cfg.mode"),
     *("cfg.cross_validation.folds", "cfg.cross_validation.fold"),
     *("cfg.engine", "cfg.start_workers", "cfg.elastic.min_workers", "cfg.elastic.max_workers"),
     *("cfg.cpus_per_worker", "cfg.gpus_per_worker", "cfg.use_gpu"),
@@ -159,7 +159,7 @@ def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = Fal
     problems: dict[str, None] = {}
     for values in [space.first, *others]:
         try:
-            load_config(experiment, [*space.expand(values), "++cfg.resume=null"], path, look=look, title=title or None)
+            load_config(experiment, [*space.expand(values)], path, look=look, title=title or None)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 for item in space.dimensions:  # an unknown key is only one problem

@@ -14,10 +14,11 @@ from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.scores import plain_keys
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.console_lines import ConsoleLines
 from mlx_runtime.driver.driver import Driver
 from mlx_runtime.driver.planning import connect, prepare_run
-from mlx_runtime.driver.request import Request, RunConfig, load_config
+from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, full_message
 from mlx_runtime.events import Event, RunEnded, RunStarted
 from mlx_runtime.loop.job import Cluster
@@ -30,9 +31,6 @@ from mlx_runtime.storage.redaction import redact
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.workers.stop_requests import StopRequests, held_signals, sigterm_stops
 from mlx_runtime.workers.worker import ignore_breakpoints
-
-BEGUN = ("++cfg.resume=null",)
-"""Overrides for resuming a run that has begun; its own conf.yaml contains all others."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from mlx_runtime.runs.queries.listing import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage.redaction import redact_tree
 
-RESOLVED = ("cfg.resume", "cfg.storage_path")
-"""Settings that select a run and do not affect training. A resumed run stores the values that they referred to."""
+RESOLVED = ("cfg.storage_path",)
+"""Settings that locate a run and do not affect training."""
 
 
 def difference(first: RunFolder, second: RunFolder, ask: AskJobs | None = None) -> dict[str, dict[str, dict[str, Any]]]:

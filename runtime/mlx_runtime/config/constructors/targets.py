@@ -15,7 +15,7 @@ PUBLIC = {
     "mlx_runtime.loop.losses": "mlx_runtime.losses",
     "mlx_runtime.loop.options": "mlx_runtime",
     "mlx_runtime.companions.services.mlflow": "mlx_runtime.trackers",
-    "mlx_runtime.tracking.tables": "mlx_runtime.trackers",
+    "mlx_runtime.companions.services.csv_file": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.companions.services.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.companions.hub.datasets": "mlx_runtime.datasets",

@@ -784,8 +784,8 @@ def test_a_killed_stage_and_other_strategies_change_nothing(
     runs = [
         ("cfg.start_workers=1", "cfg.name=straight", "cfg.checkpoint_every_steps=3"),
         ("cfg.start_workers=2", "cfg.name=chain", "cfg.max_steps=7", *pipeline),
-        ("cfg.start_workers=1", "cfg.name=chain", "cfg.resume=run_001", "cfg.max_steps=10"),
-        ("cfg.start_workers=3", "cfg.name=chain", "cfg.resume=run_001", "cfg.max_steps=null", *pipeline),
+        ("cfg.start_workers=1", "cfg.name=chain", "--resume=run_001", "cfg.max_steps=10"),
+        ("cfg.start_workers=3", "cfg.name=chain", "--resume=run_001", "cfg.max_steps=null", *pipeline),
     ]
     text = ""
     for overrides in runs:

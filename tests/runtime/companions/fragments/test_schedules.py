@@ -714,7 +714,7 @@ def test_a_run_resumes_bit_for_bit(mlx: Mlx, sorter: Path) -> None:
     for words in (
         ("cfg.name=straight", "cfg.max_steps=4", *schedule),
         ("cfg.name=resumed", "cfg.max_steps=2", *schedule),
-        ("cfg.name=resumed", "cfg.max_steps=4", "cfg.resume=run_001", *schedule),
+        ("cfg.name=resumed", "cfg.max_steps=4", "--resume=run_001", *schedule),
         ("cfg.name=gpipe", "cfg.max_steps=4"),
     ):
         done = mlx(sorter, "train", "run", *fixed, *words)

@@ -691,7 +691,7 @@ class TestContinuing:
         second.save(2, seed=1)
         second.record.finish("STOPPED")
         assert "is complete" in following.finish(60)[-1].text
-        with pytest.raises(UsageError, match="which is newer than digits/run_001 here .*cfg.resume=auto"):
+        with pytest.raises(UsageError, match="which is newer than digits/run_001 here .*--resume auto"):
             Mirror(URI).check(training.folder)
         run, lines = restoring.latest(URI, str(tmp_path / "a"), "digits")
         assert run == training.folder
@@ -750,11 +750,11 @@ class TestContinuing:
 
         monkeypatch.setattr(MirroredRun, "download", terminated)
         (tmp_path / "conf.yaml").write_text(
-            f"cfg: {{_target_: mlx_runtime.TrainConfig, name: digits, hub: {{mirror: '{URI}'}}, resume: auto, "
+            f"cfg: {{_target_: mlx_runtime.TrainConfig, name: digits, hub: {{mirror: '{URI}'}}, "
             f"storage_path: '{tmp_path / 'b'}'}}\n"
         )
         with pytest.raises(KeyboardInterrupt):
-            request.load_config(Digits, [], tmp_path / "conf.yaml")
+            request.load_config(Digits, ["--resume=auto"], tmp_path / "conf.yaml")
         assert list((tmp_path / "b" / "digits").iterdir()) == []
 
 
@@ -812,10 +812,10 @@ def test_overrides_are_checked_before_a_download(server: Hub, tmp_path: Path) ->
     pushing.push(training.folder, URI)
     asked = len(server.requests)
     (tmp_path / "conf.yaml").write_text(
-        f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+        f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}'}}\n"
     )
     with pytest.raises(ConfigError, match="there is no key 'cfg.num_epoch'"):
-        request.load_config(Digits, ["cfg.num_epoch=3"], tmp_path / "conf.yaml")
+        request.load_config(Digits, ["--resume=auto", "cfg.num_epoch=3"], tmp_path / "conf.yaml")
     assert len(server.requests) == asked
     assert not (tmp_path / "b").exists()
 
@@ -839,7 +839,7 @@ def test_a_token_that_may_not_write_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("hidden", ["…", "postgres://…@host/db"])
 def test_what_a_mirror_does_not_hold_is_asked_for(tmp_path: Path, hidden: str) -> None:
     origin, conf = Training(tmp_path / "runs").folder, tmp_path / "conf.yaml"
-    cfg = "cfg: {_target_: mlx_runtime.TrainConfig, name: digits, resume: null"
+    cfg = "cfg: {_target_: mlx_runtime.TrainConfig, name: digits"
     origin.conf.write_text(f"{cfg}, storage_path: runs, monitor: '{hidden}'}}\n", encoding="utf-8")
     conf.write_text(f"{cfg}, storage_path: '{tmp_path / 'runs'}'}}\n")
     asked = [f"--from={origin.path}"]
@@ -1221,8 +1221,8 @@ def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
         refused = mlx(two, *command, **server.variables())
         begins = f"error: {uri} holds faults/run_001 of "
         assert (refused.returncode, refused.stderr.startswith(begins)) == (2, True), refused.stderr
-        assert refused.stderr.endswith("continue that one with cfg.resume=auto, or name another repository\n")
-        refused = mlx(two, *command, "cfg.resume=auto", **server.variables())
+        assert refused.stderr.endswith("continue that one with --resume auto, or name another repository\n")
+        refused = mlx(two, *command, "--resume=auto", **server.variables())
         begins = f"error: {uri} belongs to process {first.pid} on "
         assert (refused.returncode, refused.stderr.startswith(begins)) == (2, True), refused.stderr
         assert refused.stderr.endswith(f"or run: mlx xp release {uri}\n")
@@ -1233,9 +1233,9 @@ def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
         assert first.returncode == 143
         assert f"{uri} was taken over by attempt 1" in shown
         assert "mlx xp push" not in shown
-        assert errors.startswith("error: stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
+        assert errors.startswith("stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
         assert server.commits("alice/faults")[-1].startswith("Release the claim of")
-        done = mlx(two, *command, "cfg.num_epochs=2", "cfg.resume=auto", **server.variables())
+        done = mlx(two, *command, "cfg.num_epochs=2", "--resume=auto", **server.variables())
         assert "hf://alice/faults is complete" in done.stdout, done.stderr
 
 
@@ -1251,7 +1251,7 @@ def test_killed_and_continued_on_another_machine(
         alone = Path(shutil.copytree(one, tmp_path / "alone" / "faults"))
         done = mlx(alone, *command)
         assert done.returncode == 0, done.stderr
-        mirrored = (*command, "cfg.hub.mirror=hf://alice/faults", "cfg.resume=auto")
+        mirrored = (*command, "cfg.hub.mirror=hf://alice/faults", "--resume=auto")
         killed = start(one, *mirrored, "cfg.checkpoint_every_steps=1", "cfg.pause_s=0.25", **server.variables())
         until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 3, 240)
         killed.send_signal(signal.SIGKILL)

@@ -58,7 +58,7 @@ def test_fine_tuning_is_killed_and_continues_on_an_empty_machine(
         return "alice/bert" in path or "/lfs/" in path
 
     server.faults = Faults(0.1, when=upload, seed=3)
-    mirrored = (*COMMAND, "cfg.hub.mirror=hf://alice/bert", "cfg.resume=auto")
+    mirrored = (*COMMAND, "cfg.hub.mirror=hf://alice/bert", "--resume=auto")
     driver = start(one, *mirrored, **server.variables(), HF_HOME=str(tmp_path / "one" / "hf"))
     driver.wait(240)
     assert killed
@@ -88,7 +88,7 @@ def test_a_sharded_run_continues_under_another_strategy(
     alone, two = (Path(shutil.copytree(one, tmp_path / name / "shards")) for name in ("alone", "two"))
     command = ("train", "run", "cfg.start_workers=2", "cfg.num_epochs=3")
     with Hub() as server:
-        mirrored = (*command, "cfg.hub.mirror=hf://alice/shards", "cfg.resume=auto")
+        mirrored = (*command, "cfg.hub.mirror=hf://alice/shards", "--resume=auto")
         runs = [(alone, command, "fsdp", 12), (one, mirrored, "fsdp", 7), (two, mirrored, "ddp", 12)]
         for folder, words, strategy, steps in runs:
             limits = (f"cfg.strategy={strategy}", f"cfg.max_steps={steps}")

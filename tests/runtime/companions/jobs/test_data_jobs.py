@@ -414,7 +414,7 @@ def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
         shown = mlx(job.project, "data", "show").stdout
         assert "(incomplete: its job is STALE)" in shown
     else:
-        assert told == f"error: stopped; {job.made} was not created\n"
+        assert told == f"stopped; {job.made} was not created\n"
         assert list(job.data.iterdir()) == []
     assert mlx(job.project, "data", "run").returncode == 0
     assert [path.name for path in job.data.iterdir()] == ["lines"]

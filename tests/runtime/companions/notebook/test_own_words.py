@@ -84,7 +84,7 @@ def test_no_text_of_the_package_keeps_the_words_of_a_config() -> None:
         ("write a norm, or null for none", "write a norm, or None for none"),
         ("runs/my.cfg.yaml and src.cfg.name", "runs/my.cfg.yaml and src.cfg.name"),
         ("cfg.restore_checkpoint_path is 'x'", "checkpoint is 'x'"),
-        ("--resume and cfg.resume name a run", "resume name a run"),
+        ("--resume names a run", "resume names a run"),
         ("datasets.val.batch_size is 0", "batch_size is 0"),
     ],
 )

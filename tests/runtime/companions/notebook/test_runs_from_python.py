@@ -204,7 +204,7 @@ from mlx_runtime import run
 from src.experiment import Experiment
 
 if __name__ == "__main__":
-    settings = ["cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "cfg.resume=auto"]
+    settings = ["cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "--resume=auto"]
     for epoch in run(Experiment, [*settings, "cfg.num_epochs=50", "cfg.pause_s=0.01"]):
         break
     outcome = run(Experiment, [*settings, "cfg.num_epochs=8", "cfg.storage_path=elsewhere"]).result()

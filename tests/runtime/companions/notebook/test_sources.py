@@ -14,7 +14,7 @@ from mlx_runtime.companions.notebook.calls import override
 from mlx_runtime.companions.notebook.functions import FunctionExperiment
 from mlx_runtime.companions.notebook.scripts import load
 from mlx_runtime.companions.notebook.sources import FunctionModule, changed_names, execute
-from mlx_runtime.driver.request import Request
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, UsageError
 
 CELLS = """

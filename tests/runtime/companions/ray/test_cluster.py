@@ -218,7 +218,7 @@ def test_the_check_finds_everything_that_is_wrong_at_once(
         "capacity",
     }
     assert "No module named torch" in found["torch"]
-    assert "cfg.start_workers=50 needs 50 CPUs; the cluster has 5 CPUs" in found["capacity"]
+    assert "cfg.start_workers=50 needs 50 CPUs; the cluster has room for 5" in found["capacity"]
     assert re.search(r"WANDB_API_KEY is missing on \d+ of \d+ nodes?: [\d.]+", found["secrets"])
     failed = r"the nodes cannot form a process group: [\d.]+: .*Unable to find address for: eth9\. Set GLOO_SOCKET_"
     assert re.search(failed + r"IFNAME in cfg\.runtime_env\.env_vars .* open all TCP ports", found["gloo"])
@@ -561,7 +561,7 @@ class TestMirror:
     ) -> None:
         settings = (
             "cfg.hub.mirror=hf://alice/digits",
-            "cfg.resume=auto",
+            "--resume=auto",
             "cfg.secrets=[HF_TOKEN]",
             "cfg.start_workers=1",
         )
@@ -639,7 +639,7 @@ class TestALongRun:
         until(lambda: ray_cluster.get("/api/jobs/late-run_001")["status"] == "STOPPED")
 
     def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
-        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--resume", "run_002")
         assert done.returncode == 2
         assert "digits run_002 is being trained" in done.stderr
 
@@ -650,7 +650,7 @@ class TestALongRun:
         last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
         assert last.returncode == 143
         until(lambda: ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED")
-        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--resume", "run_002")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       digits-run_002.2" in done.stdout
         until(lambda: user.record("run_002").get("epoch", 0) > epoch)

@@ -72,7 +72,7 @@ def test_one_whose_newest_checkpoint_is_damaged_equals_an_uninterrupted_one(
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    found, text = trained(mlx, folder, "cfg.name=damaged", "cfg.resume=run_001", "cfg.max_steps=null")
+    found, text = trained(mlx, folder, "cfg.name=damaged", "--resume=run_001", "cfg.max_steps=null")
     assert "shard_00001.safetensors is damaged: its SHA-256 is not the one it was saved with; resuming from" in text
     assert "epoch_0002 (epoch 2, step 8)" in text
     assert all(torch.equal(found[name], item) for name, item in wanted.items())
@@ -81,7 +81,7 @@ def test_one_whose_newest_checkpoint_is_damaged_equals_an_uninterrupted_one(
 def test_any_strategy_resumes_any_other(mlx: Mlx, folder: Path, wanted: dict[str, torch.Tensor]) -> None:
     """In the middle of an epoch, with the best weights that a tool keeps: sharded, whole, and sharded again."""
     trained(mlx, folder, "cfg.name=chain", "cfg.strategy=fsdp", "cfg.max_steps=6")
-    resumed = ("cfg.name=chain", "cfg.resume=run_001")
+    resumed = ("cfg.name=chain", "--resume=run_001")
     trained(mlx, folder, *resumed, "cfg.strategy=ddp", "cfg.max_steps=10")
     checkpoints = folder / "runs" / "chain" / "run_001" / "checkpoints"
     assert not any((checkpoints / "epoch_0003_step_00000010").glob("*.safetensors"))

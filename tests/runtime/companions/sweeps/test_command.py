@@ -141,7 +141,7 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
         assert mlx(folder, "xp", "stop", "faults", "sweep_001").stdout == "faults sweep_001 is STOPPED\n"
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, out + err
-    assert err == "error: stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
+    assert err == "stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
     assert f"stopping  running trials save a checkpoint first ({how})" in out
     assert statuses(folder) == ["STOPPED"]
     assert record(folder, "run_001")["latest"]["epoch"] == 0
@@ -211,7 +211,7 @@ def test_the_second_ctrl_c_kills_the_trials(experiment: Make, mlx: Mlx, start: S
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
-    assert err == "error: stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
+    assert err == "stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
     assert statuses(folder) == ["STOPPED"] * 2
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
     (folder / "diary" / "hurry").touch()

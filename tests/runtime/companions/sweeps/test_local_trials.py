@@ -261,7 +261,7 @@ class TestSlots:
             ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 workers"),
             ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),
-            ({"start_workers": 3, "use_gpu": True}, (None, None), "cfg.use_gpu=true needs a GPU for each of 3 workers"),
+            ({"start_workers": 3, "use_gpu": True}, (None, None), "cfg.start_workers=3 needs 3 GPUs"),
             ({"cpus_per_worker": 9}, (None, None), "cfg.cpus_per_worker=9, but this machine has 8 cores"),
         ],
     )

@@ -213,7 +213,7 @@ def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
     again = FakeEngine(loss)
     carry_out(resumed(plan, tmp_path), again)
     begun, new = again.seen
-    assert (begun.trial, begun.overrides, begun.run) == (2, ("++cfg.resume=null",), str(job_path(tmp_path, 2)))
+    assert (begun.trial, begun.overrides, begun.run) == (2, (), str(job_path(tmp_path, 2)))
     assert (new.trial, new.overrides[0]) == (3, "lr=3")
     assert [len(metrics(job)) for job in again.seen] == [3, 3]
     assert record_of(tmp_path)["status"] == "SUCCEEDED"

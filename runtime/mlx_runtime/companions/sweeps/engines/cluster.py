@@ -18,7 +18,7 @@ from mlx_runtime.companions.ray.reservation import release
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
-from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob, record_end, run_trial
+from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.errors import full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
 from mlx_runtime.loop.options import TrainConfig
@@ -139,7 +139,7 @@ class _Driver:
         try:
             drivers.wait_for_end(job.folder, STALE_S + HEARTBEAT_S)
             if job.folder.has_begun():  # by the driver that was lost
-                job = replace(job, overrides=BEGUN)
+                job = replace(job, overrides=())
             ended = run_trial(job, self._emit, self._control)
             failed = ended.error if ended.status == "FAILED" else None
             self._found.put((ended.status, full_message(failed) if failed is not None else ""))

@@ -24,7 +24,7 @@ from mlx_runtime.workers.children import exit_reason
 from mlx_runtime.workers.local import cool_down, take_server, warm_up
 from mlx_runtime.workers.placement import shortage
 
-PRELOADED = (__name__, "mlx_runtime.workers.in_process")
+PRELOADED = (__name__, "mlx_runtime.workers.worker")
 """What trials import in addition to what workers do."""
 
 POLL_S = 0.2
@@ -53,7 +53,7 @@ def slots(cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float |
 
     cores, total = os.cpu_count() or 1, torch.cuda.device_count()
     if lacking := shortage(cfg, cores, total, cluster=False):
-        raise ConfigError(f"{lacking.text}. {lacking.hint}")
+        raise ConfigError(lacking)
     number, gpus = room(cfg, cores, total, parallel, gpus_per_trial, cluster=False)
     if not gpus:
         return Slots(tuple({"CUDA_VISIBLE_DEVICES": ""} for _ in range(number)), 0)

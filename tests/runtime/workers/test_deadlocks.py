@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
-from mlx_runtime.workers import watchdog
-from mlx_runtime.workers.watchdog import Watchdog, verdict
+from mlx_runtime.workers import deadlocks
+from mlx_runtime.workers.deadlocks import Watchdog, verdict
 
 pytestmark = pytest.mark.pure
 
@@ -45,7 +45,7 @@ def test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps(monkey
             looks.release()
         return clock[0]
 
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(deadlocks, "time", SimpleNamespace(monotonic=monotonic))
     before = set(threading.enumerate())
     watch = Watchdog(0.02, told.append, lambda: WorkerPosition(0, step=3), Path(__file__).parent)
 
@@ -66,7 +66,7 @@ def test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps(monkey
     assert isinstance(told[0], WorkerStalled)
     position = watch.position()
     assert position.step == 3
-    assert position.at.startswith("test_watchdog.py:")
+    assert position.at.startswith("test_deadlocks.py:")
     assert position.at.endswith(" in test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps")
     assert position.waits_in is None
     for thread in set(threading.enumerate()) - before:

@@ -1,19 +1,98 @@
-"""Detects deadlocked workers, and reports the position of each.
+"""Positions of workers in user code: for the detection of deadlocks, and for `mlx xp ps`.
 
 Every worker notes each of its steps. If it has taken none for `cfg.elastic.hang_timeout_s`, it notifies the driver. The
 driver then asks all workers for their positions, and decides.
 """
 
+import contextlib
+import dataclasses
 import math
+import os
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from mlx_runtime.errors import HangError
+from mlx_runtime.errors import HangError, StorageError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.workers.positions import ANSWER_S, answer_request, collect, located, place_of
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.documents import COUNT, FLAG, NUMBER, TEXT, TIME, list_of, mapping_with
+from mlx_runtime.storage.files import storage_at, to_json
+
+ANSWER_S = 5.0
+"""Time that workers have to report their positions."""
+
+POSITIONS = "positions.json"
+"""File in the run folder with the latest answer to `RunFolder.LOCATE`."""
+
+_WORKER = mapping_with(
+    {
+        **{"rank": COUNT, "epoch": COUNT, "step": COUNT, "seconds": NUMBER, "gpu": FLAG, "at": TEXT},
+        **{"stage": TEXT.or_null(), "waits_in": TEXT.or_null(), "host": TEXT, "pid": COUNT},
+    },
+    needs=("rank", "epoch", "step", "seconds", "at", "stage", "waits_in", "host", "pid"),
+)
+SHAPE = {"time": TIME, "workers": list_of(_WORKER), "world_size": COUNT}
+
+
+def locate(position: WorkerPosition, thread: int, project: Path, seconds: float = 0.0) -> WorkerPosition:
+    """Return the position of a thread of this process, or of another one in which user code waits for other workers."""
+    stacks = {key: [item for item, _ in traceback.walk_stack(frame)] for key, frame in sys._current_frames().items()}
+    frames = stacks.pop(thread, [])
+    if _collective(frames) is None:
+        waiting = (item for item in stacks.values() if _collective(item) and _users_line(item, project))
+        frames = next(waiting, frames)
+    at, host = _users_line(frames, project), socket.gethostname()
+    waits_in = _collective(frames)
+    return dataclasses.replace(position, at=at, waits_in=waits_in, seconds=seconds, host=host, pid=os.getpid())
+
+
+def answer_request(folder: RunFolder, positions: Iterable[WorkerPosition], world_size: int) -> None:
+    """Store positions in the run folder, in answer to a request."""
+    found = {"time": documents.now(), "world_size": world_size, "workers": [vars(item) for item in positions]}
+    with contextlib.suppress(OSError, StorageError):  # the client reports that no answer has come
+        storage_at(folder.location).write(to_json(found).encode(), POSITIONS)
+        folder.withdraw(folder.LOCATE)
+
+
+def answer_here(folder: RunFolder) -> None:
+    """Store the position of a run that trains in the main thread of this process, or has no workers yet."""
+    answer_request(folder, [locate(WorkerPosition(0), threading.main_thread().ident or 0, Path.cwd())], 1)
+
+
+def read_answer(folder: RunFolder) -> dict[str, Any]:
+    """Return the stored positions; raises OSError or ValueError if there are none."""
+    return documents.from_json(folder.document(POSITIONS), SHAPE, needs=tuple(SHAPE))
+
+
+def _users_line(frames: Sequence[FrameType], project: Path) -> str:
+    for frame in frames:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(project) and "site-packages" not in file.parts:
+            return f"{file.relative_to(project)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+def _collective(frames: Sequence[FrameType]) -> str | None:
+    """Return the call that waits for other workers, if Python can observe it."""
+    outermost = None
+    for frame in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith("torch/distributed/distributed_c10d.py") and not name.startswith("_"):
+            outermost = name
+        elif "/mlx_runtime/distributed/" in file and outermost is None:
+            outermost = f"{name} of mlx_runtime"
+        elif file.endswith("torch/autograd/graph.py") and outermost is None:
+            return "backward (the all_reduce of gradients)"
+        elif file.endswith("torch/nn/parallel/distributed.py") and outermost is None:
+            return "forward of DistributedDataParallel (the broadcast of buffers)"
+    return outermost
 
 
 class Watchdog:
@@ -39,8 +118,7 @@ class Watchdog:
 
     def position(self) -> WorkerPosition:
         """Return the position of the watched thread, or of another one in which user code waits for other workers."""
-        place = place_of(self._thread, self._project)
-        return located(self._progress(), place, time.monotonic() - self._last_step)
+        return locate(self._progress(), self._thread, self._project, time.monotonic() - self._last_step)
 
     def _watch(self) -> None:
         last_sent = self._last_step
@@ -76,7 +154,12 @@ class DeadlockDetector:
 
     def locate(self, folder: RunFolder) -> None:
         """Answer a request for the positions of all workers. Called in a thread of its own."""
-        answer_request(folder, collect(self._ask, self._requested, self._world_size), self._world_size)
+        self._requested.clear()
+        self._ask()
+        deadline = time.monotonic() + ANSWER_S
+        while len(self._requested) < self._world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answer_request(folder, [self._requested[rank] for rank in sorted(self._requested)], self._world_size)
 
     def check(self, world_size: int) -> None:
         """Raise a `HangError` if the workers are deadlocked, after all have answered or the time is over."""

@@ -1,0 +1,104 @@
+"""The driver's end of the channel to workers elsewhere: TCP connections, authenticated by its key."""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from mlx_runtime.workers.connections import Pipes
+
+HANDSHAKE_S = 10.0
+"""Time limit for the authentication of a connection, in seconds."""
+
+MAX_PENDING = 256
+"""Maximum number of unauthenticated connections; larger than the number of workers that connect at the same time."""
+
+
+class Listener:
+    """Accepts TCP connections, and serves those that authenticate, each in a thread.
+
+    Anyone on the network can connect. A connection has to authenticate within `HANDSHAKE_S`; if more than `MAX_PENDING`
+    are unauthenticated, the oldest are closed.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self._listener = socket.create_server((host, port), backlog=128)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self.pending: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()  # guards `pending`
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, name="progress", daemon=True).start()
+
+    def authenticate(self, connection: "Connection[Any, Any]") -> Any:
+        """Raise an exception unless the peer has the key. The result is passed to `serve`."""
+        raise NotImplementedError
+
+    def serve(self, connection: "Connection[Any, Any]", peer: Any) -> None:
+        """Serve an authenticated connection until it is closed."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+        self._drop_pending(0)
+
+    def _accept(self) -> None:
+        self._listener.settimeout(min(1.0, HANDSHAKE_S))
+        while not self._closed.is_set():
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                peer = None
+            except OSError:  # the listener is closed, or too many files are open
+                self._closed.wait(0.1)
+                continue
+            if peer is not None:
+                peer.settimeout(None)
+                with self._lock:
+                    self.pending[peer] = time.monotonic()
+                threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+            self._drop_pending(MAX_PENDING)
+
+    def _drop_pending(self, limit: int) -> None:
+        """Close connections that did not authenticate in time, and the oldest beyond `limit`."""
+        with self._lock:
+            excess, deadline = len(self.pending) - limit, time.monotonic() - HANDSHAKE_S
+            for index, (peer, since) in enumerate(list(self.pending.items())):
+                if index < excess or since < deadline:
+                    del self.pending[peer]
+                    with contextlib.suppress(OSError):
+                        peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
+
+    def _serve(self, peer: socket.socket) -> None:
+        with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
+            try:
+                identity = self.authenticate(connection)
+            except Exception:  # a peer without the key, or one that hung up
+                return
+            finally:
+                with self._lock:
+                    in_time = self.pending.pop(peer, None) is not None
+            if in_time:
+                with contextlib.suppress(EOFError):
+                    self.serve(connection, identity)
+
+
+class Receiver(Listener, Pipes):
+    """Receives the events of all workers, including replacements, wherever they connect from."""
+
+    def __init__(self, host: str) -> None:
+        Pipes.__init__(self)
+        self.key = secrets.token_bytes(16)
+        super().__init__(host)
+
+    def authenticate(self, connection: "Connection[Any, Any]") -> None:
+        deliver_challenge(connection, self.key)
+        self.readers.append(threading.current_thread())  # before the peer can send anything
+        answer_challenge(connection, self.key)
+
+    def serve(self, connection: "Connection[Any, Any]", peer: None) -> None:
+        self.read(connection)
