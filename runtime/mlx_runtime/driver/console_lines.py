@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_runtime import events
 from mlx_runtime.driver.planning import RunPlan
-from mlx_runtime.loop.strategies import STRATEGIES
+from mlx_runtime.loop.options import STRATEGIES
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import position
 from mlx_runtime.runs.folder import RunFolder

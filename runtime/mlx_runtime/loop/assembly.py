@@ -27,7 +27,7 @@ from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies.base import Strategy
+    from mlx_runtime.loop.strategies import Strategy
 
 
 def build_experiment(

@@ -19,7 +19,7 @@ from mlx_runtime.runs.checkpoints.groups import members
 
 if TYPE_CHECKING:
     from mlx_runtime.loop.gradients import GradientMonitor
-    from mlx_runtime.loop.strategies.base import Strategy
+    from mlx_runtime.loop.strategies import Strategy
     from mlx_runtime.loop.weighting import Weight, WeightedLosses
 
 

@@ -43,7 +43,7 @@ from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies.base import Strategy
+    from mlx_runtime.loop.strategies import Strategy
 
 
 class Session:

@@ -41,7 +41,7 @@ from mlx_runtime.loop.job import Job
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
-from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log

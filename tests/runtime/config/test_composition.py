@@ -29,7 +29,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError
 from mlx_runtime.loop.assembly import build_experiment
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP
 
 pytestmark = pytest.mark.pure
 

@@ -25,7 +25,7 @@ from mlx_runtime.events import Notice
 from mlx_runtime.loop.assembly import matmul_precision
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.forward import in_half_precision
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sections import Elastic
