@@ -81,7 +81,7 @@ class ConsoleLines:
             from mlx_runtime.loop.resuming import change_lines  # here, because a new run changes nothing
 
             self._rows_before = records.load_record(config.run).get("datasets") or {}
-            for line in change_lines(config.run, self._plan.project, config.changes, config.overrides):
+            for line in change_lines(config.run, self._plan.project, config.changes):
                 self._print(line)
         else:
             for change in config.changes:

@@ -755,9 +755,8 @@ def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     (row,) = json.loads(mlx(digits, "xp", "ls", "--json").stdout)
     assert (row["status"], row["epoch"], row["epochs"]) == ("SUCCEEDED", 2, 2)
     refused = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=8")
-    assert refused.stderr.startswith(
-        "digits run_001 has succeeded, with cfg.num_epochs=30 and cfg.max_steps=30. To train"
-    )
+    further = "To train further, raise cfg.num_epochs=30 or cfg.max_steps=30;"
+    assert refused.stderr.startswith(f"digits/run_001 has succeeded. {further}")
     for arguments in (("--resume", "cfg.max_steps=35"), ("cfg.max_steps=35", *settings)):
         done = mlx(digits, "train", "run", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
