@@ -20,7 +20,6 @@ from torch.optim import lr_scheduler as schedules
 import mlx_runtime
 from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.loop.checkpointer import states_by_replica
 from mlx_runtime.loop.resuming import (
     changes,
     changes_since,
@@ -66,19 +65,6 @@ class Settings(mlx_runtime.TrainConfig):
 
 def node(cls: type, **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{HERE}.{cls.__name__}", **arguments}
-
-
-def test_the_workers_of_replicas_in_checkpoints_of_now_and_before() -> None:
-    """Before replicas could have different sizes, a checkpoint had that of all of them."""
-    ranks = [{"rank": rank} for rank in range(4)]
-    for fields, sizes in (
-        ({"replica_sizes": [3, 1]}, [3, 1]),
-        ({"model_parallel_size": 2}, [2, 2]),
-        ({}, [1, 1, 1, 1]),
-    ):
-        found = states_by_replica({"ranks": ranks, **fields})
-        assert [len(item) for item in found] == sizes
-        assert [state for item in found for state in item] == ranks
 
 
 def test_changes_from_the_run_of_a_checkpoint(tmp_path: Path) -> None:
