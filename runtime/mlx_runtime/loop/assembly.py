@@ -45,7 +45,9 @@ def build_experiment(
         hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
         raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
     if topology.device.type == "cuda":
-        stack.enter_context(matmul_precision(cfg.matmul_precision))
+        torch.set_float32_matmul_precision(
+            "high"
+        )  # TF32; the newer `fp32_precision` breaks torch.compile in torch 2.13
     if cfg.deterministic:
         stack.enter_context(deterministic())
     if not topology.writes:
@@ -86,21 +88,6 @@ def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any])
 
 
 @contextlib.contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products inside the block.
-
-    The newer `torch.backends.cuda.matmul.fp32_precision` is not used, because in torch 2.13 it breaks `allow_tf32`,
-    which torch.compile reads.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Restrict torch to deterministic algorithms inside the block."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is initialized
@@ -136,8 +123,6 @@ def dataset_shards(
         accumulate=cfg.accumulate_grad_batches,
         wanted_workers=wanted,
         limit=min(limits, default=None),
-        train_limit=cfg.debug.limit_train_batches,
-        eval_limit=cfg.debug.limit_eval_batches,
         repeats=cfg.debug.overfit_batches is not None,
     )
     return DatasetShards(

@@ -130,8 +130,6 @@ class TrainConfig(CheckedSettings):
             not clip.
         compile: compile the models: true, the name of a backend of `torch.compile`, or some of its arguments, like
             `{mode: max-autotune, dynamic: false}`.
-        matmul_precision: precision of float32 matrix products on GPUs. `high`: TF32 on tensor cores, with 10 bits of
-            mantissa; `highest`: full float32, with 23 bits; `medium` may use bfloat16. Without effect on CPUs.
         deterministic: use only deterministic algorithms of torch, and fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
@@ -180,7 +178,6 @@ class TrainConfig(CheckedSettings):
     accumulate_grad_batches: int = at_least(1, 1)
     gradient_clip: float | None = None
     compile: bool | str | dict[str, Any] = False
-    matmul_precision: Literal["highest", "high", "medium"] = "high"
     deterministic: bool = False
     storage_path: str = "runs"
     log_every_steps: int = at_least(1, 50)

@@ -38,7 +38,7 @@ from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, unredact
 
 FIXED = {
-    *("cross_validation", "debug.limit_batches", "debug.limit_eval_batches", "debug.limit_train_batches"),
+    *("cross_validation", "debug.limit_batches"),
     *("debug.overfit_batches", "name", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"),
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""

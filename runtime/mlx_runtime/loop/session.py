@@ -336,7 +336,7 @@ class Session:
         self._count_step()
 
     def _warn_of_limits(self) -> None:
-        for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
+        for name in ("limit_batches", "overfit_batches"):
             if getattr(self.context.cfg.debug, name) is not None:
                 text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
                 self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
