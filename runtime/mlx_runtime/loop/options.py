@@ -72,7 +72,7 @@ class CheckedSettings:
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
         if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation():
-            problems += contradictions(cfg.cross_validation)
+            problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
         for kind, hooks in HOOKS.items():
             for name, item in (getattr(cfg, kind, None) or {}).items():
                 if item is not None and not any(hasattr(item, hook) for hook in hooks):
@@ -230,16 +230,3 @@ def strategy_problems(cfg: Any) -> list[str]:
             needs = f"is not a multiple of {size}, as cfg.strategy={cfg.strategy} needs"
             found.append(f"cfg.{name}={workers} {needs}")
     return found
-
-
-def contradictions(cfg: Any) -> list[str]:
-    """Return one line per setting of a cross-validation that contradicts another."""
-    problems, key = [], "cfg.cross_validation"
-    if (cfg.folds is None) != (cfg.fold is None):
-        problems.append(f"{key}.folds is {cfg.folds} and {key}.fold is {cfg.fold}; set both, or neither")
-    elif cfg.folds is not None and cfg.fold is not None and cfg.fold >= cfg.folds:
-        problems.append(f"{key}.fold is {cfg.fold}; with {key}.folds={cfg.folds}, it is from 0 to {cfg.folds - 1}")
-    if isinstance(cfg.splitter, str) or not (cfg.splitter is None or hasattr(cfg.splitter, "split")):  # str.split
-        example = f"'{key}.splitter={{_target_: sklearn.model_selection.StratifiedKFold, shuffle: true}}'"
-        problems.append(f"{key}.splitter is {cfg.splitter!r}; it takes an object that splits rows, like {example}")
-    return problems

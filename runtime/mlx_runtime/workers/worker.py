@@ -78,7 +78,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
-            groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
+            groups, experiment = build_experiment(job, topology, cfg, strategy)
         torch.set_num_threads(cfg.cpus_per_worker)
         preempted = job.cluster.preempted
         context = RunContext(

@@ -1,6 +1,5 @@
 """Strategies prepare models before optimizers are built over their parameters."""
 
-import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -64,8 +63,7 @@ TREE = {
 @pytest.mark.parametrize("strategy", [DDP(CFG, ALONE), Replacing(CFG, ALONE)], ids=lambda item: type(item).__name__)
 def test_optimizers_hold_the_parameters_of_prepared_models(strategy: Strategy, tmp_path: Path) -> None:
     job = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=TREE)
-    with contextlib.ExitStack() as stack:
-        _, experiment = build_experiment(cast(Any, job), ALONE, CFG, strategy, stack)
+    _, experiment = build_experiment(cast(Any, job), ALONE, CFG, strategy)
     held = [param for group in experiment.optimizers.sgd.param_groups for param in group["params"]]
     assert [id(param) for param in held] == [id(param) for param in experiment.models.net.parameters()]
 

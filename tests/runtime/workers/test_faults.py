@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from clusters import NOTICED, free_ports
 from conftest import Mlx, Start, Started
 from faults import (
@@ -214,15 +213,6 @@ def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: 
     assert "models.net.layers.0.weight is (8, 6) here and (16, 6) in the checkpoint" in taken.stdout
     assert f"weights   of {checkpoint} (epoch 2); everything else starts from scratch" in taken.stdout
     assert not re.search(r"^ *1/", taken.stdout, re.MULTILINE)
-
-
-@pytest.mark.pure
-def test_deterministic_algorithms_while_a_run_lasts() -> None:
-    from mlx_runtime.loop.assembly import deterministic
-
-    with deterministic():
-        assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.process
