@@ -135,9 +135,7 @@ class Checkpointer:
         if titles and group in ("models", "optimizers"):
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
         if titles:
-            verb = "are" if len(left_out) > 1 else "is"
-            saved = "only numbers, text and untrained tensors are"
-            self._reporter.events.notice(f"{titles} {verb} not part of checkpoints: {saved}")
+            self._reporter.events.notice(f"not in checkpoints: {titles}; only numbers, text and untrained tensors are")
         return states
 
     def _of_workers(self, group: str) -> set[str]:
