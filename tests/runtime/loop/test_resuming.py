@@ -327,7 +327,7 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
     "half a config": (
         lambda folder: (run_of(folder) / "conf.yaml").write_text("cfg:\n  _target_: src.experiment.TrainConfig\n"),
         (),
-        "models: missing; put a good copy of the file back",
+        "models: missing; bind again, or put a good copy of the file back",
     ),
     "no config any more": (
         lambda folder: (run_of(folder) / "conf.yaml").unlink(),
