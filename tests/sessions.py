@@ -13,8 +13,7 @@ from mlx_runtime.loop.channel import Direct
 from mlx_runtime.loop.context import Groups, RunContext
 from mlx_runtime.loop.experiment import attach as attach_session
 from mlx_runtime.loop.session import Session
-from mlx_runtime.loop.strategies.base import Strategy
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP, Strategy
 from mlx_runtime.runs.folder import RunFolder
 
 ALONE = Topology(0, 1, torch.device("cpu"))

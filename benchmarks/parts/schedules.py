@@ -17,7 +17,7 @@ from torch.distributed import pipelining
 
 import mlx_runtime
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.sections import Fragments
 
 TITLE = "Schedules of pipelines"

@@ -39,8 +39,6 @@ class Debug(Section):
 
     Attributes:
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
-        limit_train_batches: the same for training datasets only.
-        limit_eval_batches: the same for all other datasets.
         overfit_batches: read only this many batches of each dataset, training datasets in the same order every epoch;
             a model that does not fit them has a bug.
         profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
@@ -50,8 +48,6 @@ class Debug(Section):
     """
 
     limit_batches: int | None = at_least(1, None)
-    limit_train_batches: int | None = at_least(1, None)
-    limit_eval_batches: int | None = at_least(1, None)
     overfit_batches: int | None = at_least(1, None)
     profile: bool = False
     watch_gradients: int = at_least(0, 0)
@@ -124,13 +120,11 @@ class Preparation(Section):
         mode: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones first
             (`--prepare-batches`); `never` reads samples (`--no-prepared`).
         path: folder or URI of prepared datasets; None means `.prepared` in the storage.
-        max_days: when preparing, remove prepared datasets not used for this many days.
         max_gb: maximum total size of prepared datasets; the least recently used are removed first.
     """
 
     mode: Literal["auto", "make", "never"] = "auto"
     path: str | None = None
-    max_days: float = at_least(0, 30)
     max_gb: float = at_least(0, 200)
 
 

@@ -3,7 +3,6 @@
 from mlx_runtime.distributed.collectives import data_parallel_group, gather
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.loop.strategies.base import Strategy, StrategyClass
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP, Strategy, StrategyClass
 
 __all__ = ["DDP", "ConfigError", "Strategy", "StrategyClass", "Topology", "data_parallel_group", "gather"]

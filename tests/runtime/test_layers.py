@@ -45,6 +45,7 @@ PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "
 ON_OTHERS = {
     ("fragments", "nodes"),
     ("fragments", "ray"),
+    ("fragments", "sharding"),
     ("hub", "sharding"),
     ("hub", "sweeps"),
     ("jobs", "prepared"),

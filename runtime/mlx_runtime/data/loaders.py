@@ -72,8 +72,6 @@ class LoaderOptions:
     accumulate: int = 1  # steps per update of a training dataset
     wanted_workers: int | None = None  # keep the global batch of this many workers; None keeps each worker's batch
     limit: int | None = None  # batches in a pass of `wanted_workers`; None means all
-    train_limit: int | None = None  # the same for training datasets only
-    eval_limit: int | None = None  # the same for the others
     repeats: bool = False  # the same rows in the same order in each pass
 
 
@@ -124,8 +122,7 @@ class DatasetShard:
     @property
     def limit(self) -> int | None:
         """Maximum number of batches in a pass; None means all."""
-        own = self.options.train_limit if self.training else self.options.eval_limit
-        return min((limit for limit in (self.options.limit, own) if limit is not None), default=None)
+        return self.options.limit
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the dataset, without constructing it if it is prepared."""

@@ -17,8 +17,12 @@ import sys
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
+
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+"""Name of the loopback interface."""
 
 PROOF_S = 30.0
 """Maximum time from a peer's connection to its proof that it belongs to the run."""
@@ -100,3 +104,42 @@ def _proof(key: bytes, rank: int, peer: int) -> bytes:
 
 def _tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class _Metaclass(type(ProcessGroupGloo)):  # type: ignore[misc]  # that of pybind11
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ProcessGroupGloo)  # torch returns groups as objects of their base class
+
+
+class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
+    """A gloo group of the run's workers that nobody else can join."""
+
+    host: str | None = None  # address to listen on; None for the loopback interface
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: datetime.timedelta, enable_reconfigure: bool = False
+    ) -> None:
+        assert not enable_reconfigure  # of torch 2.14; `init_process_group` has it, `new_group` does not
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        before = listening_sockets()
+        options._devices = [
+            ProcessGroupGloo.create_device(interface="" if self.host else LOOPBACK, hostname=self.host or "")
+        ]
+        added = listening_sockets() - before
+        options._threads, options._timeout = 2, timeout  # as by default
+        super().__init__(store, rank, size, options)
+        prove(self, store, rank, size)
+        if len(added) == 1:  # otherwise another thread opened a socket, too
+            refuse_connections(*added)
+
+
+def keep_groups_private(host: str | None = None) -> None:
+    """Make every gloo group that this process creates from now on a `PrivateGloo`, including those of user code.
+
+    NCCL checks a random number in the store, and listens on the loopback interface, too. If workers are on several
+    machines, this one is reached at `host`, and NCCL chooses its interfaces.
+    """
+    PrivateGloo.host = host
+    if host is None:
+        os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    distributed_c10d.ProcessGroupGloo = PrivateGloo  # type: ignore[misc]

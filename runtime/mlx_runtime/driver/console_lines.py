@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_runtime import events
 from mlx_runtime.driver.planning import RunPlan
-from mlx_runtime.loop.strategies import STRATEGIES
+from mlx_runtime.loop.options import STRATEGIES
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import position
 from mlx_runtime.runs.folder import RunFolder
@@ -81,7 +81,7 @@ class ConsoleLines:
             from mlx_runtime.loop.resuming import change_lines  # here, because a new run changes nothing
 
             self._rows_before = records.load_record(config.run).get("datasets") or {}
-            for line in change_lines(config.run, self._plan.project, config.changes, config.overrides):
+            for line in change_lines(config.run, self._plan.project, config.changes):
                 self._print(line)
         else:
             for change in config.changes:

@@ -22,8 +22,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.events import Event
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
-from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.loop.strategies import selection
+from mlx_runtime.loop.options import TrainConfig, strategy_problems
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.folder import RunFolder
@@ -108,7 +107,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             the rows of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` for an evaluation.
     """
-    if problems := selection.problems(config.cfg):
+    if problems := strategy_problems(config.cfg):
         raise ConfigError("\n".join(problems))
     if config.cfg.cross_validation.fold is not None:
         folds = companions.part("sweeps.folds")

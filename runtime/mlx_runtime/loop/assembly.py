@@ -1,9 +1,8 @@
 """The objects that a worker builds from the config: models, optimizers and other groups, and the dataset shards."""
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,11 @@ from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies.base import Strategy
+    from mlx_runtime.loop.strategies import Strategy
 
 
-def build_experiment(
-    job: Job, topology: Topology, cfg: Any, strategy: "Strategy", stack: contextlib.ExitStack
-) -> tuple[dict[str, Any], BaseModule]:
+def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "Strategy") -> tuple[dict[str, Any], BaseModule]:
     """Build the groups of conf.yaml, and return them and the experiment that contains them.
-
-    `stack` is closed at the end of the run.
 
     Raises:
         ConfigError: an object cannot be built, or there is no GPU for `cfg.use_gpu=true`.
@@ -45,9 +40,11 @@ def build_experiment(
         hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
         raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
     if topology.device.type == "cuda":
-        stack.enter_context(matmul_precision(cfg.matmul_precision))
+        torch.set_float32_matmul_precision("high")  # `fp32_precision` would break torch.compile in torch 2.13
     if cfg.deterministic:
-        stack.enter_context(deterministic())
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is initialized
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     if not topology.writes:
         silence_load_reports()
     groups: dict[str, Any] = {"cfg": cfg}
@@ -56,8 +53,12 @@ def build_experiment(
         if name == "datasets":
             groups[name] = build_group(node, name, lambda item: construction(job.tree["datasets"][item], cfg.seed))
         elif name == "models":
-            make = partial(strategy.build, node)
-            groups[name] = _built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
+            if not _restores(job, topology, cfg, node):
+                groups[name] = strategy.build(node)
+                continue
+            from mlx_runtime.config.pretrained import built_to_be_restored  # here: few runs restore pretrained models
+
+            groups[name] = built_to_be_restored(partial(strategy.build, node))
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
     if "optimizers" in job.tree:
@@ -71,47 +72,12 @@ def silence_load_reports() -> None:
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
 
 
-def _built_to_be_restored(make: Callable[[], Any]) -> Any:
-    from mlx_runtime.config.pretrained import built_to_be_restored
-
-    return built_to_be_restored(make)
-
-
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint will overwrite the pretrained weights of models. Every worker must call this."""
     if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
         return False
     some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
     return bool(some or (cfg.restore_checkpoint_path and cfg.restore_strict))
-
-
-@contextlib.contextmanager
-def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of float32 matrix products inside the block.
-
-    The newer `torch.backends.cuda.matmul.fp32_precision` is not used, because in torch 2.13 it breaks `allow_tf32`,
-    which torch.compile reads.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Restrict torch to deterministic algorithms inside the block."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is initialized
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
 
 
 def dataset_shards(
@@ -136,8 +102,6 @@ def dataset_shards(
         accumulate=cfg.accumulate_grad_batches,
         wanted_workers=wanted,
         limit=min(limits, default=None),
-        train_limit=cfg.debug.limit_train_batches,
-        eval_limit=cfg.debug.limit_eval_batches,
         repeats=cfg.debug.overfit_batches is not None,
     )
     return DatasetShards(

@@ -11,7 +11,7 @@ from mlx_runtime.data.loaders import Loader
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed import randomness
 from mlx_runtime.distributed.collectives import broadcast, gather
-from mlx_runtime.errors import MlxError, StorageError
+from mlx_runtime.errors import MlxError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.loop.context import RunContext, is_per_worker
 from mlx_runtime.loop.optimization import Optimization
@@ -135,9 +135,7 @@ class Checkpointer:
         if titles and group in ("models", "optimizers"):
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
         if titles:
-            verb = "are" if len(left_out) > 1 else "is"
-            saved = "only numbers, text and untrained tensors are"
-            self._reporter.events.notice(f"{titles} {verb} not part of checkpoints: {saved}")
+            self._reporter.events.notice(f"not in checkpoints: {titles}; only numbers, text and untrained tensors are")
         return states
 
     def _of_workers(self, group: str) -> set[str]:
@@ -305,7 +303,9 @@ class Checkpointer:
         state = store.read(path, whole=False)
         self._from_sharded = has_unread(state)
         if not self._context.cfg.restore_strict:
-            for line in self._load_what_fits(state["models"]):
+            layouts = self._layouts()
+            options = {} if layouts is None else {"prepared": layouts.of_values_now}
+            for line in load_what_fits(self._context.groups["models"], state["models"], **options):
                 notice(f"          {line}")
             notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
             return None
@@ -313,33 +313,9 @@ class Checkpointer:
         return state, self._prepare(state)
 
     def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
-        """Return a state in the form that the members of groups load: each worker reads the parts that it holds.
-
-        Raises:
-            DamagedError: a worker has read a damaged file. All workers raise it.
-            StorageError: the storage does not answer a worker. All workers raise it.
-        """
+        """Return a state in the form that the members of groups load: each worker reads the parts that it holds."""
         layouts = self._layouts()
-        if layouts is None:
-            return state
-        prepared = state | {"ranks": layouts.of_values(state["ranks"])}
-        for name, names in wanted.items():
-            present = self._context.groups.members(name)
-            prepared[name] = {
-                item: layouts.of_member(present[item], saved)
-                if item in present and (names is None or item in names)
-                else saved
-                for item, saved in state[name].items()
-            }
-        error = None
-        try:
-            layouts.reads.run()
-        except MlxError as caught:
-            error = isinstance(caught, DamagedError), str(caught)
-        errors = [item for item in gather(error) or () if item is not None]
-        if (first := broadcast(errors[0] if errors else None)) is not None:
-            damaged, text = first
-            raise (DamagedError if damaged else StorageError)(text)
+        prepared: State = state if layouts is None else layouts.of_state(state, wanted, self._context.groups)
         return prepared
 
     def _layouts(self) -> Any:
@@ -348,19 +324,6 @@ class Checkpointer:
             return None
         layouts = companions.part("sharding.layouts").Layouts
         return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
-
-    def _load_what_fits(self, saved: State) -> list[str]:
-        """Load the weights that fit; see `checkpoints.load_what_fits`."""
-        layouts = self._layouts()
-
-        def prepared(fits: State, own: State) -> State:
-            assert layouts is not None
-            made: State = layouts.of_values(fits, own)
-            layouts.reads.run()
-            return made
-
-        options = {} if layouts is None else {"prepared": prepared}
-        return load_what_fits(self._context.groups["models"], saved, **options)
 
     def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
@@ -440,6 +403,5 @@ class Checkpointer:
 
 def states_by_replica(state: State) -> list[list[State]]:
     """Return the states of the workers of each replica."""
-    ranks, size = iter(state["ranks"]), state.get("model_parallel_size", 1)  # in checkpoints of earlier versions
-    sizes = state.get("replica_sizes") or [size] * (len(state["ranks"]) // size)
-    return [[next(ranks) for _ in range(count)] for count in sizes]
+    ranks = iter(state["ranks"])
+    return [[next(ranks) for _ in range(count)] for count in state["replica_sizes"]]

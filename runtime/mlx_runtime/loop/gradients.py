@@ -21,7 +21,6 @@ class GradientMonitor:
         every: global steps between two records of the norms of all layers; 0 means never.
         stop_on_nan: check every step, and raise at the first gradient that is not finite.
         report: called with norms by name; None on workers that neither record them nor hold shards.
-        notice: called with a line to show to the user.
     """
 
     def __init__(
@@ -29,10 +28,8 @@ class GradientMonitor:
         every: int = 0,
         stop_on_nan: bool = False,
         report: Callable[[dict[str, float]], None] | None = None,
-        notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._every, self._stop_on_nan, self._report, self._notice = every, stop_on_nan, report, notice
-        self._warned = False
+        self._every, self._stop_on_nan, self._report = every, stop_on_nan, report
 
     def wants(self, step: int) -> bool:
         """Return True if gradients are inspected at a global step."""
@@ -52,14 +49,10 @@ class GradientMonitor:
         layers = _layers(models, {id(param) for param in params})
         gradient = _norms_of({name: [param.grad for param in layer] for name, layer in layers.items()})
         broken = [name for name, norm in gradient.items() if not math.isfinite(norm)]
-        if broken:
+        if broken and self._stop_on_nan:
             more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
             text = f"the gradient of {broken[0]}{more} is not finite at step {step}"
-            if self._stop_on_nan:
-                raise MlxError(f"{text} (cfg.debug.stop_on_nan)")
-            if not self._warned:
-                self._warned = True
-                self._notice(text)
+            raise MlxError(f"{text} (cfg.debug.stop_on_nan)")
         if self._records(step) and self._report is not None:
             weight = _norms_of({name: [param.detach() for param in layer] for name, layer in layers.items()})
             named = {f"gradient_norm/{name}": norm for name, norm in gradient.items()}

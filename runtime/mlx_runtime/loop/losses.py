@@ -27,7 +27,7 @@ class Mean(Metric):
             other elements, for `self.backward` as well; also passed to the function if it takes this argument.
         options: further keyword arguments of the function.
 
-        Attributes:
+    Attributes:
         calls: Calls with gradients since the last `self.backward`.
         counted: Number of elements in the mean of the last of these calls; None if they are rows.
 

@@ -197,20 +197,22 @@ class MetricRecorder:
         values: dict[str, float] = {}
         intervals: dict[str, float] = {}
         for name, metric in self._of(messages[0].groups).items():
-            title = f"{exchange.name}/{name}"
-            found: dict[str, float] | None = {}
+            title, state = f"{exchange.name}/{name}", None
             if metric.syncs_itself:
                 found = self._value_synced_by_itself(title, metric)
-            elif self._context.topology.writes and name in messages[0].snapshots:
+            elif not self._context.topology.writes or name not in messages[0].snapshots:
+                continue
+            else:
                 state = metric.merge(title, [message.snapshots[name] for message in messages])
                 found = None if state is None else metric.value(title, state)
-                if state is not None and item.training and metric.is_average:
-                    since = metric.value(f"{title}_interval", state_since(state, self._before.get(name)))
-                    intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
-                    self._before[name] = state
             if found is None:
                 self._reporter.events.notice(f"{title} is skipped: it was not updated")
-            values |= found or {}
+                continue
+            values |= found
+            if state is not None and item.training and metric.is_average:
+                since = metric.value(f"{title}_interval", state_since(state, self._before.get(name)))
+                intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
+                self._before[name] = state
         self._records[item].values |= values
         self._reporter.collect(values)
         if not self._context.topology.writes:

@@ -19,7 +19,7 @@ from mlx_runtime.runs.checkpoints.groups import members
 
 if TYPE_CHECKING:
     from mlx_runtime.loop.gradients import GradientMonitor
-    from mlx_runtime.loop.strategies.base import Strategy
+    from mlx_runtime.loop.strategies import Strategy
     from mlx_runtime.loop.weighting import Weight, WeightedLosses
 
 
@@ -60,7 +60,7 @@ class Optimization:
 
         debug, topology = self._context.cfg.debug, self._context.topology
         report = self._report_norms if topology.writes or self.strategy.shards else None
-        return GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report, self._reporter.events.notice)
+        return GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report)
 
     # -- called by user code
 

@@ -3,10 +3,12 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from mlx_runtime import companions
+from mlx_runtime.config.constructors.targets import named_class
 from mlx_runtime.errors import suggest
-from mlx_runtime.loop.strategies import STRATEGIES
 from mlx_runtime.sections import (
     CrossValidation,
     Debug,
@@ -23,6 +25,9 @@ from mlx_runtime.storage.documents import LARGEST, name_problem
 from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 
+if TYPE_CHECKING:
+    from mlx_runtime.loop.strategies import StrategyClass
+
 ENGINES = {
     "in_process": "mlx_runtime.workers.worker.InProcess",
     "local": "mlx_runtime.workers.local.Local",
@@ -30,6 +35,14 @@ ENGINES = {
     "ray": "mlx_runtime.companions.ray.engine.OnRay",
 }
 """Import paths of engine classes by name. Other classes are named by their import path in `cfg.engine`."""
+
+STRATEGIES = {
+    "ddp": "mlx_runtime.loop.strategies.DDP",
+    "fsdp": "mlx_runtime.companions.sharding.strategy.FSDP",
+    "hsdp": "mlx_runtime.companions.sharding.strategy.HSDP",
+    "pipeline": "mlx_runtime.companions.fragments.strategy.Pipeline",
+}
+"""Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""
 
 
 class CheckedSettings:
@@ -50,12 +63,16 @@ class CheckedSettings:
             limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
         engines = ("auto", *(name for name in ENGINES if name != "in_process"))
-        problems += [*_name_problems("engine", cfg.engine, engines), *_strategy_problems(cfg)]
+        problems += _name_problems("engine", cfg.engine, engines)
+        if (strategy := getattr(cfg, "strategy", None)) in STRATEGIES:
+            problems += strategy_problems(cfg)
+        elif strategy is not None:  # that of another package is checked later
+            problems += _name_problems("strategy", strategy, STRATEGIES)
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
         if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation():
-            problems += contradictions(cfg.cross_validation)
+            problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
         for kind, hooks in HOOKS.items():
             for name, item in (getattr(cfg, kind, None) or {}).items():
                 if item is not None and not any(hasattr(item, hook) for hook in hooks):
@@ -65,15 +82,6 @@ class CheckedSettings:
         if 0 < epochs <= start:
             problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
         return problems
-
-
-def _strategy_problems(cfg: Any) -> list[str]:
-    """Return one line per setting that contradicts `cfg.strategy`. Other packages' strategies are checked later."""
-    if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
-        return [] if name is None else _name_problems("strategy", name, STRATEGIES)
-    from mlx_runtime.loop.strategies.selection import problems  # here, because data jobs have no strategy
-
-    return problems(cfg)
 
 
 def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
@@ -119,8 +127,6 @@ class TrainConfig(CheckedSettings):
             not clip.
         compile: compile the models: true, the name of a backend of `torch.compile`, or some of its arguments, like
             `{mode: max-autotune, dynamic: false}`.
-        matmul_precision: precision of float32 matrix products on GPUs. `high`: TF32 on tensor cores, with 10 bits of
-            mantissa; `highest`: full float32, with 23 bits; `medium` may use bfloat16. Without effect on CPUs.
         deterministic: use only deterministic algorithms of torch, and fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
@@ -168,7 +174,6 @@ class TrainConfig(CheckedSettings):
     accumulate_grad_batches: int = at_least(1, 1)
     gradient_clip: float | None = None
     compile: bool | str | dict[str, Any] = False
-    matmul_precision: Literal["highest", "high", "medium"] = "high"
     deterministic: bool = False
     storage_path: str = "runs"
     log_every_steps: int = at_least(1, 50)
@@ -201,14 +206,23 @@ def minimums() -> dict[str, float]:
     return {name: item.metadata["minimum"] for name, item in items.items() if "minimum" in item.metadata}
 
 
-def contradictions(cfg: Any) -> list[str]:
-    """Return one line per setting of a cross-validation that contradicts another."""
-    problems, key = [], "cfg.cross_validation"
-    if (cfg.folds is None) != (cfg.fold is None):
-        problems.append(f"{key}.folds is {cfg.folds} and {key}.fold is {cfg.fold}; set both, or neither")
-    elif cfg.folds is not None and cfg.fold is not None and cfg.fold >= cfg.folds:
-        problems.append(f"{key}.fold is {cfg.fold}; with {key}.folds={cfg.folds}, it is from 0 to {cfg.folds - 1}")
-    if isinstance(cfg.splitter, str) or not (cfg.splitter is None or hasattr(cfg.splitter, "split")):  # str.split
-        example = f"'{key}.splitter={{_target_: sklearn.model_selection.StratifiedKFold, shuffle: true}}'"
-        problems.append(f"{key}.splitter is {cfg.splitter!r}; it takes an object that splits rows, like {example}")
-    return problems
+def strategy_class(name: str) -> "StrategyClass":
+    """Return the class of a strategy, given its name or import path; raise ConfigError if there is none."""
+    needs = ("refusal", "multiple_of", "model_parallel_size", "build", "consolidate")
+    found: StrategyClass = named_class("strategy", name, STRATEGIES, needs)
+    return found
+
+
+def strategy_problems(cfg: Any) -> list[str]:
+    """Return one line per setting that `cfg.strategy` cannot train with."""
+    kind = strategy_class(cfg.strategy)
+    if reason := kind.refusal(cfg):
+        return [f"cfg.strategy={cfg.strategy} cannot train this: {reason}"]
+    found: list[str] = companions.part("fragments.replicas").problems(cfg) if cfg.replicas != Replicas() else []
+    size = kind.multiple_of(cfg)
+    for name in ("start_workers", "elastic.min_workers", "elastic.max_workers"):
+        workers = attrgetter(name)(cfg)
+        if size > 1 and workers is not None and workers % size:
+            needs = f"is not a multiple of {size}, as cfg.strategy={cfg.strategy} needs"
+            found.append(f"cfg.{name}={workers} {needs}")
+    return found

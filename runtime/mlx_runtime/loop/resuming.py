@@ -4,13 +4,12 @@ A checkpoint overrides most of a config, so most changed values would have no ef
 
     cfg.*         settings of the runtime except `FIXED`, and fields of your own that are marked resumable
     optimizers.*  hyperparameters of the parameter groups, like lr, after the state is restored
-    tools.*       arguments that affect only attributes that have not changed since the tool was constructed
+    tools.*       arguments that the tool stores under their own names
 
 Everything else is refused before anything is written.
 """
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +35,10 @@ from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, redact_override, unredact
+from mlx_runtime.storage.redaction import HIDDEN, LEFT_OUT, is_secret, redact, unredact
 
 FIXED = {
-    *("cross_validation", "debug.limit_batches", "debug.limit_eval_batches", "debug.limit_train_batches"),
+    *("cross_validation", "debug.limit_batches"),
     *("debug.overfit_batches", "name", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"),
 }
 """Settings and sections that cannot change: they determine the start of a run and its data."""
@@ -67,14 +66,10 @@ class Change:
         return f"{self.key}: {before} → {after}"
 
 
-def change_lines(run: RunFolder, project: Path, found: Sequence[Change], overrides: Sequence[str]) -> Iterator[str]:
-    """Yield lines about the changes since a run was stored: of its config and code, and overrides without effect."""
+def change_lines(run: RunFolder, project: Path, found: Sequence[Change]) -> Iterator[str]:
+    """Yield lines about the changes of the config and the code since a run was stored."""
     for change in found:
         yield f"changed   {change}{'' if change.key.startswith('cfg.') else ', set once its state is restored'}"
-    for item in overrides:
-        key = item.lstrip("+~").partition("=")[0]
-        if not key.startswith("-") and not any(f"{change.key}.".startswith(f"{key}.") for change in found):
-            yield f"unchanged {redact_override(item)}"
     with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
         files = snapshots.changed_files(project, run)
         if files := [name for name in files if not name.endswith(".yaml")]:
@@ -105,8 +100,7 @@ def changes(before: Any, after: Any, key: str = "") -> list[Change]:
 
 def refusals(found: Iterable[Change], cfg: type) -> list[str]:
     """Return one line per change that a resumed run cannot apply, judged by the config and the class of `cfg`."""
-    reasons = [(change, _why_refused(change, cfg)) for change in found]
-    return [f"{change} ({why})" for change, why in reasons if why is not None]
+    return [f"{change} ({why})" for change in found if (why := _why_refused(change, cfg)) is not None]
 
 
 def check_stored(run: RunFolder, conf: Path) -> None:
@@ -136,21 +130,12 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
     epochs, steps = (before.get(name) for name in ("num_epochs", "max_steps"))
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
-        limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
-        saved = list_checkpoints(run.checkpoints)
-        at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
-        raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
-        if not at_limit and epochs and (record.get("epoch") or 0) + 1 < epochs:
-            patience = "tools.early_stopping.patience=20"
-            raised += f". If early stopping ended the run, also raise its patience, e.g. {patience}"
-        further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
-        raise RunFinished(
-            f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
-            + ("resume=" if hasattr(cfg, "function") else "--resume")
-        )
+        limits = f"cfg.num_epochs={epochs}" + (f" or cfg.max_steps={steps}" if steps is not None else "")
+        further = f". To train further, raise {limits}" if epochs else ""  # 0: a function decides
+        without = "resume=" if hasattr(cfg, "function") else "--resume"
+        raise RunFinished(f"{run.title} has succeeded{further}; for a new run, leave out {without}")
     if not named and record.get("status") == "PRUNED":
-        title = f"{run.experiment} {run.name}"
-        raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
+        raise RunFinished(f"{run.title} was pruned. To train it further: mlx train run --resume={run.name}")
 
 
 def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) -> tuple[Change, ...]:
@@ -187,49 +172,40 @@ def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[A
     """
     for name, optimizer in optimizers.items():
         old, new = ((tree or {}).get(name) or {} for tree in (then, now))
-        if not old or old.get("_target_") != new.get("_target_"):
+        if old.get("_target_") != new.get("_target_"):
             continue
         for change in changes(old, new):
-            if change.key == "params":
-                continue
-            key = f"optimizers.{name}.{change.key}"
-            if why := _why_not_a_number(change.key, change.before, change.after):
-                raise ConfigError(f"{Change(key, change.before, change.after)} cannot be restored ({why})")
+            full = Change(f"optimizers.{name}.{change.key}", change.before, change.after)
+            if why := _why_not_set(change.key, change.before, change.after):
+                raise ConfigError(f"{full} cannot be restored ({why})")
             if not _set(optimizer, change):
-                raise ConfigError(
-                    f"{key} cannot change when a run resumes: the loop or a schedule has set a value other than "
-                    f"{_format_value(change.before)}"
-                )
+                raise ConfigError(f"{full} cannot change on resume: the loop or a schedule has set another value")
             if change.key == "lr":
                 _set_base_lrs(schedulers, optimizer, change)
 
 
 def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
-    """Return the saved state of a tool with the settings that the config has changed.
+    """Return the saved state of a tool with the arguments that the config has changed.
 
-    A changed argument is a setting if the attributes that depend on it still have the values that the constructor set.
+    An argument changes if the tool stores it under its own name and has not changed it, and nothing else depends on it.
     `then` and `now` are the configs of the tool, and `key` is its key in conf.yaml.
 
     Raises:
-        ConfigError: an attribute that depends on a changed argument has changed in training, or no attribute does.
+        ConfigError: an argument cannot change.
     """
     found = changes(then, now)
     if not found or not isinstance(then, dict) or then.get("_target_") != now.get("_target_"):
         return saved
-    first = _fresh(then, key)
+    first, last, new = _fresh(then, key), _fresh(now, key), dict(saved)
     for change in found:
-        full = Change(f"{key}.{change.key}", change.before, change.after)
-        depends = _differing_names(first, _fresh(_replace(then, change), key))
-        if not depends:
-            raise ConfigError(f"{full} cannot change when a run resumes: no attribute of the tool shows it")
-        for name in depends:
-            if name in saved and not _same(saved[name], first.get(name)):
-                raise ConfigError(
-                    f"{full} cannot change when a run resumes: {key}.{name}, which depends on it, is "
-                    f"{_format_value(saved[name])} by now and part of the checkpoint"
-                )
-    last = _fresh(now, key)
-    return {**saved, **{name: last[name] for name in _differing_names(first, last) if name in last}}
+        if change.key not in last or not _same(saved.get(change.key), first.get(change.key)):
+            full = Change(f"{key}.{change.key}", change.before, change.after)
+            raise ConfigError(f"{full} cannot change on resume: the tool does not store it, or has changed it")
+        new[change.key] = last.pop(change.key)
+    if others := [name for name, value in last.items() if not _same(value, first.get(name))]:
+        listed = ", ".join(f"{key}.{change.key}" for change in found)
+        raise ConfigError(f"{listed} cannot change on resume: {key}.{others[0]} depends on it")
+    return new
 
 
 def _why_refused(change: Change, cfg: type) -> str | None:
@@ -239,7 +215,7 @@ def _why_refused(change: Change, cfg: type) -> str | None:
         return _why_fixed(name, rest, cfg)
     if "_target_" not in change.key and MISSING not in (change.before, change.after):
         if group == "optimizers":
-            return _why_not_a_number(argument, change.before, change.after)
+            return _why_not_set(argument, change.before, change.after)
         if group == "tools" and argument:
             return None
     return "the checkpoint determines it"
@@ -257,71 +233,48 @@ def _why_fixed(name: str, key: str, cfg: type) -> str | None:
     return f'not marked as resumable; see field(metadata={{"resumable": True}}) for {name} in the guide to faults'
 
 
-def _why_not_a_number(argument: str, before: Any, after: Any) -> str | None:
-    def numbers(value: Any) -> list[float] | None:
-        values = value if isinstance(value, list | tuple) else [value]
-        fits = all(isinstance(item, int | float) and not isinstance(item, bool) for item in values)
-        return list(values) if fits else None
-
-    new = numbers(after)
-    old = new if before is MISSING else numbers(before)
-    if not argument or old is None or new is None or len(old) != len(new):
+def _why_not_set(argument: str, before: Any, after: Any) -> str | None:
+    """Return the reason why an argument of an optimizer cannot change, or None."""
+    old, new = (value if isinstance(value, list | tuple) else [value] for value in (before, after))
+    if len(old) != len(new) or any(type(item) not in (int, float) for item in (*old, *new)):
         return "only numeric arguments of an optimizer can change"
-    started = any(bool(one) != bool(other) for one, other in zip(old, new, strict=True))
-    if started and argument not in MAY_START:
+    if argument not in MAY_START and [*map(bool, old)] != [*map(bool, new)]:
         return "the state of the optimizer differs between zero and another value"
     return None
 
 
 def _set(optimizer: Optimizer, change: Change) -> bool:
-    """Set a value in the parameter groups that still have the previous one. Return True if there are any."""
-    done = False
-    for group in optimizer.param_groups:
-        if change.key not in group:
-            return False
-        scheduled = change.key == "lr" and "initial_lr" in group
-        present = group["initial_lr"] if scheduled else group[change.key]
-        if not _same_number(present, change.before) and (scheduled or change.key != "lr"):
-            continue
-        done = True
-        if scheduled:
-            ratio = float(group["lr"]) / float(present) if float(present) else 1.0
-            _put(group, "initial_lr", change.after)
-            _put(group, "lr", float(change.after) * ratio)
-        else:
-            _put(group, change.key, change.after)
-    return done
+    """Set a value in the parameter groups that still have the previous one. Return True if there are any.
+
+    A learning rate without a schedule, which the loop may set itself, is set in all groups if none has it.
+    """
+    groups = [group for group in optimizer.param_groups if change.key in group]
+    name = "initial_lr" if change.key == "lr" and any("initial_lr" in group for group in groups) else change.key
+    fitting = [group for group in groups if name in group and _numbers(group[name]) == _numbers(change.before)]
+    for group in fitting or (groups if name == "lr" else ()):
+        if name == "initial_lr":
+            ratio = float(group["lr"]) / change.before if change.before else 1.0
+            _put(group, "lr", change.after * ratio)
+        _put(group, name, change.after)
+    return bool(fitting or (groups and name == "lr"))
 
 
-def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Change) -> None:
-    for scheduler in _walk(schedulers):
-        if getattr(scheduler, "optimizer", None) is not optimizer or not hasattr(scheduler, "base_lrs"):
-            continue
-        rates = [change.after if _same_number(base, change.before) else base for base in scheduler.base_lrs]
-        scheduler.base_lrs = rates
-        scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def _walk(schedulers: Iterable[Any]) -> Iterator[Any]:
+def _set_base_lrs(schedulers: Iterable[Any], optimizer: Optimizer, change: Change) -> None:
     for scheduler in schedulers:
-        yield scheduler
-        yield from _walk(getattr(scheduler, "_schedulers", ()))
+        if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [change.after if base == change.before else base for base in scheduler.base_lrs]
+        _set_base_lrs(getattr(scheduler, "_schedulers", ()), optimizer, change)
 
 
 def _put(group: dict[str, Any], key: str, value: Any) -> None:
-    present = group.get(key)
-    if isinstance(present, torch.Tensor):
-        present.fill_(value)
+    if isinstance(group[key], torch.Tensor):
+        group[key].fill_(value)
     else:
         group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _same_number(present: Any, wanted: Any) -> bool:
-    if wanted is MISSING:
-        return True
-    if isinstance(present, list | tuple):
-        return list(present) == list(wanted)
-    return float(present) == float(wanted)
+def _numbers(value: Any) -> list[float]:
+    return [float(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _default(node: Mapping[str, Any], name: str) -> Any:
@@ -333,30 +286,12 @@ def _default(node: Mapping[str, Any], name: str) -> Any:
     return default if isinstance(default, str) else plain(default)
 
 
-def _replace(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """Return a node with one value changed."""
-    changed = copy.deepcopy(dict(node))
-    *above, last = change.key.split(".")
-    inner = changed
-    for name in above:
-        inner = inner[name]
-    if change.after is MISSING:
-        inner.pop(last, None)
-    else:
-        inner[last] = change.after
-    return changed
-
-
 def _fresh(node: Any, key: str) -> State:
     """Return the plain state of a newly constructed tool."""
     with randomness.temporary_seed(0):
         made = build(node, key)
     state: State = state_of(SimpleNamespace(tool=made))[0].get("tool", {})
     return state
-
-
-def _differing_names(one: State, other: State) -> list[str]:
-    return [name for name in {**one, **other} if not _same(one.get(name, MISSING), other.get(name, MISSING))]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -43,7 +43,7 @@ from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.trackers import ReportWriter
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies.base import Strategy
+    from mlx_runtime.loop.strategies import Strategy
 
 
 class Session:
@@ -336,7 +336,7 @@ class Session:
         self._count_step()
 
     def _warn_of_own_data(self) -> None:
-        for name in ("limit_batches", "limit_train_batches", "overfit_batches"):
+        for name in ("limit_batches", "overfit_batches"):
             if getattr(self.context.cfg.debug, name) is not None:
                 text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
                 self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")

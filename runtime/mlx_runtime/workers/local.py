@@ -85,7 +85,7 @@ class Local:
         yield this_machine(cfg, "local engine")
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
-        from mlx_runtime.loop.strategies.selection import strategy_class
+        from mlx_runtime.loop.options import strategy_class
 
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
         self.pipes: Pipes | None = None

@@ -12,8 +12,8 @@ import torch
 import torch.distributed
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
+from mlx_runtime.distributed.handshake import keep_groups_private
 from mlx_runtime.distributed.topology import Topology, device_here
-from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
 from mlx_runtime.loop.job import Job
 from mlx_runtime.workers.connections import Remote

@@ -42,7 +42,7 @@ from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
-from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
@@ -81,7 +81,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
-            groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
+            groups, experiment = build_experiment(job, topology, cfg, strategy)
         torch.set_num_threads(cfg.cpus_per_worker)
         preempted = job.cluster.preempted
         context = RunContext(

@@ -29,7 +29,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import BindError, ConfigError
 from mlx_runtime.loop.assembly import build_experiment
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP
 
 pytestmark = pytest.mark.pure
 
@@ -563,8 +563,8 @@ def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, as
     job, cfg = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree), TrainConfig(use_gpu=asked)
     refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; mlx doctor")
     alone = Topology(0, 1, torch.device("cpu"))
-    with contextlib.ExitStack() as stack, refused if asked else contextlib.nullcontext():
-        build_experiment(cast(Any, job), alone, cfg, DDP(cfg, alone), stack)
+    with refused if asked else contextlib.nullcontext():
+        build_experiment(cast(Any, job), alone, cfg, DDP(cfg, alone))
 
 
 @pytest.mark.parametrize(

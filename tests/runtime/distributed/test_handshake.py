@@ -1,7 +1,9 @@
 """Process groups that other processes on the same machine can neither join nor end."""
 
+import inspect
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import tempfile
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from mlx_runtime.distributed.handshake import listening_sockets
 
@@ -69,6 +72,18 @@ def test_looking_for_listening_sockets_opens_nothing() -> None:
         assert (listener.fileno() in found, other.fileno() in found) == (True, False)
 
 
+def test_every_group_is_created_by_this_name() -> None:
+    """`keep_groups_private` replaces it; the rank and the size are those within the group."""
+    creator: Any = getattr(distributed_c10d, "_create_gloo_process_group", None)  # since torch 2.14
+    created = inspect.getsource(creator or distributed_c10d._new_process_group_helper)
+    created = "".join(re.sub("#.*|opts\\.|backend_prefix_(?=store)", "", created).split())
+    reconfigure = "enable_reconfigure=enable_reconfigure," if creator else ""
+    assert f"backend_class=ProcessGroupGloo(store,group_rank,group_size,timeout=timeout,{reconfigure})" in created
+    assert "enable_reconfigure" not in inspect.signature(distributed_c10d.new_group).parameters
+    for name in ("init_process_group", "_new_group_with_tag"):
+        assert "_new_process_group_helper(" in inspect.getsource(getattr(distributed_c10d, name))
+
+
 STRANGERS = r"""
 import json, os, socket, struct, sys, time
 from datetime import timedelta
@@ -77,7 +92,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 from mlx_runtime.distributed import handshake
-from mlx_runtime.distributed.torch_private import LOOPBACK, keep_groups_private
+from mlx_runtime.distributed.handshake import LOOPBACK, keep_groups_private
 
 folder = Path(sys.argv[1])
 

@@ -41,16 +41,6 @@ def test_the_norm_of_no_gradients() -> None:
     assert total_norm([]) == 0
 
 
-def test_what_is_not_finite_is_told_once_by_layer_and_step() -> None:
-    notices: list[str] = []
-    net = model()
-    net[2].weight.grad[0, 1] = math.nan
-    monitor = GradientMonitor(every=2, report=lambda values: None, notice=notices.append)
-    for step in range(1, 5):
-        monitor.inspect({"net": net}, net.parameters(), step)
-    assert notices == ["the gradient of net.2 is not finite at step 2"]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_ends_the_run_at_once(value: float) -> None:
     net = model()

@@ -22,10 +22,9 @@ from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.events import Notice
-from mlx_runtime.loop.assembly import matmul_precision
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.forward import in_half_precision
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sections import Elastic
@@ -306,14 +305,6 @@ class TestErrors:
     def test_arguments_that_torch_compile_does_not_take(self, begin: Begin, how: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             begin(compile=how)
-
-
-def test_the_precision_of_matrix_products_is_that_of_the_run() -> None:
-    before = torch.get_float32_matmul_precision()
-    with matmul_precision("medium"):
-        assert torch.get_float32_matmul_precision() == "medium"
-        assert torch.backends.cuda.matmul.allow_tf32  # which torch.compile reads
-    assert torch.get_float32_matmul_precision() == before == "highest"
 
 
 class TestPrecision:

@@ -113,8 +113,7 @@ def run(
     session.begin()
     group = SimpleNamespace(train=Rows(12), val=Rows(4, first=1000.0))
     cfg = experiment.cfg
-    options = {"accumulate": cfg.accumulate_grad_batches, "eval_limit": cfg.debug.limit_eval_batches, **options}
-    options |= {"train_limit": cfg.debug.limit_train_batches}
+    options = {"accumulate": cfg.accumulate_grad_batches, "limit": cfg.debug.limit_batches, **options}
     shards = {
         name: DatasetShard(name, group, ALONE, LoaderOptions(**options), follow=session.watch) for name in vars(group)
     }
@@ -424,11 +423,11 @@ class TestEvery:
         with pytest.raises(MlxError, match=r"^self.every\(0\) needs a number of steps, 1 or more, or None for never"):
             experiment.every(0)
         assert TrainConfig.out_of_range(
-            TrainConfig(evaluate_every_steps=0, max_steps=0, debug=Debug(limit_train_batches=0))
+            TrainConfig(evaluate_every_steps=0, max_steps=0, debug=Debug(limit_batches=0))
         ) == [
             "cfg.max_steps is 0; the minimum is 1",
             "cfg.evaluate_every_steps is 0; the minimum is 1",
-            "cfg.debug.limit_train_batches is 0; the minimum is 1",
+            "cfg.debug.limit_batches is 0; the minimum is 1",
         ]
 
     def test_a_setting_that_no_loop_reads_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -704,17 +703,17 @@ class TestCallbacks:
     def test_they_surround_batches_and_evaluations(self, tmp_path: Path) -> None:
         heard = self.Heard()
         settings = {
-            "debug": Debug(limit_train_batches=3, limit_eval_batches=1),
+            "debug": Debug(limit_batches=2),
             "num_epochs": 1,
             "evaluate_every_steps": 2,
         }
         run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
-        assert "".join(heard.calls) == "train[1]train[2(val[2])]train[3](val[3])"
+        assert "".join(heard.calls) == "train[1]train[2(val[2]val[2])](val[2]val[2])"
 
     def test_an_evaluation_that_is_left_early_ends_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Experiment, "evaluate", lambda self, loader, epoch: next(iter(loader)))
         heard = self.Heard()
-        run(Experiment(callbacks={"heard": heard}, debug=Debug(limit_train_batches=1), num_epochs=2), tmp_path)
+        run(Experiment(callbacks={"heard": heard}, debug=Debug(limit_batches=1), num_epochs=2), tmp_path)
         assert "".join(heard.calls) == "train[1](val[1)train[2](val[2)"
 
     def test_one_that_fails_is_reported_once(self, tmp_path: Path) -> None:
@@ -727,26 +726,11 @@ class TestCallbacks:
         )
 
 
-def test_limits_of_training_and_evaluation(tmp_path: Path) -> None:
-    """The lower of the limits applies; that of the other kind does not."""
-    for limits, wanted in (
-        ((4, None, None), (4, 2)),
-        ((4, 3, 1), (3, 1)),
-        ((1, 3, 2), (1, 1)),
-        ((None, None, 1), (6, 1)),
-    ):
-        every, training, evaluation = limits
-        options = LoaderOptions(limit=every, train_limit=training, eval_limit=evaluation)
-        group = SimpleNamespace(train=Rows(12), val=Rows(4))
-        loaders = [DatasetShard(name, group, ALONE, options).iter_torch_batches() for name in vars(group)]
-        assert tuple(map(len, loaders)) == wanted, limits
-
-
 @pytest.mark.local
 def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     """A run at its limit has succeeded; a higher limit continues it as if it had always been that high."""
     runs = digits / "runs" / "digits"
-    settings = ("cfg.debug.limit_eval_batches=1", "cfg.evaluate_every_steps=8", "cfg.log_every_steps=5")
+    settings = ("cfg.evaluate_every_steps=8", "cfg.log_every_steps=5")
     done = mlx(digits, "train", "run", "cfg.max_steps=30", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nfinished  step 30 of cfg.max_steps=30\n" in done.stdout
@@ -755,9 +739,8 @@ def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     (row,) = json.loads(mlx(digits, "xp", "ls", "--json").stdout)
     assert (row["status"], row["epoch"], row["epochs"]) == ("SUCCEEDED", 2, 2)
     refused = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=8")
-    assert refused.stderr.startswith(
-        "digits run_001 has succeeded, with cfg.num_epochs=30 and cfg.max_steps=30. To train"
-    )
+    further = "To train further, raise cfg.num_epochs=30 or cfg.max_steps=30;"
+    assert refused.stderr.startswith(f"digits/run_001 has succeeded. {further}")
     for arguments in (("--resume", "cfg.max_steps=35"), ("cfg.max_steps=35", *settings)):
         done = mlx(digits, "train", "run", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr

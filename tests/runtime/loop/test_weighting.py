@@ -23,7 +23,7 @@ from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.data.sampling import ShardPlan
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.events import Notice
-from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.losses import Mean
 from mlx_runtime.sections import Sharding
 

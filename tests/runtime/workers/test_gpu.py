@@ -17,7 +17,6 @@ from conftest import ROOT, unbound
 
 from mlx_runtime.data.batches import DeviceCopies
 from mlx_runtime.distributed import randomness
-from mlx_runtime.loop.assembly import matmul_precision
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, Staging
 
@@ -167,17 +166,6 @@ def test_random_numbers_continue(device: str) -> None:
     wanted = torch.rand(2, device=place), torch.rand(2)
     randomness.load_random_state_dict(state, place)
     assert [item.tolist() for item in (torch.rand(2, device=place), torch.rand(2))] == [i.tolist() for i in wanted]
-
-
-@pytest.mark.gpu
-def test_matrix_products_are_in_tf32() -> None:
-    one, other = (torch.randn(1024, 1024, device="cuda") for _ in range(2))
-    exact = one.double() @ other.double()
-    errors = {}
-    for precision in ("highest", "high"):
-        with matmul_precision(precision):
-            errors[precision] = ((one @ other).double() - exact).abs().max().item()
-    assert errors["high"] > 10 * errors["highest"]
 
 
 # -- figures for docs/benchmarks.md

@@ -28,8 +28,8 @@ class Split(DDP):
     def model_parallel_size(cfg, workers):
         return 2
 
-    def place(self, models, deferred):
-        super().place(models, deferred)  # both workers have built whole models, from the same random numbers
+    def place(self, models):
+        super().place(models)  # both workers have built whole models, from the same random numbers
         peer, self.replicas, self.synchronizes = self.topology.rank ^ 1, data_parallel_group(self.topology), True
         for name, model in models.items():
             if not isinstance(model, nn.Sequential):

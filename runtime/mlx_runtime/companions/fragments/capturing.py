@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from mlx_runtime.companions.fragments.needs import needs_of_config
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
+from mlx_runtime.companions.sharding.building import build_models
 from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
 from mlx_runtime.data.definitions import construction, stream_names
@@ -23,8 +24,7 @@ from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
 from mlx_runtime.loop.experiment import BaseModule, attach
 from mlx_runtime.loop.optimization import prepare_models
 from mlx_runtime.loop.stopping import LoopStopped
-from mlx_runtime.loop.strategies.building import build_models
-from mlx_runtime.loop.strategies.ddp import DDP
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.workers.worker import enter_ray_train, loop_errors
 

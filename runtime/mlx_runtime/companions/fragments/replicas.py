@@ -22,12 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step, saved_tensors
 from mlx_runtime.companions.fragments.traffic import HOOKED, Compressor, compressed_gradients
+from mlx_runtime.companions.sharding.aliasing import raw
 from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.importing import after_import
-from mlx_runtime.loop.strategies.aliasing import raw
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.storage.files import storage_root
 

@@ -20,11 +20,11 @@ from mlx_runtime.companions.fragments.cutting import Cut
 from mlx_runtime.companions.fragments.links import Links
 from mlx_runtime.companions.fragments.pipelined import OF_STAGE, Draws, Pipelined, kind_of, spare_generators
 from mlx_runtime.companions.fragments.tensors import Execution, Spec, StageTensor, check_traceable
+from mlx_runtime.companions.sharding.aliasing import alias
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError
-from mlx_runtime.loop.strategies.aliasing import alias
 from mlx_runtime.runs.metric_states import AnyMetric, keeps_rows, load_state, state_of
 
 LossFunction = Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]

@@ -16,23 +16,22 @@ from torch.optim import Optimizer
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.cutting import Cut, cut, tensors_of
 from mlx_runtime.companions.fragments.scripted import taken
+from mlx_runtime.companions.sharding.aliasing import raw
+from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks, select_modules
+from mlx_runtime.companions.sharding.building import (
+    allocate,
+    build_models,
+    check_values,
+    deferred_models,
+    initialize_whole,
+    own_strategies,
+)
 from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
-from mlx_runtime.loop.strategies.aliasing import raw
-from mlx_runtime.loop.strategies.blocks import blocks_of, select_modules
-from mlx_runtime.loop.strategies.building import (
-    allocate,
-    build_models,
-    check_values,
-    deferred_models,
-    initialize,
-    place,
-)
-from mlx_runtime.loop.strategies.recomputation import recompute_blocks
-from mlx_runtime.loop.strategies.selection import own_strategies, problems
+from mlx_runtime.loop.options import strategy_problems
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import size_text
@@ -151,8 +150,7 @@ class Pipeline:
         for name, model in models.items():
             setattr(group, name, model)
             if topology.writes and name in deferred:
-                place(model, _CPU)
-                initialize(name, model, _CPU)
+                initialize_whole(name, model)
             check_values(name, model, elsewhere=not topology.writes)
         drawn = broadcast(random_state_dict(_CPU))  # from rank 0, which has drawn the values of models
         load_random_state_dict(drawn, _CPU)
@@ -160,7 +158,7 @@ class Pipeline:
         _check_unshared(models)
         blocks = blocks_of(group, models)
         own = own_strategies(node, self._cfg)
-        if found := problems(replace(self._cfg, strategy="pipeline")):  # it may be that of some models only
+        if found := strategy_problems(replace(self._cfg, strategy="pipeline")):  # it may be that of some models only
             raise ConfigError(found[0])
         for name, strategy in own.items():
             if strategy not in ("ddp", "pipeline"):

@@ -22,10 +22,10 @@ from mlx_runtime.companions.fragments.needs import states_after_step
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
 from mlx_runtime.companions.fragments.wire import Wire
+from mlx_runtime.companions.sharding.blocks import repeated_blocks
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import USER_ERRORS, ConfigError, short_message
-from mlx_runtime.loop.strategies.blocks import repeated_blocks
 
 ROUNDS = 3
 """Number of timed forward and backward passes; one before them is not timed."""

@@ -24,7 +24,8 @@ from mlx_runtime.errors import ConfigError, MlxError, WorkerLostError
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.channel import address_towards
 from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
-from mlx_runtime.loop.strategies.selection import own_strategies, strategy_class
+from mlx_runtime.loop.options import strategy_class
+from mlx_runtime.loop.strategies import strategy_names
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, attempt_name
@@ -409,7 +410,7 @@ def _check_storage(blind: list[Member], job: Job, cfg: Any) -> None:
     if not blind:
         return
     why = ""
-    names = {cfg.strategy, *own_strategies(job.tree.get("models"), cfg).values()}
+    names = strategy_names(cfg, job.tree.get("models"))
     if any(map(stores_shards, names)):
         why = f"cfg.strategy={cfg.strategy} needs, since each worker writes its shards; share it, or use ddp"
     elif any(not is_uri(item.root) for item in job.prepared.values()):

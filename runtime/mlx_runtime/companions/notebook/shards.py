@@ -56,8 +56,6 @@ class Shards:
             prefetch=cfg.prefetch_batches,
             processes=reading_processes(cfg.loader),
             limit=cfg.debug.limit_batches,
-            train_limit=cfg.debug.limit_train_batches,
-            eval_limit=cfg.debug.limit_eval_batches,
         )
         root, file = session.context.folder.root, self._files["train" if self._fold else name]
         if file.startswith(inputs.STREAM):

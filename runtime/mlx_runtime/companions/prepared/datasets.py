@@ -83,7 +83,7 @@ def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> di
         cluster=lambda: start_ray(cfg),
     )
     keep = [item.manifest.name for item in sets.values()]
-    limits = {"max_age_s": cfg.preparation.max_days * 86_400, "max_bytes": cfg.preparation.max_gb * 1e9}
+    limits = {"max_age_s": float("inf"), "max_bytes": cfg.preparation.max_gb * 1e9}
     for removed in Store(root).clean(**limits, keep=keep):
         size = f"{removed.size_bytes / 1e6:,.1f} MB"
         emit(Notice(f"removed the prepared dataset {removed.name}, {size}: not used recently"))

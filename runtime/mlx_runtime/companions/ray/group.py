@@ -21,7 +21,7 @@ from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
-from mlx_runtime.loop.strategies.selection import strategy_class
+from mlx_runtime.loop.options import strategy_class
 from mlx_runtime.workers.local import NODE_NAME
 from mlx_runtime.workers.placement import JOB_FLAG
 from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied

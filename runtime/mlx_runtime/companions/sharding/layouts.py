@@ -5,7 +5,7 @@ reads or cuts out this part, and one that holds the whole tensor reads all of it
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
+from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
-from mlx_runtime.runs.checkpoints.groups import plain_entries
+from mlx_runtime.errors import MlxError, StorageError
+from mlx_runtime.runs.checkpoints.groups import DamagedError, State, plain_entries
 
 
 class Layouts:
@@ -35,6 +37,41 @@ class Layouts:
         self._mesh = next((item.device_mesh for item in sharded.values()), None)
         self._by_name = sharded if whole else {}
         self.reads = Reads()
+
+    def of_state(self, state: State, wanted: Mapping[str, Collection[str] | None], groups: Any) -> State:
+        """Return a copy of the state of a run in which each worker has read its parts of the members `wanted`.
+
+        Every worker must call this.
+
+        Raises:
+            DamagedError: a worker has read a damaged file. All workers raise it.
+            StorageError: the storage does not answer a worker. All workers raise it.
+        """
+        copied = state | {"ranks": self.of_values(state["ranks"])}
+        for name, names in wanted.items():
+            present = groups.members(name)
+            copied[name] = {
+                item: self.of_member(present[item], saved)
+                if item in present and (names is None or item in names)
+                else saved
+                for item, saved in state[name].items()
+            }
+        error = None
+        try:
+            self.reads.run()
+        except MlxError as caught:
+            error = isinstance(caught, DamagedError), str(caught)
+        errors = [item for item in gather(error) or () if item is not None]
+        if (first := broadcast(errors[0] if errors else None)) is not None:
+            damaged, text = first
+            raise (DamagedError if damaged else StorageError)(text)
+        return copied
+
+    def of_values_now(self, saved: Any, targets: Any) -> Any:
+        """Return a copy of plain values, read at once."""
+        copied = self.of_values(saved, targets)
+        self.reads.run()
+        return copied
 
     def of_member(self, member: Any, saved: Any) -> Any:
         """Return a copy of the state of a member of a group, like a model, an optimizer or a tool."""

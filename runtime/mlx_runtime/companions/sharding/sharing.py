@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mlx_runtime.companions.sharding.aliasing import raw
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import MlxError
-from mlx_runtime.loop.strategies.aliasing import raw
 
 Contents = dict[str, dict[str, torch.Tensor]]
 """Parameters and buffers, by model and by name."""

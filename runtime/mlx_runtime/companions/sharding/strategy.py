@@ -16,6 +16,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from mlx_runtime import companions
+from mlx_runtime.companions.sharding.aliasing import alias
+from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks, without_shared
+from mlx_runtime.companions.sharding.building import (
+    build_models,
+    check_values,
+    deferred_models,
+    initialize,
+    initialize_whole,
+    own_strategies,
+    place,
+)
+from mlx_runtime.companions.sharding.private_torch import ShardedGradScaler, drop_unreduced_gradients
 from mlx_runtime.companions.sharding.sharing import (
     AsIfWhole,
     check_same,
@@ -27,22 +39,17 @@ from mlx_runtime.companions.sharding.sharing import (
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.torch_private import ShardedGradScaler, drop_unreduced_gradients
 from mlx_runtime.distributed.wrapping import by_mesh, is_sharded, local_part, total_norm
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.forward import HALF, compile_forward
-from mlx_runtime.loop.strategies.aliasing import alias
-from mlx_runtime.loop.strategies.blocks import blocks_of, without_shared
-from mlx_runtime.loop.strategies.building import build_models, check_values, deferred_models, initialize, place
-from mlx_runtime.loop.strategies.ddp import DDP
-from mlx_runtime.loop.strategies.recomputation import recompute_blocks
-from mlx_runtime.loop.strategies.selection import own_strategies, strategy_class
+from mlx_runtime.loop.options import strategy_class
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.storage.files import size_text
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies.base import StrategyClass
+    from mlx_runtime.loop.strategies import StrategyClass
 
 _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 
@@ -119,7 +126,8 @@ class FSDP:
     def _initialize(self, name: str, model: nn.Module) -> None:
 
         if not is_sharded(model):
-            self._ddp.place({name: model}, {name})
+            initialize_whole(name, model)
+            place(model, self.topology.device)
             return
         place(model, self.topology.device, offloads=self._offloads)
         with AsIfWhole():

@@ -41,6 +41,19 @@ UNNUMBERED = "whose rows have no numbers; use a dataset with __getitem__ and __l
 _PerRow = npt.NDArray[Any] | None
 
 
+def problems(cfg: Any) -> list[str]:
+    """Return one line per setting of a cross-validation that contradicts another."""
+    found, key = [], "cfg.cross_validation"
+    if (cfg.folds is None) != (cfg.fold is None):
+        found.append(f"{key}.folds is {cfg.folds} and {key}.fold is {cfg.fold}; set both, or neither")
+    elif cfg.folds is not None and cfg.fold is not None and cfg.fold >= cfg.folds:
+        found.append(f"{key}.fold is {cfg.fold}; with {key}.folds={cfg.folds}, it is from 0 to {cfg.folds - 1}")
+    if isinstance(cfg.splitter, str) or not (cfg.splitter is None or hasattr(cfg.splitter, "split")):  # str.split
+        example = f"'{key}.splitter={{_target_: sklearn.model_selection.StratifiedKFold, shuffle: true}}'"
+        found.append(f"{key}.splitter is {cfg.splitter!r}; it takes an object that splits rows, like {example}")
+    return found
+
+
 class Fold(NamedTuple):
     """Row numbers of `datasets.train`, ascending: rows to train on, and rows held out for validation."""
 

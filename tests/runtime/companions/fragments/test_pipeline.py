@@ -36,8 +36,8 @@ from mlx_runtime.distributed.collectives import data_parallel_group
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.loop.context import Groups
-from mlx_runtime.loop.strategies.base import Strategy
-from mlx_runtime.loop.strategies.selection import problems, strategy_of
+from mlx_runtime.loop.options import strategy_problems
+from mlx_runtime.loop.strategies import Strategy, strategy_of
 from mlx_runtime.loop.weighting import WeightedLosses
 from mlx_runtime.sections import Fragments, Replicas
 
@@ -743,7 +743,7 @@ def test_stages_have_about_as_many_parameters() -> None:
 @pytest.mark.pure
 def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", fragments=Fragments(stages=1))
-    assert problems(cfg)[0].endswith("cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp")
+    assert strategy_problems(cfg)[0].endswith("cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp")
     plan = tmp_path / "plan.json"
     for cuts, text in {
         ((0, 2), (3, 5)): None,
@@ -758,10 +758,10 @@ def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(ConfigError, match=re.escape(text)):
             read(plan)
-        assert text in problems(replace(cfg, fragments=Fragments(plan=str(plan))))[0]  # before machines join
+        assert text in strategy_problems(replace(cfg, fragments=Fragments(plan=str(plan))))[0]  # before machines join
     write_plan(plan, PLANS["other cuts"])
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=6, fragments=Fragments(plan=str(plan)))
-    assert "is for 4 workers, and cfg.start_workers is 6; set it to 4" in problems(cfg)[0]
+    assert "is for 4 workers, and cfg.start_workers is 6; set it to 4" in strategy_problems(cfg)[0]
 
 
 @pytest.mark.kills

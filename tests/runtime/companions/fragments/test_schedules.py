@@ -31,7 +31,8 @@ from mlx_runtime.companions.fragments.schedules import split
 from mlx_runtime.distributed.collectives import mean_of
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.loop.strategies.selection import problems, strategy_class, strategy_of
+from mlx_runtime.loop.options import strategy_class, strategy_problems
+from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.sections import Fragments
 
 pytestmark = pytest.mark.local
@@ -663,8 +664,10 @@ def test_settings_that_are_refused() -> None:
     cfg = mlx_runtime.TrainConfig
     planned = cfg(strategy="pipeline", fragments=Fragments(schedule="interleaved", plan="plan.json", stages=2))
     twice = cfg(strategy="pipeline", fragments=Fragments(schedule="zero_bubble"), activation_checkpointing=True)
-    assert "cfg.fragments.schedule=zero_bubble goes back through blocks twice" in problems(twice)[0]
-    assert problems(planned)[0].endswith("has 2 stages per worker, and a plan has one; set cfg.fragments.chunks=1")
+    assert "cfg.fragments.schedule=zero_bubble goes back through blocks twice" in strategy_problems(twice)[0]
+    assert strategy_problems(planned)[0].endswith(
+        "has 2 stages per worker, and a plan has one; set cfg.fragments.chunks=1"
+    )
     for schedule, microbatches, text in (
         ("1f1b", 3, "needs at least as many microbatches as stages; set cfg.fragments.microbatches=4"),
         ("interleaved", 9, "runs 9 microbatches in 2 rounds, which must divide them; set cfg.fragments.microbatches=8"),

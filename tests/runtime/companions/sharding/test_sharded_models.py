@@ -13,10 +13,10 @@ from sessions import ALONE
 from torch import nn
 
 from mlx_runtime import TrainConfig
+from mlx_runtime.companions.sharding.blocks import planned_blocks
 from mlx_runtime.distributed.wrapping import whole
 from mlx_runtime.errors import ConfigError, WorkerLoopError
-from mlx_runtime.loop.strategies.blocks import planned_blocks
-from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.workers.worker import loop_errors
 
 pytestmark = pytest.mark.pure

@@ -24,9 +24,7 @@ from mlx_runtime.distributed.wrapping import is_sharded, raised_by_sharded_tenso
 from mlx_runtime.errors import MlxError
 from mlx_runtime.loop.gradients import GradientMonitor
 from mlx_runtime.loop.optimization import prepare_models
-from mlx_runtime.loop.strategies.base import Strategy
-from mlx_runtime.loop.strategies.ddp import DDP
-from mlx_runtime.loop.strategies.selection import strategy_of
+from mlx_runtime.loop.strategies import DDP, Strategy, strategy_of
 from mlx_runtime.sections import Sharding
 
 pytestmark = pytest.mark.local

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.loop.forward import recompute
 
 Plan = Iterable[str] | Callable[[nn.Module], Iterable[nn.Module]]
 """Patterns of module paths, like `layers.*`, or a function that returns modules."""
@@ -121,6 +122,27 @@ def without_shared(model: nn.Module, blocks: Iterable[str]) -> list[str]:
         if not shared:
             return [path for path in blocks if path in kept]
         kept -= shared
+
+
+def recompute_blocks(models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], wanted: bool | str) -> None:
+    """Recompute the activations of the blocks of each model, or of the modules that a pattern selects.
+
+    Raises:
+        ConfigError: there is no such block or module.
+    """
+    if not wanted:
+        return
+    if isinstance(wanted, str):
+        blocks = {name: select_modules(model, wanted) for name, model in models.items()}
+    if not any(blocks.values()):
+        if not isinstance(wanted, str):
+            cure = "name them with a pattern, like 'encoder.*'"
+            raise ConfigError(f"cfg.activation_checkpointing is true, but no model has blocks that repeat; {cure}")
+        paths = [path for model in models.values() for path, _ in model.named_modules() if path]
+        raise ConfigError(f"cfg.activation_checkpointing: {wanted!r} matches no module.{near_matches(wanted, paths)}")
+    for name, paths in blocks.items():
+        for module in {id(item): item for item in map(models[name].get_submodule, paths)}.values():
+            recompute(module)
 
 
 def _callable(module: Any) -> bool:

@@ -3,18 +3,21 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks
 from mlx_runtime.config.building import build
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.pretrained import weightless, without_weights
 from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.loop.options import STRATEGIES, strategy_class
 from mlx_runtime.runs.checkpoints.groups import members
 
 
@@ -48,6 +51,41 @@ def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
         if name not in models:
             raise ConfigError(f"Models.strategies names {name!r}, which is not a model.{suggest(name, models)}")
     return group
+
+
+def own_strategies(node: Mapping[str, Any] | None, cfg: Any) -> dict[str, str]:
+    """Return the strategies of models in `Models.strategies`; raise ConfigError if there is no such strategy."""
+    own = dict(getattr(object_at(node["_target_"]), "strategies", {})) if node is not None else {}
+    if own and cfg.strategy not in STRATEGIES:
+        raise ConfigError(f"Models.strategies is for {', '.join(STRATEGIES)}, and cfg.strategy is {cfg.strategy}")
+    for name, strategy in own.items():
+        title = f"Models.strategies[{name!r}] is {strategy!r}"
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"{title}.{suggest(str(strategy), STRATEGIES)}")
+        for setting in strategy_class(strategy).needs:  # type: ignore[attr-defined]  # ours have it
+            if attrgetter(setting)(cfg) is None:
+                with_it = f"cfg.strategy={strategy} and cfg.{setting}"
+                raise ConfigError(f"{title}, which needs {with_it}; name the others instead")
+    return own
+
+
+def build_replicated(node: Mapping[str, Any], recomputed: bool | str) -> Any:
+    """Build the group `models` of which every worker holds all, on the CPU, with activation checkpointing."""
+    deferred, group = deferred_models(node), build_models(node)
+    models = members(group, nn.Module)
+    if recomputed:
+        recompute_blocks(models, blocks_of(group, models), recomputed)
+    for name, model in models.items():
+        if name in deferred:
+            initialize_whole(name, model)
+        check_values(name, model)
+    return group
+
+
+def initialize_whole(name: str, model: nn.Module) -> None:
+    """Initialize a deferred model on the CPU, equally for any number of workers."""
+    place(model, torch.device("cpu"))
+    initialize(name, model, torch.device("cpu"))
 
 
 def _build(node: Mapping[str, Any], elsewhere: bool) -> Any:

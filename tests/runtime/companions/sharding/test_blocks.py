@@ -1,0 +1,66 @@
+"""The blocks of models: those that repeat, and those that a plan selects."""
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from mlx_runtime.companions.sharding.blocks import planned_blocks, repeated_blocks, select_modules, without_shared
+from mlx_runtime.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+class Deep(nn.Module):
+    """Its head is tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList([Layer(), Layer(), nn.Dropout(), nn.Dropout()])
+        self.stages = nn.ModuleList([nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer()])])
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class TestBlocks:
+    def test_by_default_they_are_what_repeats(self) -> None:
+        """Neither what is inside them, nor what has no parameters, nor containers that are never called."""
+        single = ["stages.1.0.mlp.0", "stages.1.0.mlp.2"]
+        assert repeated_blocks(Deep()) == ["layers.0", "layers.1", "stages.0.0", "stages.0.1", *single]
+        assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())) == ["0", "2"]
+        assert repeated_blocks(nn.Linear(2, 2)) == []
+
+    def test_a_star_is_one_part_of_a_path(self) -> None:
+        assert select_modules(Deep(), "layers.*") == ["layers.0", "layers.1", "layers.2", "layers.3"]
+        assert select_modules(Deep(), "stages.?.[01].mlp") == ["stages.0.0.mlp", "stages.0.1.mlp", "stages.1.0.mlp"]
+
+    def test_a_plan_selects_by_patterns_or_by_a_function(self) -> None:
+        assert planned_blocks(Deep(), ["head", "layers.[01]", "layers.0"], "plan") == ["head", "layers.0", "layers.1"]
+        assert planned_blocks(Deep(), lambda model: [model.embed, model.layers[1]], "plan") == ["embed", "layers.1"]
+
+    @pytest.mark.parametrize(
+        ("plan", "message"),
+        [
+            (["layer.*"], "plan: 'layer.*' matches no module. Did you mean 'layers.*'"),
+            (["zzz"], "plan: 'zzz' matches no module. Modules: embed, layers, layers.*, "),
+            (["layers"], "plan: layers is a ModuleList, which is never called; write 'layers.*'"),
+            (lambda model: [nn.Linear(1, 1)], "plan returned a Linear that is not in the model"),
+        ],
+    )
+    def test_plans_that_do_not_fit(self, plan: Any, message: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            planned_blocks(Deep(), plan, "plan")
+        assert str(error.value).startswith(message)
+
+    def test_tied_weights_are_in_one_group(self) -> None:
+        model = Deep()
+        model.layers[1] = model.layers[0]
+        assert without_shared(model, ["layers.0", "layers.1", "head", "stages.1.0"]) == ["stages.1.0"]
+        assert without_shared(Deep(), ["layers.0", "head"]) == ["layers.0"]
