@@ -182,15 +182,14 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
 @options.run("latest")
 @options.json
 def ps(name: str, run: str, as_json: bool) -> None:
-    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, process, step and line of code."""
+    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, step, its age, and line of code."""
     from mlx_runtime.cli.verbs import positions
 
     found = positions.locate(name, run, lambda text: say(text, err=True))
     if as_json:
         click.echo(to_json(found), nl=False)
         return
-    for line in positions.lines(found):
-        say(line)
+    say(positions.title(found))
     print_table(positions.table(found), sys.stdout)
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.companions import is_remote, jobs_at, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import score
@@ -267,7 +267,7 @@ def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[
     jobs = {
         row.folder: (job["address"], job["id"])
         for row in rows
-        if (job := row.record.get("job")) and (row.record.get("status") in records.LIVING or _may_requeue(row.record))
+        if (job := row.record.get("job")) and (row.record["status"] in records.LIVING or _may_requeue(row.record))
     }
     if ask is None or not jobs:
         return rows
@@ -276,8 +276,9 @@ def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[
 
 
 def _may_requeue(record: Mapping[str, Any]) -> bool:
-    """Return True for a stopped run whose job Slurm may have returned to its queue."""
-    return record.get("status") == "STOPPED" and str(record["job"]["address"]).startswith("slurm:")
+    """Return True for a stopped run whose job its cluster may start again by itself."""
+    kind = jobs_at(record["job"]["address"])
+    return record["status"] == "STOPPED" and kind is not None and kind.requeues
 
 
 def _with_job(row: Row, job: str | None) -> Row:
