@@ -171,7 +171,7 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+", "-"))]
     experiment = main_class(AN_EXPERIMENT, folder)
     composed = composition.read(CONF, arguments[len(keys) :], settings_of(experiment))
-    found = values_by_key(composition.check(experiment, composed, look=True).tree)
+    found = values_by_key(composition.check(experiment, composed).tree)
     for key in keys:
         if key not in found:
             raise UsageError(f"there is no {key!r} in {CONF}.{suggest(key, found)}")
