@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import __version__
-from mlx_runtime.cli.verbs.origin import requirement
+from mlx_runtime.cli.verbs.projects import requirement
 
 pytestmark = pytest.mark.pure
 

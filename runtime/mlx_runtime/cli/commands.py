@@ -10,7 +10,7 @@ import click
 from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
-from mlx_runtime.config.projects import Kind, main_class
+from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.runs.folder import names_run
 
@@ -86,21 +86,21 @@ def bind_command(kind: Kind) -> click.Command:
     return bind
 
 
-def load_config(
-    kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False, **fields: Any
-) -> "RunConfig":
-    """Load and check the config, binding it first if necessary. With `look`, do not run code that conf.yaml names.
+def load_config(kind: Kind, folder: Path, overrides: Sequence[str], **fields: Any) -> "RunConfig":
+    """Load and check the config, binding it first if necessary. Further fields are those of `Request`.
 
-    Further fields are those of `Request`. Rejects a run that is in use. Without torch, the code is not imported, and
-    its job checks the config.
+    Without torch, the code cannot be imported: only keys and the runtime's settings are checked, and the job checks the
+    rest before it begins.
     """
     from mlx_runtime.driver.request import load_config
 
-    if seen := find_spec("torch") is not None:
+    request = Request(tuple(overrides), **fields)
+    if find_spec("torch") is not None:
         projects.bind_first(kind, folder)
-        main = main_class(kind, folder)
-    else:
-        from mlx_runtime.cli.verbs import unseen
+        return load_config(main_class(kind, folder), request)
+    from mlx_runtime.config.constructors.targets import object_at
 
-        main = unseen.stand_in(kind, folder)
-    return load_config(main, Request(tuple(overrides), **fields), look=look or not seen)
+    name = "TrainConfig" if kind == AN_EXPERIMENT else "DataConfig"
+    hints = {"cfg": object_at(f"mlx_runtime.{name}")}
+    unseen = type("Unseen", (), {"__module__": "src", "__annotations__": hints, "CONFIG": name})
+    return load_config(unseen, request, keys_only=True)

@@ -78,11 +78,15 @@ def confirm(question: str) -> None:
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     """Return the status of jobs by address and id, asking their clusters, whose clients are imported only here."""
-    slurm = {job for job in jobs if job[0].startswith("slurm:")}
-    statuses: dict[tuple[str, str], str] = {}
-    for module, own in (("ray.dashboard", jobs - slurm), ("slurm.queue", slurm)):
-        statuses |= companions.part(module).job_statuses(own) if own else {}
-    return statuses
+    by_client: dict[str, set[tuple[str, str]]] = {}
+    for address, job in jobs:
+        kind = companions.jobs_at(address)
+        if kind is not None and kind.client:
+            by_client.setdefault(kind.client, set()).add((address, job))
+    found: dict[tuple[str, str], str] = {}
+    for client, own in by_client.items():
+        found |= companions.part(client).job_statuses(own)
+    return found
 
 
 def word(text: str) -> str:

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def ls(
     elif as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
-        print_table(listing.table(rows, sort=sort, sweep=sweep), sys.stdout)
+        print_table(_table(rows, sort, sweep), sys.stdout)
         for row in rows if status == "FAILED" else ():
             first, _, _ = (row.record.get("error") or "unknown error").partition("\n")
             say(f"{row.folder.title}: {first}", err=True)
@@ -94,7 +95,18 @@ def ls(
         if (more := len(unreadable) - MAX_PROBLEMS) > 0:
             say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)
     else:
-        say(listing.empty_message(status), err=True)
+        root = lookup.storage_root(lambda text: None)
+        none = f"there are no runs in {root} yet; start one with: mlx train run"
+        say(f"no run in {root} is {status}" if status else none, err=True)
+
+
+def _table(rows: Sequence[listing.Row], sort: str | None, sweep: str | None) -> list[dict[str, str]]:
+    """Return a listing as rows of a table: sorted, of one sweep, or with a line per sweep above its runs."""
+    if sweep is None and (sort is not None or not any(row.sweep for row in rows)):
+        return [row.cells(sort) for row in rows]
+    sweeps = companions.part("sweeps.listing")
+    found: list[dict[str, str]] = sweeps.grouped(rows) if sweep is None else sweeps.table(rows, sort)
+    return found
 
 
 @group.command()
@@ -182,15 +194,14 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
 @options.run("latest")
 @options.json
 def ps(name: str, run: str, as_json: bool) -> None:
-    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, process, step and line of code."""
+    """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, step, its age, and line of code."""
     from mlx_runtime.cli.verbs import positions
 
     found = positions.locate(name, run, lambda text: say(text, err=True))
     if as_json:
         click.echo(to_json(found), nl=False)
         return
-    for line in positions.lines(found):
-        say(line)
+    say(positions.title(found))
     print_table(positions.table(found), sys.stdout)
 
 

@@ -14,14 +14,25 @@ if TYPE_CHECKING:
     from mlx_runtime.runs.queries.reader import RemoteReader
 
 
+class Jobs(NamedTuple):
+    """The jobs of a companion on clusters of its kind."""
+
+    schemes: tuple[str, ...]  # of the addresses of such clusters
+    client: str | None  # module with `client_of` and `job_statuses`; None if jobs cannot be asked
+    launch: str  # words after `mlx train` that launch there
+    requeues: bool = False  # a cluster may start a job that has ended again by itself
+
+
 class Companion(NamedTuple):
     """The names by which the core finds a companion."""
 
     commands: tuple[str, ...] = ()  # the words after `mlx`; `xp push` is `xp_push` in its module `commands`
     setting: str | None = None  # in its section of `cfg`; enables its extension of runs, in its module `extension`
     scheme: str | None = None  # of the URIs of runs and checkpoints that its module `remote` reads
+    jobs: Jobs | None = None
 
 
+LAUNCHES = ("train launch", "data launch", "xp ray")
 STORAGE = tuple(f"data {word}" for word in ("new", "bind", "run", "ls", "logs", "stop", "show", "rm"))
 SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "stop", "update"))
 
@@ -29,15 +40,15 @@ COMPANIONS = {
     "fragments": Companion(("train clusterize",)),
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "jobs": Companion(STORAGE),
-    "kubernetes": Companion(),
+    "kubernetes": Companion(jobs=Jobs(("kube",), None, "launch --kube")),
     "nodes": Companion(("train join",)),
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
-    "ray": Companion(("train launch", "data launch", "xp ray")),
+    "ray": Companion(LAUNCHES, jobs=Jobs(("http", "https"), "ray.dashboard", "launch")),
     "services": Companion(),
     "serving": Companion(("train predict", "xp export", *SERVERS)),
     "sharding": Companion(("xp consolidate",)),
-    "slurm": Companion(),
+    "slurm": Companion(jobs=Jobs(("slurm",), "slurm.queue", "launch --slurm", requeues=True)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
     "views": Companion(("xp diff", "xp report")),
@@ -72,6 +83,13 @@ def extensions_of(cfg: Mapping[str, Any]) -> list[Any]:
     """
     settings = {name: (cfg.get(name) or {}).get(item.setting) for name, item in COMPANIONS.items() if item.setting}
     return [part(f"{name}.extension") for name, value in settings.items() if value is not None]
+
+
+def jobs_at(address: str) -> Jobs | None:
+    """Return the kind of jobs on the cluster at an address like `slurm://name`; None if no companion knows it."""
+    scheme = address.partition("://")[0]
+    kinds = (item.jobs for item in COMPANIONS.values())
+    return next((kind for kind in kinds if kind is not None and scheme in kind.schemes), None)
 
 
 def is_remote(text: str) -> bool:

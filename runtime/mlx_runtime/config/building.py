@@ -122,14 +122,15 @@ def plain_settings(node: Tree, base: type) -> Any:
         name, hint = item.name, item.annotation
         if isinstance(hint, type) and issubclass(hint, Section):
             values[name] = plain_settings(node.get(name, {}), hint)
-        elif name in node and not _names_code(node[name]):
+        elif name in node and not names_code(node[name]):
             values[name] = try_convert(node[name], hint)
     return base(**values)
 
 
-def _names_code(value: Any) -> bool:
+def names_code(value: Any) -> bool:
+    """Return True if a value of `cfg` contains a `_target_`."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))
+    return (isinstance(value, dict) and "_target_" in value) or any(map(names_code, items))
 
 
 def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:

@@ -16,7 +16,7 @@ from mlx_runtime.config.constructors.signatures import (
     takes_any_keyword,
     type_name,
 )
-from mlx_runtime.config.constructors.targets import import_problem, loaded_object_at, object_at, path_of
+from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.errors import suggest
 
 
@@ -28,15 +28,7 @@ class Problem(NamedTuple):
 
 
 class Checker:
-    """Compares the values of a config with the parameters of constructors.
-
-    Without `imports`, targets are not imported; `unseen` lists those that were not imported already, and are therefore
-    not checked.
-    """
-
-    def __init__(self, *, imports: bool = True) -> None:
-        self.object_at = object_at if imports else loaded_object_at
-        self.unseen: list[str] = []
+    """Compares the values of a config with the parameters of constructors."""
 
     def check(self, tree: Tree, wanted: dict[str, type], base: type) -> Iterator[Problem]:
         """Yield the problems of a config with the `wanted` groups; `base` is the runtime's class of settings."""
@@ -61,9 +53,15 @@ class Checker:
                 found = [*self._value(tree[name], cls, name, path_of(cls))]
                 yield from (item for item in found if not re.fullmatch(r"optimizers\.\w+\.params", item.key))
 
+    def settings(self, values: Tree, base: type) -> Iterator[Problem]:
+        """Yield the problems of the runtime's own settings in `cfg`, without those of a user's class."""
+        for item in parameters(base) or []:
+            if item.name in values:
+                yield from self._value(values[item.name], item.annotation, f"cfg.{item.name}", path_of(base))
+
     def _is_callable(self, path: Any) -> bool:
         try:
-            return callable(self.object_at(path))
+            return callable(object_at(path))
         except (ImportError, AttributeError):
             return False
 
@@ -96,12 +94,9 @@ class Checker:
             yield Problem(target_key, f"{target_key} is {path!r:.100}, not the dotted path of a class or function")
             return
         try:
-            target = self.object_at(path)
+            target = object_at(path)
         except (ImportError, AttributeError) as error:
             yield Problem(target_key, f"{target_key} is {path!r}, which {import_problem(path, error)}")
-            return
-        if target is None:
-            self.unseen.append(path)
             return
         if not node.get("_partial_") and _makes_another(target, hint):
             yield Problem(target_key, f"{target_key} is {path}, which is not a {path_of(hint)}, as {owner} wants")

@@ -22,10 +22,10 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.config.building import Tree, build_cfg, plain_settings
+from mlx_runtime.config.building import Tree, build_cfg, names_code, plain_settings
 from mlx_runtime.config.checks import Checker, Problem
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters
-from mlx_runtime.config.constructors.targets import loaded_object_at
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
 from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import ConfigError, UsageError, short_message, suggest
@@ -52,14 +52,12 @@ class Config:
         unresolved: the same, with `${oc.env:NAME}` as a Reference; for the conf.yaml of the run.
         cfg: the group `cfg` as an object for user code.
         overrides: the overrides, as typed.
-        unseen: targets that were not checked, because only runs may import them.
     """
 
     tree: Tree
     unresolved: Tree
     cfg: Any
     overrides: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
 
     @property
     def shown(self) -> Tree:
@@ -113,23 +111,29 @@ def _nearest(sources: Mapping[str, Any], key: str) -> Any:
     return sources.get(key)
 
 
-def check(experiment: type, composition: Composition, *, look: bool = False) -> Config:
+def check(experiment: type, composition: Composition, *, keys_only: bool = False) -> Config:
     """Check a config against the constructors of an experiment; ConfigError has one line per problem.
 
-    `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class.
+    With `keys_only`, the code cannot be imported: `cfg` has only the runtime's settings, and these are checked.
     """
     tree, title = composition.tree, composition.title
     classes, base = groups(experiment), base_of(experiment)
-    checker, reported = Checker(imports=not look), {problem.key for problem in composition.problems}
-    problems = [*composition.problems]
-    problems += [item for item in checker.check(tree, classes, base) if item.key not in reported]
+    checker, reported = Checker(), {problem.key for problem in composition.problems}
+    problems, cfg = [*composition.problems], tree.get("cfg")
+    if keys_only and isinstance(cfg, dict):
+        own = {name: value for name, value in cfg.items() if not names_code(value)}
+        found = checker.settings(own, base)
+    else:
+        found = checker.check(tree, classes, base)
+    problems += [item for item in found if item.key not in reported]
     raise_if([_blame(item, composition) for item in problems], title)
-    cfg = plain_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
+    cfg = plain_settings(tree["cfg"], base) if keys_only else build_cfg(tree["cfg"], base)
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(composition.override, keys), ""), text) for text, keys in mentioned]
     raise_if([_blame(item, composition) for item in limits], title)
-    tree = {name: _in_order_of(checker.object_at(tree[name]["_target_"]), tree[name]) for name in classes}
-    return Config(tree, composition.unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
+    if not keys_only:
+        tree = {name: _in_order_of(object_at(tree[name]["_target_"]), tree[name]) for name in classes}
+    return Config(tree, composition.unresolved, cfg)
 
 
 def _in_order_of(cls: Any, node: Tree) -> Tree:
@@ -284,7 +288,7 @@ def _replace_classes(tree: Tree, overrides: Sequence[Override]) -> dict[str, lis
 def _same_class(first: Any, second: Any) -> bool:
     """Return True if two paths name the same class, like `torch.optim.Adam` and `torch.optim.adam.Adam`."""
     try:
-        return first == second or ((found := loaded_object_at(first)) is not None and found is loaded_object_at(second))
+        return first == second or object_at(first) is object_at(second)
     except (ImportError, AttributeError):
         return False
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime import events
+from mlx_runtime import companions, events
 from mlx_runtime.driver.planning import RunPlan
 from mlx_runtime.loop.options import STRATEGIES
 from mlx_runtime.runs import records
@@ -169,7 +169,8 @@ def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:
     named = any(item.lstrip("+").startswith(("cfg.name=", "--variant=")) for item in overrides)
     name = run.location if _elsewhere(overrides) else run.title if named else run.name
     job = Settings.read().job
-    verb = ["launch", *["--slurm"] * job["address"].startswith("slurm:")] if job else ["run"]
+    kind = companions.jobs_at(job["address"]) if job else None
+    verb = kind.launch.split() if kind else ["run"]
     return shlex.join(["mlx", "train", *verb, f"--resume={name}"])
 
 

@@ -77,7 +77,7 @@ def load_config(
     overrides: Sequence[str] | Request = (),
     path: Path = CONF,
     *,
-    look: bool = False,
+    keys_only: bool = False,
     title: str | None = None,
 ) -> RunConfig:
     """Read conf.yaml, apply Hydra overrides, and check the result against the constructors.
@@ -90,8 +90,7 @@ def load_config(
             temporary storage that is removed at the end. `--variant=NAME` applies `variants/NAME.yaml`. Commands pass
             all of these as one object.
         path: path of conf.yaml.
-        look: run no code that is named only in conf.yaml. It is not imported, `cfg` has the runtime's class, without
-            your own fields, and trackers and callbacks are not built.
+        keys_only: check only the keys and the runtime's settings, on a machine that cannot import the code.
         title: name of the file in messages; by default, its path.
 
     Raises:
@@ -104,7 +103,7 @@ def load_config(
     typed = (*FAST, *request.overrides) if request.fast else request.overrides
     settings, checkpoint = settings_of(experiment), request.checkpoint
     composition = read(path, typed, settings, title)
-    choice = choose_run(request, experiment, composition, look=look or request.fast)
+    choice = choose_run(request, experiment, composition, mirrors=not (keys_only or request.fast))
     typed, implied, run = (*typed, *choice.typed), choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, start_from(checkpoint), "++cfg.restore_strict=true")
@@ -116,16 +115,16 @@ def load_config(
         title = join_path(source.location, source.conf.name) if source else title
         if choice.typed or implied:
             composition = read(conf or path, [*typed, *implied], settings, title, path)
-        config = check(experiment, composition, look=look)
+        config = check(experiment, composition, keys_only=keys_only)
         if source is not None:
             _refuse_hidden(config)
         if run is not None and conf is not None:
             from mlx_runtime.loop import resuming
 
             resuming.check_stored(run, conf)
-        if not look and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
+        if not keys_only and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             pin_checkpoint(config)
-        if not look and names_repositories(config.tree):
+        if not keys_only and names_repositories(config.tree):
             file = parse_config((conf or path).read_text(encoding="utf-8"))
             before = parse_config(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
             companions.part("hub.pins").pin_revisions(config.tree, config.unresolved, file, before)
@@ -151,10 +150,10 @@ def load_config(
     )
 
 
-def choose_run(request: Request, cls: type, composition: Composition, *, look: bool = False) -> _Choice:
+def choose_run(request: Request, cls: type, composition: Composition, *, mirrors: bool = True) -> _Choice:
     """Choose the run of a request, and download it if its mirror is ahead.
 
-    The config is checked before a download. With `look`, mirrors are ignored.
+    The config is checked before a download. Without `mirrors`, they are ignored.
     """
     composed = composition.tree.get("cfg")
     cfg = composed if isinstance(composed, dict) else {}  # its problems are reported later
@@ -169,8 +168,8 @@ def choose_run(request: Request, cls: type, composition: Composition, *, look: b
         origin, typed = _origin(request.origin, root, experiment) if request.origin else (None, ())
         return _Choice(None, claimed, origin, typed, (storage_override(claimed.root if claimed else storage),))
     name = request.resume
-    for companion in companions.extensions_of(cfg) if name == "auto" and not look else ():
-        check(cls, composition, look=True)
+    for companion in companions.extensions_of(cfg) if name == "auto" and mirrors else ():
+        check(cls, composition)
         with sigterm_stops(StopRequests()):  # an interrupted download is removed
             latest, lines = companion.latest(cfg, root, experiment)
         notes += lines

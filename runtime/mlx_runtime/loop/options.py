@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -65,7 +66,8 @@ class CheckedSettings:
         engines = ("auto", *(name for name in ENGINES if name != "in_process"))
         problems += _name_problems("engine", cfg.engine, engines)
         if (strategy := getattr(cfg, "strategy", None)) in STRATEGIES:
-            problems += strategy_problems(cfg)
+            if find_spec("torch") is not None:  # otherwise, the job checks it
+                problems += strategy_problems(cfg)
         elif strategy is not None:  # that of another package is checked later
             problems += _name_problems("strategy", strategy, STRATEGIES)
         clip = getattr(cfg, "gradient_clip", None)

@@ -33,7 +33,7 @@ def write(run: RunFolder, **fields: Any) -> None:
 
 def ask(run: RunFolder) -> list[str]:
     found = positions.locate(str(run.path), None, lambda text: None)
-    return [*positions.lines(found), *("  ".join(row.values()) for row in positions.table(found))]
+    return [positions.title(found), *("  ".join(row.values()) for row in positions.table(found))]
 
 
 def test_a_driver_that_does_not_answer_is_reported(run: RunFolder) -> None:
@@ -48,29 +48,12 @@ def test_a_run_whose_driver_died_is_not_asked(run: RunFolder) -> None:
         ask(run)
 
 
-@pytest.mark.parametrize(
-    ("others", "summary"),
-    [
-        ({1: None}, "rank 0 waits for rank 1, in src/a.py:3 in f"),
-        ({1: None, 2: "all_reduce"}, "ranks 0 and 2 wait for rank 1, in src/a.py:3 in f"),
-        ({1: None, 2: None}, "rank 0 waits for ranks 1 and 2"),
-        ({2: "all_reduce"}, "rank 1 did not answer within 5 s: stopped processes, or unreachable nodes"),
-        ({1: "all_reduce"}, None),
-    ],
-)
-def test_it_says_who_waits_for_whom(run: RunFolder, others: dict[int, str | None], summary: str | None) -> None:
-    found = [
-        WorkerPosition(rank, 0, "train", 5, "src/a.py:3 in f", waits, 70.0, host="a", pid=rank)
-        for rank, waits in {0: "all_reduce", **others}.items()
-    ]
+def test_ranks_without_an_answer_are_listed(run: RunFolder) -> None:
     run.ask(run.LOCATE)
-    answer_request(run, found, max(others) + 1)
-    run_lines = [
-        *positions.lines(
-            {**positions.read_answer(run), "run": "a", "status": "RUNNING", "duration_s": 1.0, "record": {}}
-        )
-    ]
-    assert run_lines[1:] == ([] if summary is None else [summary])
+    answer_request(run, [WorkerPosition(0, 0, "train", 5, "src/a.py:3 in f", None, 70.0, host="a", pid=1)], 2)
+    rows = positions.table(positions.read_answer(run))
+    assert list(rows[0].values()) == ["0", "a", "1: train 5", "1 min 10 s", "src/a.py:3 in f"]
+    assert [rows[1]["rank"], rows[1]["line"].partition(":")[0]] == ["1", "no answer within 5 s"]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"time": 1}', b'{"time": "2026-01-01T00:00:00Z", "workers": [{}]}'])

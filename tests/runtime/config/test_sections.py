@@ -102,7 +102,9 @@ class TestOverrides:
         bound(Plain, conf)
         config = load_config(Plain, ["cfg.elastic.max_failures=1", "cfg.debug.limit_batches=2"], conf)
         assert (config.cfg.elastic, config.cfg.debug.limit_batches) == (Elastic(max_failures=1), 2)
-        assert config.cfg.elastic == load_config(Plain, ["cfg.elastic.max_failures=1"], conf, look=True).cfg.elastic
+        assert (
+            config.cfg.elastic == load_config(Plain, ["cfg.elastic.max_failures=1"], conf, keys_only=True).cfg.elastic
+        )
 
     @pytest.mark.parametrize(
         ("override", "problem"),

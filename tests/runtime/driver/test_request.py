@@ -60,6 +60,17 @@ def test_a_run_of_another_experiment_is_resumed_by_its_whole_name(
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize(
+    ("address", "verb"), [("http://head:8265", ""), ("slurm://here", " --slurm"), ("kube://team/run", " --kube")]
+)
+def test_a_job_is_resumed_where_it_ran(monkeypatch: pytest.MonkeyPatch, address: str, verb: str) -> None:
+    monkeypatch.setenv("MLX_JOB", "7")
+    monkeypatch.setenv("MLX_JOB_ADDRESS", address)
+    run = RunFolder(Path("/runs/digits/run_001"))
+    assert resume_command(run, ()) == f"mlx train launch{verb} --resume=/runs/digits/run_001"
+
+
+@pytest.mark.pure
 def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
     with pytest.raises(UsageError, match="there is no option --overfitt=2; there are --fast-dev-run, .*--from, "):
         Request.parse(["--overfitt=2"])

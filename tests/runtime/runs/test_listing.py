@@ -24,6 +24,7 @@ from conftest import Mlx
 from mlx_runtime.cli import mlx as mlx_command
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions.sweeps import listing as sweeps
 from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records, tables
@@ -202,7 +203,7 @@ class TestLs:
         sweep.path.mkdir(parents=True)
         best = {"trial": 1, "epoch": 0, "value": 0.4, "std": 0.1414}  # the mean of its folds
         records.Record(sweep, status="STOPPED", monitor="val/loss", mode="min", best=best)
-        table = listing.table(listing.list_rows())
+        table = sweeps.grouped(listing.list_rows())
         assert [(line["run"], line["status"], line["epoch"], line["best"]) for line in table] == [
             ("sweep_001", "STOPPED", "2 trials", "0.4000 ± 0.1414"),
             ("  run_001", "SUCCEEDED", "-", "0.5000"),
@@ -212,18 +213,21 @@ class TestLs:
             ("sweep_lr", "-", "1 trial", "-"),  # its folder is gone
             ("  run_005", "SUCCEEDED", "-", "-"),
         ]
-        ranked = listing.table(listing.list_rows(sort="val/loss"), sort="val/loss")
-        assert [line["run"] for line in ranked] == ["run_003", "run_004", "run_001", "run_002", "run_005"]
-        assert [line["run"] for line in listing.table(listing.list_rows(status="PRUNED"))] == ["sweep_001", "  run_004"]
+        ranked = listing.list_rows(sort="val/loss")
+        assert [row.folder.name for row in ranked] == ["run_003", "run_004", "run_001", "run_002", "run_005"]
+        assert [line["run"] for line in sweeps.grouped(listing.list_rows(status="PRUNED"))] == [
+            "sweep_001",
+            "  run_004",
+        ]
         [short, full] = [listing.list_rows("digits", sweep=name) for name in ("001", "sweep_001")]
         assert short == full
-        table = listing.table(full, sweep="001")
+        table = sweeps.table(full)
         assert [[line[name] for name in ("run", "trial", "fold", "optimizers.adam.lr")] for line in table] == [
             ["run_001", "1", "1", "1e-1"],
             ["run_003", "1", "2", "1e-1"],
             ["run_004", "2", "1", "1e-2"],
         ]
-        assert "fold" not in listing.table(listing.list_rows(sweep="lr"), sweep="lr")[0]
+        assert "fold" not in sweeps.table(listing.list_rows(sweep="lr"))[0]
         with pytest.raises(UsageError, match=r"no run in .* belongs to a sweep 'sweep_02'. Did you mean 'sweep_001'\?"):
             listing.list_rows(sweep="sweep_02")
 

@@ -1,7 +1,7 @@
 """`mlx xp ps`: where each worker of a run is, according to its driver."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime.cli.verbs.xp import job_status, resume_command
@@ -19,7 +19,7 @@ LIMIT_S = 15.0  # for an answer; three times as long in an object store, where t
 
 
 def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[str, Any]:
-    """Return the row of a living run and, unless it has not begun, the positions of its workers.
+    """Return the status of a living run and, unless it has not begun, the positions of its workers.
 
     Raises:
         UsageError: the run has ended.
@@ -27,9 +27,10 @@ def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[
     """
     folder = resolve_run(name, run)
     record, status = _living(folder)
-    answer = {} if status == "PENDING" else _ask(folder, record, notify)
     row = Row(folder, status, record)
-    return {"run": folder.title, "status": status, "record": record, "duration_s": row.duration_s} | answer
+    answer = {} if status == "PENDING" else _ask(folder, record, notify)
+    found = {"run": folder.title, "status": status, "waits_for": row.waits_for, "duration_s": row.duration_s}
+    return found | answer
 
 
 def _living(folder: RunFolder) -> tuple[dict[str, Any], str]:
@@ -71,60 +72,27 @@ def _ask(folder: RunFolder, record: Mapping[str, Any], notify: Callable[[str], o
         raise MlxError(f"the answer of the driver of {folder.title} cannot be read: {error}") from error
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that describe a run and, unless there is a table to print, why no worker is shown."""
-    record = found["record"]
-    parts = [f"{found['run']} {found['status']} for {format_duration(found['duration_s'])}"]
-    if attempts := len(record.get("attempts") or ()):
-        parts.append(f"attempt {attempts + 1}")
-    if record.get("job"):
-        parts.append(f"job {record['job']['id']} of {record['job']['address']}")
-    yield ", ".join(parts)
-    if "pid" in record:
-        yield f"driver: {holder(record)}"
-    if record.get("latest"):
-        latest = record["latest"]
-        yield f"latest checkpoint: epoch {latest['epoch'] + 1}, {latest.get('path')}"
-    if found["status"] == "WAITING" and record.get("waits_for"):
-        yield f"waits for {record['waits_for']}"
-    if summary := _summary(found):
-        yield summary
-
-
-def _summary(found: Mapping[str, Any]) -> str:
-    """Return one line about who waits for whom, or about workers that do not answer; empty if there is nothing."""
-    workers, size = found.get("workers", []), found.get("world_size", 0)
-    silent = sorted({*range(size)} - {item["rank"] for item in workers})
-    if silent:
-        return f"{_ranks(silent)} did not answer within {ANSWER_S:.0f} s: stopped processes, or unreachable nodes"
-    busy = [item for item in workers if not item["waits_in"]]
-    if not busy or len(busy) == size:
-        return ""
-    waiting = _ranks([item["rank"] for item in workers if item["waits_in"]])
-    at = f", in {busy[0]['at']}" if len(busy) == 1 and busy[0]["at"] else ""
-    return f"{waiting} wait{'' if ' and ' in waiting else 's'} for {_ranks([item['rank'] for item in busy])}{at}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = [str(rank) for rank in ranks[:8]]
-    last = f"{len(ranks) - 8} more" if len(ranks) > 8 else shown.pop()
-    return f"ranks {', '.join(shown)} and {last}"
+def title(found: Mapping[str, Any]) -> str:
+    """Return the line above the table."""
+    reason = f", waits for {found['waits_for']}" if found["waits_for"] else ""
+    return f"{found['run']} {found['status']} for {format_duration(found['duration_s'])}{reason}"
 
 
 def table(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return one row per worker, as text by column."""
-    return [
-        {
-            "rank": str(item["rank"]),
-            "node": item["host"],
-            "pid": str(item["pid"]),
-            "step": f"{item['epoch'] + 1}: "
-            + (f"{item['stage']} {item['step']}" if item["stage"] else "before the first pass"),
-            "since": format_duration(item["seconds"]) if item["stage"] else "",
-            "waits in": (item["waits_in"] or "").partition(" (")[0],
-            "line": item["at"],
-        }
-        for item in found.get("workers", ())
-    ]
+    answers = {item["rank"]: item for item in found.get("workers", ())}
+    return [_cells(rank, answers.get(rank)) for rank in range(max([found.get("world_size", 0) - 1, *answers]) + 1)]
+
+
+def _cells(rank: int, item: Mapping[str, Any] | None) -> dict[str, str]:
+    if item is None:
+        line = f"no answer within {ANSWER_S:.0f} s: a stopped process, or an unreachable node"
+        return {"rank": str(rank), "node": "-", "step": "-", "age": "-", "line": line}
+    step = f"{item['stage']} {item['step']}" if item["stage"] else "before the first pass"
+    return {
+        "rank": str(rank),
+        "node": item["host"],
+        "step": f"{item['epoch'] + 1}: {step}",
+        "age": format_duration(item["seconds"]) if item["stage"] else "",
+        "line": item["at"],
+    }

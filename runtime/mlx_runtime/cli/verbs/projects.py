@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_runtime import __version__
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
@@ -39,8 +40,6 @@ def new(kind: Kind, name: str, output: Path) -> Path:
     from cookiecutter.exceptions import CookiecutterException
     from cookiecutter.main import cookiecutter
 
-    from mlx_runtime.cli.verbs.origin import requirement
-
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,99}", name):
         raise UsageError(
             f"{name!r} is not a valid {kind.title} name; use up to 100 letters, digits, - and _, starting with a letter"
@@ -55,6 +54,38 @@ def new(kind: Kind, name: str, output: Path) -> Path:
         return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))
     except (CookiecutterException, OSError) as error:
         raise MlxError(f"cannot create {folder}: {error}") from error
+
+
+def requirement() -> str:
+    """Return the requirement, in Makefile syntax, with which pip installs this package again.
+
+    A package from an index has no URL of its own: its requirement is the version, with a note for the user.
+    """
+    if url := _url():
+        return f"mlx-runtime @ {url}".replace("$", "$$").replace("#", "\\#")
+    found = f"mlx-runtime=={__version__}"
+    cure = "if no package index has it, set RUNTIME in the Makefile to a wheel, a git URL or the folder of a checkout"
+    print(f"note      make setup installs {found}; {cure}", file=sys.stderr)
+    return found
+
+
+def _url() -> str | None:
+    """Return the URL of a wheel, folder or repository recorded by pip or uv (PEP 610), or None."""
+    import importlib.metadata  # here, because it takes as long as importing click
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        recorded = importlib.metadata.distribution("mlx-runtime").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(recorded or "{}")
+    url: str = origin.get("url", "")
+    if url.startswith("file:") and not Path(url2pathname(urlsplit(url).path)).exists():
+        return None
+    if vcs := origin.get("vcs_info"):
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"{url}#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else url or None
 
 
 def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
@@ -141,7 +172,7 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+", "-"))]
     experiment = main_class(AN_EXPERIMENT, folder)
     composed = composition.read(CONF, arguments[len(keys) :], settings_of(experiment))
-    found = values_by_key(composition.check(experiment, composed, look=True).tree)
+    found = values_by_key(composition.check(experiment, composed).tree)
     for key in keys:
         if key not in found:
             raise UsageError(f"there is no {key!r} in {CONF}.{suggest(key, found)}")

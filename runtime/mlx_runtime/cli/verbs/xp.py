@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
@@ -42,8 +42,8 @@ def stop(folder: RunFolder) -> str:
     status = records.status_of(record, job_status(record))
     if status not in records.LIVING and not drivers.claiming_driver(folder, record):
         raise UsageError(f"{title} is {status}; there is nothing to stop")
-    if status == "PENDING" and (dashboard := dashboard_of(record)) is not None:
-        dashboard.stop(record["job"]["id"])
+    if status == "PENDING" and (client := client_of(record)) is not None:
+        client.stop(record["job"]["id"])
         folder.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy
         pending = records.Record(folder, record)
         pending.withdraw() if records.REPLACED in record else pending.finish("STOPPED")
@@ -52,11 +52,11 @@ def stop(folder: RunFolder) -> str:
     deadline = time.monotonic() + STOP_S
     while status in records.LIVING or drivers.claiming_driver(folder, record):
         if time.monotonic() > deadline:
-            if (dashboard := dashboard_of(record)) is None:
+            if (client := client_of(record)) is None:
                 raise MlxError(
                     f"{title} was asked to stop and is still {status} after {STOP_S} s; a step may take longer"
                 )
-            dashboard.stop(record["job"]["id"])
+            client.stop(record["job"]["id"])
             return f"{title} did not end within {STOP_S} s; stopping its job"
         time.sleep(0.5)
         record = records.load_record(folder)
@@ -112,12 +112,12 @@ def logs(
     code = 0 if follow is False else EXIT_CODES.get(status, 1)
     if follow is None:  # if the driver was killed, its job may start another
         follow = status in records.LIVING or job == "RUNNING"
-    dashboard = dashboard_of(record) if rank is None else None
+    client = client_of(record) if rank is None else None
     with contextlib.suppress(ClusterError):  # the cluster may go down; the output is stored
-        if dashboard is not None and follow:
-            return dashboard.follow(record["job"]["id"], write, tail).exit_code
-        if dashboard is not None:
-            text = dashboard.log(record["job"]["id"])
+        if client is not None and follow:
+            return client.follow(record["job"]["id"], write, tail).exit_code
+        if client is not None:
+            text = client.log(record["job"]["id"])
             write(text if tail is None else last_lines(text, tail))
             return code
     followed = _stored_logs(folder, write, follow=follow, rank=rank, tail=tail)
@@ -137,8 +137,8 @@ def lost_driver(folder: RunFolder) -> str | None:
 
 def resume_command(folder: RunFolder, record: Mapping[str, Any]) -> str:
     """Return the command that resumes a run where it has trained."""
-    verb = "run" if not (job := record.get("job")) else "launch --slurm" if _in_slurm(job) else "launch"
-    return f"mlx train {verb} --resume={folder.title}"
+    kind = companions.jobs_at(job["address"]) if (job := record.get("job")) else None
+    return f"mlx train {kind.launch if kind else 'run'} --resume={folder.title}"
 
 
 def _stored_logs(
@@ -183,33 +183,14 @@ def _logged_ranks(folder: RunFolder) -> list[str]:
     return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)
 
 
-def dashboard_of(record: Mapping[str, Any]) -> "Dashboard | None":
-    """Connect to the cluster of a run's job. Return None unless it is trusted, answers and knows the job."""
+def client_of(record: Mapping[str, Any]) -> "Dashboard | None":
+    """Connect to the cluster of a run's job. Return None without a job, or if the cluster does not answer for it."""
     job = record.get("job")
-    if not job:
+    kind = companions.jobs_at(job["address"]) if job else None
+    if job is None or kind is None or kind.client is None:
         return None
-    if _in_slurm(job):
-        with contextlib.suppress(ClusterError):
-            queue = companions.part("slurm.queue").Queue.connect(job["address"])
-            queue.state(job["id"])
-            return cast("Dashboard", queue)  # has the same methods
-        return None
-    addresses = companions.part("ray.addresses")
-    if not addresses.is_trusted(job["address"]):
-        if record.get("status") in records.LIVING:  # the stored log of any other run is complete
-            addresses.note_untrusted(job["address"])
-        return None
-    try:
-        address = addresses.Address(job["address"], "its record")
-        dashboard: Dashboard = companions.part("ray.dashboard").Dashboard.connect(address)
-        dashboard.state(job["id"])
-    except ClusterError:
-        return None
-    return dashboard
-
-
-def _in_slurm(job: Mapping[str, str]) -> bool:
-    return job["address"].startswith("slurm:")
+    client: Dashboard | None = companions.part(kind.client).client_of(job, alive=record["status"] in records.LIVING)
+    return client
 
 
 def job_status(record: Mapping[str, Any]) -> str | None:

@@ -66,12 +66,12 @@ def launch_and_exit(
         from mlx_runtime.companions.ray.addresses import Address
         from mlx_runtime.companions.ray.launch import prepare
 
-        load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check, **fields)
+        load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, **fields)
         submit: Callable[[Any], SubmittedJob] = methodcaller("submit_run")
         if tasks := kind == DATA_JOB:
             load, submit = partial(_load_data_job, load), methodcaller("submit_data_job")
         if sweep is not None:
-            load, submit = companions.part("sweeps.commands").launch_steps(kind, folder, *sweep, look=check)
+            load, submit = companions.part("sweeps.commands").launch_steps(kind, folder, *sweep)
         if elsewhere is not None:
             trials = None if sweep is None else sweep[1].get("parallel", 1)
             prepared = elsewhere(folder, load, trials=trials, show_all=check)

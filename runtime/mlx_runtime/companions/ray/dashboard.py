@@ -286,6 +286,19 @@ class Dashboard:
         return answer
 
 
+def client_of(job: Mapping[str, str], *, alive: bool) -> Dashboard | None:
+    """Connect to the cluster of a job; None if it is not trusted, does not answer, or does not know the job."""
+    if not addresses.is_trusted(job["address"]):
+        if alive:  # the stored log of any other run is complete
+            addresses.note_untrusted(job["address"])
+        return None
+    with contextlib.suppress(ClusterError):
+        dashboard = Dashboard.connect(addresses.Address(job["address"], "its record"))
+        dashboard.state(job["id"])
+        return dashboard
+    return None
+
+
 def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Return the status of jobs (see `JobState`) by address and id, without jobs that no cluster knows.
 

@@ -52,7 +52,7 @@ def _experiment() -> Iterator[Check]:
         from mlx_runtime.driver.request import load_config
 
         try:
-            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)
+            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), ["++cfg.resume=null"])
             yield valid_config(config)
             storage = config.cfg.storage_path if storage is None else storage
         except ConfigError as error:

@@ -4,7 +4,7 @@ import contextlib
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,15 @@ class Queue:
         text = run("scontrol", "show", "job", job)
         words = r"\b(JobState|Reason|ExitCode)=(\S+)"
         return dict(re.findall(words, text) + re.findall(r"^\s+(StdOut)=(.*)$", text, re.MULTILINE))
+
+
+def client_of(job: Mapping[str, str], *, alive: bool) -> Queue | None:
+    """Connect to the cluster of a job; None if it is another cluster, does not answer, or has forgotten the job."""
+    with contextlib.suppress(ClusterError):
+        queue = Queue.connect(job["address"])
+        queue.state(job["id"])
+        return queue
+    return None
 
 
 def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:

@@ -103,8 +103,6 @@ def launch_steps(
     overrides: Sequence[str],
     definition: Mapping[str, Any],
     how: Mapping[str, Any],
-    *,
-    look: bool,
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Return two functions: one loads and checks the config of a sweep, binding it if necessary; one submits it."""
     from mlx_runtime.companions.sweeps.definition import Definition
@@ -115,4 +113,4 @@ def launch_steps(
         return main_class(kind, folder)
 
     launch = SweepLaunch(Definition(tuple(overrides), **definition), **how)
-    return partial(launch.load, experiment, look=look), launch.submit
+    return partial(launch.load, experiment), launch.submit

@@ -77,16 +77,13 @@ class SweepPlan:
     folder: RunFolder | None = None  # folder of the sweep to resume; None for a new one
 
 
-def plan(
-    experiment: type, asked: Definition, *, large: bool = False, look: bool = False, split: bool = True
-) -> SweepPlan:
+def plan(experiment: type, asked: Definition, *, large: bool = False, split: bool = True) -> SweepPlan:
     """Complete and check the definition of a sweep.
 
     Args:
         experiment: Class of the experiment.
         asked: Definition from the command.
         large: Allow a grid of any size.
-        look: Run no code that is named only in conf.yaml, as in `load_config`.
         split: Read the datasets and split their rows into folds, if the sweep has any.
 
     Raises:
@@ -103,8 +100,8 @@ def plan(
     folds = fold_overrides(asked.folds, 0) if asked.folds else ()
     overrides = [*space.expand(space.first), *folds]
     with conf_of(experiment) as conf:
-        check(space, experiment, conf, look=look, title=asked.experiment)
-        config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
+        check(space, experiment, conf, title=asked.experiment)
+        config = load_config(experiment, overrides, conf, title=asked.experiment or None)
     for companion in companions.extensions_of(config.tree["cfg"]):
         companion.refuse_sweep(config.cfg)
     config = replace(config, overrides=space.fixed)

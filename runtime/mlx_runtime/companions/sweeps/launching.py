@@ -25,19 +25,19 @@ class SweepLaunch:
     max_time_s: float | None = None
     plan: SweepPlan | None = field(default=None, init=False)  # set by `load`
 
-    def load(self, experiment: Callable[[], type], *, look: bool = False) -> RunConfig:
-        """Check the sweep, and return the common config of its runs; `look` as in `load_config`.
+    def load(self, experiment: Callable[[], type]) -> RunConfig:
+        """Check the sweep, and return the common config of its runs.
 
         The job splits the rows into folds, because the datasets may be only on the cluster.
         """
         if self.name and not is_name(self.name):
             raise UsageError(f"--name {self.name!r} is not a valid folder name")
         if self.resume is None:
-            self.plan = plan(experiment(), self.asked, large=self.large, look=look, split=False)
+            self.plan = plan(experiment(), self.asked, large=self.large, split=False)
         else:
             folder = find_sweep(self.resume)
-            how = {"large": self.large, "look": look, "split": False}
-            self.plan = resumed_plan(experiment(), folder, self.asked, force=self.force, **how)
+            how = {"large": self.large, "split": False, "force": self.force}
+            self.plan = resumed_plan(experiment(), folder, self.asked, **how)
         return self.plan.config
 
     def submit(self, launch: Launch) -> SubmittedJob:

@@ -149,8 +149,8 @@ def parse(overrides: Sequence[str]) -> Space:
     return Space(tuple(overrides), tuple(dimensions))
 
 
-def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = False, title: str = "") -> None:
-    """Check every value, with the first values of all other keys; `look` and `title` as in `load_config`.
+def check(space: Space, experiment: type, path: Path = CONF, *, title: str = "") -> None:
+    """Check every value, with the first values of all other keys; `title` as in `load_config`.
 
     Raises:
         ConfigError: values are invalid; one line per problem.
@@ -159,7 +159,7 @@ def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = Fal
     problems: dict[str, None] = {}
     for values in [space.first, *others]:
         try:
-            load_config(experiment, [*space.expand(values)], path, look=look, title=title or None)
+            load_config(experiment, [*space.expand(values)], path, title=title or None)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 for item in space.dimensions:  # an unknown key is only one problem

@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.machinery import PathFinder
 from typing import Any
 
 from mlx_runtime.errors import BindError, ConfigError
@@ -23,9 +22,6 @@ PUBLIC = {
     "torch.jit._serialization": "torch.jit",
 }
 """Paths of classes and functions in conf.yaml, by the module that defines them."""
-
-OWN = {module for paths in PUBLIC.items() for module in paths if module.startswith("mlx_runtime")}
-"""Modules of this package whose classes conf.yaml may name."""
 
 
 def path_of(thing: Any) -> str:
@@ -65,26 +61,6 @@ def object_at(path: str) -> Any:
             raise
         return functools.reduce(getattr, parts[split:], module)
     raise ModuleNotFoundError(f"no module named {parts[0]!r}", name=parts[0])
-
-
-def loaded_object_at(path: str) -> Any | None:
-    """Return the same as `object_at`, but None if its module is not imported yet, so that no other code runs."""
-    parts = path.split(".")
-    if path.rpartition(".")[0] in OWN:
-        return object_at(path)
-    split = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in sys.modules), 0)
-    if not split:
-        found = importlib.util.find_spec
-        if len(parts) > 1 and (found(parts[0]) or not found("torch")):  # without torch, a machine only launches
-            return None
-        raise ModuleNotFoundError(f"no module named {parts[0]!r}", name=parts[0])
-    module = sys.modules[".".join(parts[:split])]
-    if parts[split] in vars(module):
-        return functools.reduce(getattr, parts[split + 1 :], vars(module)[parts[split]])
-    below = getattr(module, "__path__", None) if len(parts) > split + 1 else None
-    if "__getattr__" in vars(module) or (below and PathFinder.find_spec(f"{module.__name__}.{parts[split]}", below)):
-        return None
-    raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
 
 
 def import_problem(path: str, error: Exception) -> str:

@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.companions import is_remote, jobs_at, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.folder import SWEEP, RunFolder, find_run, list_runs, run_folder
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.runs.tables import format_duration, format_number, plural
+from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage import documents
 
 UNREADABLE = "UNREADABLE"
@@ -57,6 +57,11 @@ class Row:
     def sweep(self) -> Mapping[str, Any]:
         """Name of the run's sweep, with its trial, fold and values; empty without a sweep."""
         return self.record.get("sweep") or {}
+
+    @property
+    def sweep_folder(self) -> RunFolder | None:
+        """Folder of the run's sweep."""
+        return run_folder(self.folder.root, self.folder.experiment, self.sweep["name"]) if self.sweep else None
 
     @property
     def waits_for(self) -> str | None:
@@ -192,7 +197,7 @@ def list_rows(
     if name is not None and not folders:
         find_run(root, name)  # raises an error that lists the experiments
     found = summarize([folder for folder in folders if not folder.name.startswith(SWEEP)], ask)
-    filled = {_sweep_folder(row) for row in found if row.sweep}
+    filled = {row.sweep_folder for row in found}
     found += summarize([folder for folder in folders if folder.name.startswith(SWEEP) and folder not in filled], ask)
     found = [Row(row.folder, "PENDING", {}) if row.problem and _is_new(row.folder) else row for row in found]
     if sweep is not None:
@@ -205,69 +210,13 @@ def list_rows(
     return [row for row in found if status in (None, row.status)]
 
 
-def table(rows: Sequence[Row], *, sort: str | None = None, sweep: str | None = None) -> list[dict[str, str]]:
-    """Return a listing as rows of a table: sorted, of one sweep, or with a line per sweep above its runs."""
-    if sweep is not None:
-        return _sweep_table(rows, sort)
-    if sort is not None:
-        return [row.cells(sort) for row in rows]
-    sweeps: dict[RunFolder, list[Row]] = {}
-    for row in rows:
-        if row.sweep:
-            sweeps.setdefault(_sweep_folder(row), []).append(row)
-    own = {row.folder: row for row in summarize(list(sweeps))}
-    lines = []
-    for row in rows:
-        if not row.sweep:
-            lines.append(row.cells())
-        elif runs := sweeps.pop(_sweep_folder(row), None):
-            lines.append(_sweep_cells(own[_sweep_folder(row)], runs))
-            lines += [cells | {"run": f"  {cells['run']}"} for cells in (run.cells() for run in runs)]
-    return lines
-
-
-def _sweep_folder(row: Row) -> RunFolder:
-    return run_folder(row.folder.root, row.folder.experiment, row.sweep["name"])
-
-
-def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
-    """Return the line of a sweep: the number of trials, and the value of the best one, with folds its mean."""
-    trials = {run.sweep["trial"] for run in runs}
-    cells = sweep.cells() | {"epoch": plural(len(trials), "trial")}
-    if spread := format_number((sweep.record.get("best") or {}).get("std")):
-        cells["best"] += f" ± {spread}"
-    return cells if sweep.problem is None else cells | {"status": "-"}
-
-
-def _sweep_table(rows: Sequence[Row], metric: str | None) -> list[dict[str, str]]:
-    """Return the runs of a sweep with their trials, folds and values."""
-    names = dict.fromkeys(name for row in rows for name in row.sweep.get("values", {}))
-    folds = any(row.sweep.get("fold") is not None for row in rows)
-    lines = []
-    for row in rows:
-        cells, sweep = row.cells(metric), row.sweep
-        line = {"experiment": cells.pop("experiment"), "run": cells.pop("run"), "trial": str(sweep["trial"])}
-        line |= {"fold": "-" if sweep.get("fold") is None else str(sweep["fold"] + 1)} if folds else {}
-        line |= {name: sweep.get("values", {}).get(name, "-") for name in names}
-        lines.append(line | {name: cells[name] for name in cells if name not in ("workers", "age")})
-    return lines
-
-
-def empty_message(status: str | None) -> str:
-    """Explain an empty listing."""
-    root = lookup.storage_root(lambda text: None)
-    if status is not None:
-        return f"no run in {root} is {status}"
-    return f"there are no runs in {root} yet; start one with: mlx train run"
-
-
 def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[Row]:
     """Read the records of runs, and ask the clusters of live ones."""
     rows = map_concurrently(_row, folders)
     jobs = {
         row.folder: (job["address"], job["id"])
         for row in rows
-        if (job := row.record.get("job")) and (row.record.get("status") in records.LIVING or _may_requeue(row.record))
+        if (job := row.record.get("job")) and (row.record["status"] in records.LIVING or _may_requeue(row.record))
     }
     if ask is None or not jobs:
         return rows
@@ -276,8 +225,9 @@ def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[
 
 
 def _may_requeue(record: Mapping[str, Any]) -> bool:
-    """Return True for a stopped run whose job Slurm may have returned to its queue."""
-    return record.get("status") == "STOPPED" and str(record["job"]["address"]).startswith("slurm:")
+    """Return True for a stopped run whose job its cluster may start again by itself."""
+    kind = jobs_at(record["job"]["address"])
+    return record["status"] == "STOPPED" and kind is not None and kind.requeues
 
 
 def _with_job(row: Row, job: str | None) -> Row:

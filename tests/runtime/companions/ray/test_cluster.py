@@ -631,7 +631,7 @@ class TestALongRun:
         until(lambda: user.has("run_001", "late") and user.record(name="late")["status"] == "WAITING")
         reason = "for 3 CPUs, 2 free; digits/run_002 holds 2 CPUs"
         assert re.search(rf"WAITING \d+ (s|min) {reason}", user.types("xp", "ls", "late").stdout)
-        assert f"\nwaits {reason}\n" in user.types("xp", "ps", "late").stdout
+        assert f", waits {reason}\n" in user.types("xp", "ps", "late").stdout
         done = user.types("xp", "stop", "late", "latest")
         assert done.stdout == "late run_001 is STOPPED\n"
         log = user.types("xp", "logs", "-f", "late", "latest")
