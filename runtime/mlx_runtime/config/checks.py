@@ -21,10 +21,11 @@ from mlx_runtime.errors import suggest
 
 
 class Problem(NamedTuple):
-    """The full key of a value, and a line with the key, the problem and the cure."""
+    """The full key of a value, a line with the key, the problem and the cure, and whether text lacks quotes."""
 
     key: str
     text: str
+    unquoted: bool = False
 
 
 class Checker:
@@ -75,7 +76,9 @@ class Checker:
             try:
                 convert(value, hint)
             except TypeError:
-                yield Problem(key, _mismatch(value, hint, key, owner))
+                texts = all(item in (str, Path, type(None)) for item in alternatives(hint))
+                unquoted = texts and isinstance(value, bool | int | float)
+                yield Problem(key, _mismatch(value, hint, key, owner), unquoted)
 
     def _items(self, value: Any, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         """Check the nodes in a list or mapping; `convert` checks the other items."""
@@ -131,8 +134,6 @@ def _mismatch(value: Any, hint: Any, key: str, owner: str) -> str:
     text = f"{key} is {value!r:.100}; {owner} takes {type_name(hint)}"
     if isinstance(value, dict) and isinstance(hint, type) and hint.__module__ != "builtins":
         return f"{key} has no _target_; {owner} takes {type_name(hint)}"
-    if isinstance(value, bool | int | float) and all(item in (str, Path, type(None)) for item in alternatives(hint)):
-        return f'{text}; for text, write quotes: "..." in conf.yaml, \'{key}="..."\' on the command line'
     return text
 
 

@@ -30,7 +30,7 @@ from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
 from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import ConfigError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import ESCAPE, from_yaml, to_yaml
+from mlx_runtime.storage.documents import ESCAPE, from_yaml, scalar_text, to_yaml
 from mlx_runtime.storage.local import read_regular
 from mlx_runtime.storage.redaction import redact_tree
 
@@ -143,11 +143,17 @@ def _in_order_of(cls: Any, node: Tree) -> Tree:
 
 
 def _blame(problem: Problem, composition: Composition) -> str:
-    """Return the text of a problem, with the override or variant that causes it."""
+    """Return the text of a problem, with the override or variant that causes it, and the quotes that it lacks."""
     override, file = composition.override(problem.key), _nearest(composition.files, problem.key)
+    text = problem.text
     if override:
-        return f"{OVERRIDE}{override}: {problem.text}"
-    return problem.text if file in (None, composition.path) else f"{problem.text} (in {file})"
+        name, _, given = override.partition("=")
+        if problem.unquoted and name.lstrip("+") == problem.key:
+            text += f"; for text, write '{name}=\"{given}\"'"
+        return f"{OVERRIDE}{override}: {text}"
+    if problem.unquoted and (typed := scalar_text((file or composition.path).read_bytes(), problem.key)) is not None:
+        text += f'; for text, write "{typed}"'
+    return text if file in (None, composition.path) else f"{text} (in {file})"
 
 
 def raise_if(problems: Sequence[str], title: object) -> None:

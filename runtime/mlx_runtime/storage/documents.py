@@ -214,6 +214,20 @@ def select_text(content: bytes, key: str) -> str | None:
     return None if value is None else str(value)
 
 
+def scalar_text(content: bytes, key: str) -> str | None:
+    """Return a number or word of a YAML document as it is typed there, by a key like `tools.times[0]`, or None."""
+    import yaml
+
+    compose: Any = yaml.compose  # has no annotations
+    node = compose(content.decode(), Loader=yaml.SafeLoader)
+    for part in re.findall(r"[^.\[\]]+", key):
+        if isinstance(node, yaml.SequenceNode):
+            node = node.value[int(part)]
+        elif isinstance(node, yaml.MappingNode):
+            node = next((value for name, value in node.value if name.value == part), None)
+    return node.value if isinstance(node, yaml.ScalarNode) and "${" not in node.value else None
+
+
 def _check_size(content: bytes) -> None:
     """Check the size of a YAML document before it is built: aliases can make a small file expand without bound."""
     import yaml

@@ -27,6 +27,7 @@ from mlx_runtime.errors import (
     StorageError,
     WorkerLoopError,
     WorkerLostError,
+    note,
     short_message,
     user_errors,
     user_traceback,
@@ -101,7 +102,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
                 session.reporter.events.notice(text)
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
-            _run_loop(experiment, shards, job, stack)
+            _run_loop(experiment, shards, job, stack, session)
             stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
             checks = hooks and not (stopped or cfg.compile or strategy.shards)
@@ -219,13 +220,22 @@ def ignore_breakpoints(send: Callable[[Event], None], why: str = NO_TERMINAL) ->
         sys.breakpointhook = lambda *_, **__: send(notice)
 
 
-def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:
+def _run_loop(
+    experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack, session: Session
+) -> None:
     """Run user code's loop, to its end or until the session leaves it."""
     streams = [shard.stream for shard in shards if shard.stream is not None]
     for stream in streams:
         stack.callback(stream.close)
-    with contextlib.suppress(LoopStopped):
-        (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    try:
+        with contextlib.suppress(LoopStopped):
+            (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    except ValueError as error:  # as BatchNorm raises
+        item = session.passes.latest  # the error has ended its iteration
+        part = item.part if item is not None and item.training else None
+        if item and part and part.left and part.given and part.sizes[part.given - 1] == 1 < part.plan.batch_size:
+            note(error, f"in step {item.step} of datasets.{item.dataset}, which has one row; drop_last leaves it out")
+        raise
     if streams:
         with contextlib.suppress(RuntimeError):  # another worker failed, and reports the error
             broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done

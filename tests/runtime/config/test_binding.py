@@ -334,8 +334,12 @@ class TestAgainstTheFormerDefaults:
         assert binding.changes.added[:1] == ["optimizers.adam.momentum"]
         assert set(binding.changes.dropped) >= {"optimizers.adam.betas", "optimizers.adam.eps"}
         assert "_target_: torch.optim.sgd.SGD" in binding.after
-        assert "lr: 0.5" in binding.after  # what the file holds stays if the new class takes it
+        assert binding.changes.updated == ["optimizers.adam.lr"]
+        assert "lr: 0.001" in binding.after  # of SGD; 0.5 was the default of the code, not the user's value
         binding.write()
+        assert not bind(Annotated, path).stale
+
+        path.write_text(path.read_text().replace("lr: 0.001", "lr: 0.5"))  # for SGD, so it stays
         assert not bind(Annotated, path).stale
         path.write_text(path.read_text().replace("sgd.SGD", "adagrad.Adagrad"))
         another = bind(Annotated, path)

@@ -219,8 +219,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         ),
         (
             ["tools.drawing.time=1.10"],
-            'tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write quotes: "..." in conf.yaml, '
-            "'tools.drawing.time=\"...\"' on the command line",
+            "tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write 'tools.drawing.time=\"1.10\"'",
         ),
         (
             ["cfg.name=${nope}"],
@@ -254,6 +253,13 @@ def test_another_class_has_its_own_defaults_and_what_is_typed_for_it(conf: Path)
 
     same = load_config(Experiment, ["optimizers.adam.lr=0.5", "optimizers.adam._target_=torch.optim.Adam"], conf)
     assert same.tree["optimizers"]["adam"]["betas"] == [0.9, 0.999]
+
+
+@pytest.mark.parametrize("text", ["12:30", "1.10", "007", "true"])
+def test_what_is_no_text_without_quotes_is_shown_as_typed(conf: Path, text: str) -> None:
+    conf.write_text(conf.read_text().replace('"12:30"', text))
+    with pytest.raises(ConfigError, match=f'tools.drawing.time is .*; .*Drawing takes str; for text, write "{text}"'):
+        load_config(Experiment, path=conf)
 
 
 def test_all_problems_are_told_at_once(conf: Path) -> None:

@@ -547,3 +547,12 @@ def test_a_pipe_gets_a_few_lines_per_epoch(mlx: Mlx, experiment: Make) -> None:
     line = r"^train \| (\d+)/14 \| [\d.]+ it/s \| \d+ s left(?:, \d+ s in all)?( \| mse [\d.]+ .*)?$"
     found = re.findall(line, done.stdout, re.M)
     assert 2 <= len(found) < 14, done.stdout
+
+
+def test_a_batch_of_one_row_is_named_if_its_step_fails(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(folder / "src" / "experiment.py", "nn.Sequential(layer, act)", "nn.Sequential(nn.BatchNorm1d(1), layer, act)")
+    done = mlx(folder, "train", "run", *HERE, "datasets.train.rows=5", "datasets.train.batch_size=2")
+    assert done.returncode == 1
+    message = "in step 3 of datasets.train, which has one row; drop_last leaves it out"
+    assert done.stderr.splitlines()[0].endswith(f"({message}) (raised on rank 0)"), done.stderr

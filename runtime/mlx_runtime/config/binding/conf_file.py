@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlx_runtime import companions
@@ -117,11 +118,12 @@ def bind(experiment: type, path: Path) -> Binding:
         notices = companions.part("hub.pins").pin_defaults(description.tree, present)
     former = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
-        former = former_defaults(json.loads(read_regular(path.with_name(SCHEMA), BindError)))
+        former = json.loads(read_regular(path.with_name(SCHEMA), BindError))
     tree = description.tree | {"cfg": _select_settings(experiment, description.tree["cfg"], present.get("cfg"))}
-    binding = merge(path, tree, former, description.of_class)
+    binding = merge(path, tree, former_defaults(former), description.of_class, former.get("x-chosen", {}))
     binding.notices = description.notices + notices
-    binding.schema = json.dumps(schema_of(experiment, description.tree), indent=1) + "\n"
+    schema = schema_of(experiment, description.tree) | {"x-chosen": binding.changes.chosen}
+    binding.schema = json.dumps(schema, indent=1) + "\n"
     return binding
 
 
@@ -157,14 +159,18 @@ def merge(
     tree: dict[str, Node],
     former: Mapping[str, Any] | None = None,
     node_of_class: NodeOfClass = lambda path, key: None,
+    chosen: Mapping[str, str] = MappingProxyType({}),
 ) -> Binding:
-    """Update conf.yaml to match the code, in memory. `former` contains the defaults at the last bind, by full key."""
+    """Update conf.yaml to match the code, in memory.
+
+    `former` contains the defaults at the last bind, and `chosen` the classes that the user had chosen, by full key.
+    """
     before = read_text(path)
     changes = Changes()
     if not before.strip():
         return Binding(path, before, header(path) + yaml_text(dict(tree)), changes)
     merged = commented_map(before, path)
-    Merge(former or {}, node_of_class, changes).into(merged, tree)
+    Merge(former or {}, node_of_class, changes, chosen).into(merged, tree)
     return Binding(path, before, yaml_text(merged) if changes else before, changes)  # or keep the layout
 
 

@@ -1,5 +1,6 @@
 """Merging of the code's defaults into the text of conf.yaml; the user's values and comments stay."""
 
+import contextlib
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from ruamel.yaml.tokens import CommentToken
 from mlx_runtime.config.binding.nodes import Node
 from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword
 from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.config.interpolation import values_by_key
 from mlx_runtime.errors import BindError
 from mlx_runtime.storage.documents import AMBIGUOUS, yaml_message
 from mlx_runtime.storage.local import read_regular
@@ -30,13 +32,15 @@ class Changes:
     """The changes of a merge, by full keys.
 
     `updated` values had the former default and get the new one, `dropped` maps keys to removed values with comments,
-    and `kept` lists the user's values that differ from the default.
+    and `kept` lists the user's values that differ from the default. `chosen` has the classes that the user has chosen,
+    by the full key of their nodes.
     """
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if the file must change."""
@@ -58,12 +62,13 @@ class Merge:
 
     `former` contains the defaults of the code at the last bind by full key; a value that still equals its former
     default follows the code. `node_of_class` describes classes that only the file names; `changes` receives all
-    changes.
+    changes. `chosen` has the classes that the user had chosen at the last bind, by the full key of their nodes.
     """
 
     former: Mapping[str, Any]
     node_of_class: NodeOfClass
     changes: Changes
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     def into(self, old: CommentedMap, new: Node, key: str = "") -> None:
         """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
@@ -105,7 +110,17 @@ class Merge:
         self.changes.kept.append(f"{key}._target_")
         if old.get("_partial_"):  # its caller passes the other arguments
             users = {name: value for name, value in users.items() if name in old}
-        Merge({}, self.node_of_class, self.changes).into(old, users, key)  # all values are the user's
+        self.changes.chosen[key] = path
+        former: Mapping[str, Any] = {}  # once the class has been bound, all values are the user's
+        if self.chosen.get(key) != path and not old.get("_partial_"):
+            former = self._defaults_of(self.chosen[key], key) if key in self.chosen else self.former
+        Merge(former, self.node_of_class, self.changes, self.chosen).into(old, users, key)
+
+    def _defaults_of(self, path: str, key: str) -> dict[str, Any]:
+        """Return the defaults of the class that the user had chosen before, by full key."""
+        with contextlib.suppress(BindError):
+            return {f"{key}.{name}": value for name, value in values_by_key(self.node_of_class(path, key)).items()}
+        return {}
 
     def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
         """Change the class of a node; arguments of both classes keep the user's value."""
