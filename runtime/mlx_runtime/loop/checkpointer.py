@@ -135,7 +135,10 @@ class Checkpointer:
         if titles and group in ("models", "optimizers"):
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
         if titles:
-            self._reporter.events.notice(f"not in checkpoints: {titles}; only numbers, text and untrained tensors are")
+            self._reporter.events.notice(
+                f"not in checkpoints: {titles}; only numbers, text and untrained tensors are, in lists and dicts, too. "
+                "A class with state_dict and load_state_dict chooses them, for example array.tolist()"
+            )
         return states
 
     def _of_workers(self, group: str) -> set[str]:

@@ -256,6 +256,11 @@ class Session:
         if self.passes.leads(item) and not item.training:
             self._call("on_evaluate_end", item.name)
         self.passes.end(item)
+        for name, loss in self.context.groups.members("losses").items():
+            if getattr(loss, "grows", False):
+                cure = 'if it returns the sum over a batch, pass reduction="sum" to losses.Mean, and bind again'
+                text = f"values of losses.{name} grow with the number of rows; {cure}"
+                self.reporter.events.send_once(WarningNotice(text))
 
     # -- updates
 
