@@ -150,7 +150,7 @@ def _blame(problem: Problem, composition: Composition) -> str:
         name, _, given = override.partition("=")
         if problem.unquoted and name.lstrip("+") == problem.key:
             text += f"; for text, write '{name}=\"{given}\"'"
-        return f"{OVERRIDE}{override}: {text}"
+        return f"{OVERRIDE}{' '.join(override.splitlines())}: {text}"
     if problem.unquoted and (typed := scalar_text((file or composition.path).read_bytes(), problem.key)) is not None:
         text += f'; for text, write "{typed}"'
     return text if file in (None, composition.path) else f"{text} (in {file})"

@@ -66,6 +66,8 @@ def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> 
     """
     name = "cfg.elastic.min_workers" if cfg.elastic.min_workers else "cfg.start_workers"
     workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
+    if cfg.cpus_per_worker > cpus and not cluster:
+        return f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but this machine has {cpus:g} cores; lower it"
     where, cpus = ("the cluster", cpus) if cluster else ("this machine", cpus * WORKERS_PER_CORE)
     for kind, each, room, cure in (
         ("CPUs", cfg.cpus_per_worker, cpus, f"lower {name} or cfg.cpus_per_worker"),

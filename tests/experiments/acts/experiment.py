@@ -54,7 +54,7 @@ class Experiment(BaseModule):
     def look(self):
         """Note the environment of a worker."""
         context = ray.train.get_context()
-        waited = self.barrier()
+        barrier = self.barrier()
         self.note(
             ranks=[context.get_world_rank(), context.get_local_rank(), context.get_node_rank()],
             sizes=[context.get_world_size(), context.get_local_world_size()],
@@ -62,19 +62,19 @@ class Experiment(BaseModule):
             device=str(ray.train.torch.get_device()),
             checkpoint=ray.train.get_checkpoint(),
             told=ray.train.collective.broadcast_from_rank_zero([f"by {self.rank}"]),
-            waited=waited,
+            barrier=barrier,
             environment={name: os.environ.get(name) for name in TORCHRUN},
             timeout_s=timeout_s(),
             listening=[socket.socket(fileno=os.dup(item)).getsockname()[0] for item in handshake.listening_sockets()],
         )
 
     def barrier(self):
-        """Return the duration of a barrier that rank 1 reaches late."""
-        began = time.monotonic()
+        """Return the times before and after a barrier that rank 1 reaches late."""
         if self.rank == 1:
             time.sleep(0.5)
+        before = time.monotonic()
         ray.train.collective.barrier()
-        return time.monotonic() - began
+        return before, time.monotonic()
 
     def print_everything(self):
         """Print in every possible way, in the order of the lines below."""

@@ -19,6 +19,8 @@ Make = Callable[[str], Path]
 
 HERE = ("cfg.start_workers=0",)
 
+METRICS = ("accuracy", "confidence", "cross_entropy", "f1")
+
 
 def seen(folder: Path, workers: int) -> list[dict]:
     """Return the rows that each rank read, by dataset, epoch and batch."""
@@ -184,7 +186,7 @@ class TestQuiet:
         lines = done.stdout.splitlines()
         assert lines[:2] == [f"folder    {run}", ""]
         assert [line.split()[0] for line in lines[2:]] == [
-            *("test/accuracy", "test/confidence", "test/cross_entropy", "test/f1"),
+            *(f"{name}/{metric}" for name in ("test", "train", "val") for metric in METRICS),
             *("best", "took", "run", "TensorBoard"),
         ]
         log = (run / "logs" / "driver.log").read_text()

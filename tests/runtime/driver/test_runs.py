@@ -303,12 +303,12 @@ def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None
         (
             '"third": "sgd"',
             '"third": "sdg"',
-            "src/conf.yaml: Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
+            "Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
         ),
         (
             '"third": "sgd"',
             '"thrid": "sgd"',
-            "src/conf.yaml: Models.map_params_to_optimizers names the model 'thrid', which does not exist",
+            "Models.map_params_to_optimizers names the model 'thrid', which does not exist",
         ),
         ("def ray_map_batches", "def stack", "datasets.train has no ray_map_batches, and row "),
         (

@@ -382,7 +382,8 @@ class TestALocalWorker:
     def test_its_collectives_synchronize(self, looked: tuple[list[dict[str, Any]], str]) -> None:
         """Rank 1 reaches a barrier half a second late."""
         assert [found["told"] for found in looked[0]] == [["by 0"], ["by 0"]]
-        assert all(found["waited"] > 0.4 for found in looked[0])
+        before, after = zip(*(found["barrier"] for found in looked[0]), strict=True)
+        assert max(before) <= min(after)  # by one clock
 
     def test_the_environment_is_torchruns(self, looked: tuple[list[dict[str, Any]], str]) -> None:
         for rank, found in enumerate(looked[0]):
@@ -765,7 +766,7 @@ class TestRefusals:
             ),
             (
                 ["cfg.loader=ray"],
-                "cfg.loader=ray is not supported; use cfg.loader=workers=N",
+                "cfg.loader is 'ray'; write auto, or workers=N for N reading processes per worker",
             ),
             (["cfg.engine=ray", "cfg.start_workers=0"], "cfg.engine=ray needs workers, but cfg.start_workers=0"),
             (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.start_workers=20 needs 20 GPUs"),

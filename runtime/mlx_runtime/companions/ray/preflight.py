@@ -277,9 +277,9 @@ def task_check(room: Room, cfg: "DataConfig") -> Check:
 
 def capacity_check(room: Room, cfg: "TrainConfig") -> Check:
     """Check that the workers fit into the whole cluster, once it has grown, ignoring its current use by others."""
-    grown = f"with all that its autoscaler may start: {room.limits()}" if room.grows else ""
+    grown = f", with all that its autoscaler may start: {room.limits()}" if room.grows else ""
     if lacking := shortage(cfg, room.most(CPU=1), room.most(GPU=1), cluster=True):
-        return Check("capacity", lacking, grown and f"Counted {grown}")
+        return Check("capacity", lacking, grown and "Counted" + grown.removeprefix(","))
     workers = cfg.elastic.min_workers or cfg.start_workers
     each = {"CPU": cfg.cpus_per_worker}
     if uses_gpus(cfg, room.gpus):

@@ -428,7 +428,7 @@ def test_all_that_is_wrong_is_told_at_once(job: SimpleNamespace, mlx: Mlx) -> No
         [
             "error: the overrides have 3 problems:",
             "  override cfg.start_workerz=2: there is no key 'cfg.start_workerz' in src/conf.yaml."
-            " Did you mean 'cfg.start_workers'? To add it: +cfg.start_workerz=..., or mlx data bind if the code has it",
+            " Did you mean 'cfg.start_workers'? To add it: +KEY=..., or mlx data bind if the code has it",
             "  override cfg.overwrite=3: cfg.overwrite is 3; src.job.JobConfig takes bool",
             "  override text.lines=many: text.lines is 'many'; src.job.Text takes int",
         ],

@@ -66,12 +66,13 @@ def test_the_folder_of_an_export(trained: Path) -> None:
     """
     exports_run_001_epoch_0001/
         LICENSE  README.md  examples.safetensors  export.json  program.pt2  schema.json  weights.safetensors
-        code/main.py  code/src/  tokenizer/vocabulary.json
+        code/LICENSE  code/main.py  code/src/  tokenizer/vocabulary.json
     """
     folder = trained / NAME
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     root = {"LICENSE", "README.md", "examples.safetensors", "export.json", "program.pt2", "schema.json"}
-    code = {f"code/{name}" for name in ("main.py", "src/__init__.py", "src/conf.yaml", "src/experiment.py")}
+    sources = ("__init__.py", "conf.schema.json", "conf.yaml", "experiment.py")
+    code = {"code/LICENSE", "code/main.py", *(f"code/src/{name}" for name in sources)}
     assert files == {*root, *code, "weights.safetensors", "tokenizer/vocabulary.json"}
     about = json.loads((folder / "export.json").read_text())
     assert set(about["files"]) == files - {"export.json"}
