@@ -16,7 +16,7 @@ from mlx_runtime.storage.files import is_uri, storage_root
 
 
 def checks() -> Iterator[Check]:
-    """Check this machine, and yield each finding. Does not run code that conf.yaml names."""
+    """Check this machine, and yield each finding."""
     yield Check("python", platform.python_version())
     for package in ("torch", "ray", "torchmetrics", "tensorboard"):
         try:
@@ -52,7 +52,7 @@ def _experiment() -> Iterator[Check]:
         from mlx_runtime.driver.request import load_config
 
         try:
-            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), ["++cfg.resume=null"])
+            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()))
             yield valid_config(config)
             storage = config.cfg.storage_path if storage is None else storage
         except ConfigError as error:
