@@ -84,8 +84,8 @@ def _ray_here() -> str | None:
         return None
 
 
-def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
-    """Load the config. Raises if the engine cannot train in a job, because no other check matters then."""
+def check_config(load: "Callable[[], RunConfig]", *, tasks: bool) -> "tuple[RunConfig | None, Check]":
+    """Load the config. Raises if the engine of a run cannot train in a job, because no other check matters then."""
     try:
         config = load()
     except ConfigError as error:
@@ -94,6 +94,8 @@ def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Ch
         raise
     except MlxError as error:
         return None, Check("config", str(error), f"See: {commands()} launch --help")
+    if tasks:
+        return config, valid_config(config)
     name = config.cfg.engine
     if name in ENGINES and (reason := engine_class(name).refusal(config.cfg, in_job=True)):  # others are imported there
         line = f"cfg.engine={name} cannot train this: {reason}; use cfg.engine=auto, or train here: {commands()} run"
