@@ -84,7 +84,7 @@ def _ray_here() -> str | None:
         return None
 
 
-def check_config(load: "Callable[[], RunConfig]", *, tasks: bool) -> "tuple[RunConfig | None, Check]":
+def check_config(load: "Callable[[], RunConfig]", *, tasks: bool = False) -> "tuple[RunConfig | None, Check]":
     """Load the config. Raises if the engine of a run cannot train in a job, because no other check matters then."""
     try:
         config = load()
