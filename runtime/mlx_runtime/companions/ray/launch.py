@@ -265,9 +265,8 @@ def prepare(
         write(f"note      {address.notice}")
     if not Settings.read().quiet:
         write(f"checking  {address.url} (from {address.source})")
-    config, config_check = preflight.check_config(
-        load, tasks=tasks
-    )  # first: may bind, and finds errors without the cluster
+    # First, because it may bind, and finds errors without the cluster.
+    config, config_check = preflight.check_config(load, tasks=tasks)
     dashboard, checks = preflight.check_cluster(address)
     show_checks(*checks)
     if dashboard is None:
