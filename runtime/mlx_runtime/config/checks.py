@@ -6,7 +6,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_runtime.config.building import Tree, split_cfg
+from mlx_runtime.config.building import Tree, names_code, split_cfg
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
     alternatives,
@@ -18,6 +18,7 @@ from mlx_runtime.config.constructors.signatures import (
 )
 from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.errors import suggest
+from mlx_runtime.sections import Section
 
 
 class Problem(NamedTuple):
@@ -54,11 +55,14 @@ class Checker:
                 found = [*self._value(tree[name], cls, name, path_of(cls))]
                 yield from (item for item in found if not re.fullmatch(r"optimizers\.\w+\.params", item.key))
 
-    def settings(self, values: Tree, base: type) -> Iterator[Problem]:
+    def settings(self, values: Tree, base: type, key: str = "cfg") -> Iterator[Problem]:
         """Yield the problems of the runtime's own settings in `cfg`, without those of a user's class."""
         for item in parameters(base) or []:
-            if item.name in values:
-                yield from self._value(values[item.name], item.annotation, f"cfg.{item.name}", path_of(base))
+            value, here, hint = values.get(item.name), f"{key}.{item.name}", item.annotation
+            if isinstance(value, dict) and isinstance(hint, type) and issubclass(hint, Section):
+                yield from self.settings(value, hint, here)
+            elif item.name in values and not names_code(value):
+                yield from self._value(value, hint, here, path_of(base))
 
     def _is_callable(self, path: Any) -> bool:
         try:

@@ -22,7 +22,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.config.building import Tree, build_cfg, names_code, plain_settings
+from mlx_runtime.config.building import Tree, build_cfg, plain_settings
 from mlx_runtime.config.checks import Checker, Problem
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters
 from mlx_runtime.config.constructors.targets import object_at
@@ -120,11 +120,9 @@ def check(experiment: type, composition: Composition, *, keys_only: bool = False
     classes, base = groups(experiment), base_of(experiment)
     checker, reported = Checker(), {problem.key for problem in composition.problems}
     problems, cfg = [*composition.problems], tree.get("cfg")
+    found = checker.check(tree, classes, base)
     if keys_only and isinstance(cfg, dict):
-        own = {name: value for name, value in cfg.items() if not names_code(value)}
-        found = checker.settings(own, base)
-    else:
-        found = checker.check(tree, classes, base)
+        found = checker.settings(cfg, base)
     problems += [item for item in found if item.key not in reported]
     raise_if([_blame(item, composition) for item in problems], title)
     cfg = plain_settings(tree["cfg"], base) if keys_only else build_cfg(tree["cfg"], base)
@@ -324,13 +322,19 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         if item.encode(errors="replace").decode() != item:  # half a surrogate pair: bytes that are not UTF-8
             raise ConfigError(f"the override {item!a:.100} is not valid Unicode; type it again")
     try:
-        return OverridesParser.create().parse_overrides([*overrides])
+        return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
     except RecursionError:
         raise ConfigError("an override is nested too deeply") from None
     except OverrideParseException as error:
         why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
-        cure = "write key=value without spaces, and quote a value with brackets, commas or =: 'key=\"…\"'"
+        cure = "write key=value without spaces, and quote a value with brackets or commas: 'key=\"…\"'"
         raise ConfigError(f"the override {error.override!r} is not understood{why}; {cure}") from error
+
+
+def _quote_value(override: str) -> str:
+    """Quote the value of `cfg.loader=workers=2`: Hydra's grammar does not allow a second `=`."""
+    match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
+    return f"{match[1]}='{match[2]}'" if match else override
 
 
 def storage_override(root: str) -> str:

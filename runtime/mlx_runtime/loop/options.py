@@ -73,7 +73,7 @@ class CheckedSettings:
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
-        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation():
+        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation() and find_spec("torch") is not None:
             problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
         for kind, hooks in HOOKS.items():
             for name, item in (getattr(cfg, kind, None) or {}).items():

@@ -21,6 +21,7 @@ from pathspec import GitIgnoreSpec
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.storage.local import read_regular
@@ -59,8 +60,7 @@ class Upload:
     def of(cls, folder: Path) -> "Upload":
         """Collect the files of a folder, without those that its .rayignore lists."""
         root = folder.resolve()
-        lines = b"" if not (root / ".rayignore").exists() else read_regular(root / ".rayignore", UsageError)
-        ignored = GitIgnoreSpec.from_lines(lines.decode(errors="replace").splitlines())
+        ignored = _ignored(root / ".rayignore")
         files: list[tuple[Path, int]] = []
         left_out: defaultdict[str, list[Path]] = defaultdict(list)
         for path in sorted(_listed(root)):
@@ -103,16 +103,30 @@ class Upload:
 
 
 def _listed(root: Path) -> set[Path]:
-    """Return the files that git tracks or would add, or those in `src` and beside it; without either, all."""
+    """Return the files that git tracks or would add; without git, those in `src` and beside it, minus .gitignore.
+
+    A job has the files that were uploaded, without a repository, and lists all of them.
+    """
     listed: set[Path] = set()
-    with contextlib.suppress(FileNotFoundError):  # git is not installed
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z"]  # in a container, the files may be another user's
+    try:
         for options in (("--cached", "--recurse-submodules"), ("--others", "--exclude-standard")):
-            done = subprocess.run(["git", "ls-files", "-z", *options, "--", "."], cwd=root, capture_output=True)
+            done = subprocess.run([*command, *options, "--", "."], cwd=root, capture_output=True, check=True)
             listed |= {Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name}
-    if not listed:  # no repository, or one that ignores the whole project
-        source = root / "src" if (root / "src").is_dir() else root
-        listed = {path.relative_to(root) for path in (*root.glob("*"), *source.rglob("*")) if not path.is_dir()}
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or no repository that it can read
+        listed = set()
+    if not listed:  # or a repository that ignores the whole project
+        source = root / "src" if (root / "src").is_dir() and Settings.read().job is None else root
+        found = {path.relative_to(root) for path in (*root.glob("*"), *source.rglob("*")) if not path.is_dir()}
+        ignored = _ignored(root / ".gitignore")
+        listed = {path for path in found if not ignored.match_file(path)}
     return listed
+
+
+def _ignored(file: Path) -> GitIgnoreSpec:
+    """Return the patterns in a file like .gitignore; none if it does not exist."""
+    lines = read_regular(file, UsageError) if file.exists() else b""
+    return GitIgnoreSpec.from_lines(lines.decode(errors="replace").splitlines())
 
 
 def _refusal(root: Path, path: Path) -> str | None:

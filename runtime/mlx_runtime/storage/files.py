@@ -255,15 +255,22 @@ class LocalStorage(Storage):
         Path(self.of(*parts)).unlink(missing_ok=True)
 
     def remove_folder(self, *parts: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.of(*parts) if parts else self.path)
+        shutil.rmtree(self.of(*parts) if parts else self.path, onerror=_raise_unless_gone)
+
+
+def _raise_unless_gone(function: Any, path: str, info: Any) -> None:
+    """Continue a removal if another process has removed a file first; `info` is that of `sys.exc_info`."""
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
 
 
 def _entry(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:
     """Return the entry of a path on this machine, or None if it is missing or a link that leads nowhere."""
     try:
         facts = facts_of()
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return None
     is_file = stat.S_ISREG(facts.st_mode)
     return Stored(path, facts.st_size if is_file else 0, facts.st_mtime, is_file)

@@ -255,6 +255,12 @@ def test_another_class_has_its_own_defaults_and_what_is_typed_for_it(conf: Path)
     assert same.tree["optimizers"]["adam"]["betas"] == [0.9, 0.999]
 
 
+@pytest.mark.parametrize("value", ["workers=2", "s3://bucket/a?region=b&scheme=http"])
+def test_a_value_with_an_equals_sign_needs_no_quotes(conf: Path, value: str) -> None:
+    assert load_config(Experiment, [f"cfg.loader={value}"], conf).cfg.loader == value
+    assert load_config(Experiment, [f"cfg.loader='{value}'"], conf).cfg.loader == value
+
+
 @pytest.mark.parametrize("text", ["12:30", "1.10", "007", "true"])
 def test_what_is_no_text_without_quotes_is_shown_as_typed(conf: Path, text: str) -> None:
     conf.write_text(conf.read_text().replace('"12:30"', text))
@@ -357,7 +363,7 @@ def test_an_override_that_is_none_is_told(conf: Path) -> None:
         load_config(Experiment, ["cfg.seed"], conf)
     with pytest.raises(ConfigError, match="the override '=' has no key; write key=value without spaces"):
         load_config(Experiment, ["cfg.seed", "=", "1"], conf)
-    for value in ("[1", "{a", '"x', "f(1,2", "x[0]", "a=b"):
+    for value in ("[1", "{a", '"x', "f(1,2", "x[0]"):
         with pytest.raises(ConfigError) as caught:
             load_config(Experiment, [f"cfg.name={value}"], conf)
         assert str(caught.value).startswith(f"the override 'cfg.name={value}' is not understood; write key=value")
@@ -425,6 +431,7 @@ class TestWithoutTheCode:
         [
             ("cfg.num_epochs=many", "cfg.num_epochs is 'many'; mlx_runtime.TrainConfig takes int"),
             ("cfg.start_workers=-1", "cfg.start_workers is -1; the minimum is 0"),
+            ("cfg.debug.overfit_batches=x", "cfg.debug.overfit_batches is 'x'; mlx_runtime.sections.Debug takes int"),
             ("models.net.widht=3", "Did you mean 'models.net.width'?"),
         ],
     )

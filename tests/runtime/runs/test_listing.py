@@ -719,6 +719,15 @@ class TestRm:
         assert (outside / "data").read_text() == "kept"
         assert first.path.exists()
 
+    def test_of_a_link_to_a_run_only_the_link_goes(self, made: Made, tmp_path: Path) -> None:
+        run = made()
+        archived = run.path.rename(tmp_path / "archived")
+        run.path.symlink_to(archived)
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "1", "-y"])
+        assert done.exit_code == 0, done.output
+        assert not run.path.is_symlink()
+        assert (archived / "run.json").is_file()
+
     def test_a_living_run_is_refused(self, storage: str, made: Made, mlx: Mlx, tmp_path: Path) -> None:
         folder = made(status="RUNNING", **leases.this_process())
         done = mlx(tmp_path, "xp", "rm", "digits", "1", "-y", MLX_STORAGE=storage)

@@ -60,11 +60,17 @@ def test_what_git_tracks_or_would_add_is_uploaded(tmp_path: Path) -> None:
         assert not list(staged.rglob("*.pyc"))
 
 
-def test_without_git_src_and_the_files_beside_it_are_uploaded(tmp_path: Path) -> None:
+def test_without_git_src_and_the_files_beside_it_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "main.py", "requirements.txt", "src/a.py", "src/deep/b.py", "data/big.bin", ".env", "src/token.txt")
     assert uploaded(tmp_path) == {"main.py", "requirements.txt", "src/a.py", "src/deep/b.py"}
     put(tmp_path / "library", "__init__.py", "deep/c.py")
     assert uploaded(tmp_path / "library") == {"__init__.py", "deep/c.py"}
+    put(tmp_path, "src/big.ckpt")
+    (tmp_path / ".gitignore").write_text("*.ckpt\n")
+    beside = {"main.py", "requirements.txt", ".gitignore"}
+    assert uploaded(tmp_path) == {*beside, "src/a.py", "src/deep/b.py"}
+    monkeypatch.setenv("MLX_JOB", "digits-run_001")  # whose files are those of an upload
+    assert uploaded(tmp_path) >= {*beside, "library/deep/c.py"}
 
 
 def test_a_file_that_was_removed_since_is_left_out(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mlx_runtime.runs.logs import last_lines, log_name
 from mlx_runtime.runs.queries.listing import summarize
 from mlx_runtime.runs.queries.lookup import reached, storage_root
 from mlx_runtime.storage.documents import stays_below
-from mlx_runtime.storage.files import is_uri, join_path, size_text, storage_at, storage_errors
+from mlx_runtime.storage.files import is_uri, join_path, parent_of, size_text, storage_at, storage_errors
 from mlx_runtime.storage.leases import holder, is_alive
 
 if TYPE_CHECKING:
@@ -84,10 +84,14 @@ def size_title(folder: RunFolder) -> str:
 
 
 def remove(folder: RunFolder) -> None:
-    """Remove the folder of a run and its working copy on this machine, unless it has been resumed."""
+    """Remove the folder of a run, or a link to it, and its working copy on this machine, unless it has been resumed."""
     refuse_living(folder)
     with storage_errors(f"{folder.location} was removed only in part"):
-        storage_at(folder.location).remove_folder()
+        storage, name = parent_of(folder.location)
+        if storage.local and Path(storage.of(name)).is_symlink():
+            storage.remove_file(name)
+        else:
+            storage.remove_folder(name)
     if folder.uri is not None:
         shutil.rmtree(folder.path, ignore_errors=True)
 

@@ -110,7 +110,9 @@ def survey(path: StoragePath, depth: int) -> Entry:
 
 
 def _files(storage: Storage, path: StoragePath) -> list[Stored]:
-    """Return a file, or all files below a folder."""
+    """Return a file, or all files below a folder; none of a link, whose target is not in this place."""
+    if storage.local and path.parts and Path(storage.of(*path.parts)).is_symlink():
+        return []
     with storage_errors(f"cannot read {path.title}"):
         found = storage.find(*path.parts)
         return [found] if found is not None and found.is_file else storage.below(*path.parts)

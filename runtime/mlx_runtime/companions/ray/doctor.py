@@ -53,7 +53,7 @@ def _experiment() -> Iterator[Check]:
 
         try:
             config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()))
-            yield valid_config(config)
+            yield valid_config()
             storage = config.cfg.storage_path if storage is None else storage
         except ConfigError as error:
             yield Check("config", str(error), "See: mlx train show")

@@ -160,6 +160,9 @@ def test_of_a_link_only_the_link_goes(folder: Path, tmp_path: Path, mlx: Mlx) ->
         (tmp_path / "elsewhere" / name).write_text("{}")
     (folder / "data" / "digits" / "out").symlink_to(tmp_path / "elsewhere")
     (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "loop").symlink_to(folder / "loop")
+    assert mlx(folder, "data", "show", MLX_STORAGE=str(folder)).returncode == 0
+    (folder / "loop").unlink()
     for path in ("link", "data/digits"):
         assert mlx(folder, "data", "rm", "-y", path, MLX_STORAGE=str(folder)).returncode == 0
     assert files(str(tmp_path / "elsewhere")) == ["job.json", "precious"]
