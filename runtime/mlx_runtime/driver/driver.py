@@ -33,7 +33,7 @@ class Driver:
     tests can all use it:
 
         config = load_config(Experiment)
-        with connect(config.cfg) as cluster, planned(Experiment, config, cluster) as plan:
+        with connect(config.cfg) as cluster, prepare_run(Experiment, config, cluster) as plan:
             driver = Driver(plan)
             for event in driver.run():
                 match event:
@@ -41,7 +41,7 @@ class Driver:
                         driver.stop("no progress")
 
     Args:
-        plan: plan of the run, from `planned`.
+        plan: plan of the run, from `prepare_run`.
         listeners: called with each event, in the driver's thread.
         control: determines when the run ends early.
         guard: entered before the record marks the run as alive, and exited when the outcome is about to be recorded.

@@ -39,7 +39,7 @@ class Direct:
 
 
 class Inbox(Protocol):
-    """The driver's end of the channel, like `connections.Receiver`."""
+    """The driver's end of the channel, like `connections.Pipes`."""
 
     address: tuple[str, int]
     key: bytes

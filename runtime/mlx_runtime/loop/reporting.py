@@ -93,7 +93,7 @@ class Reporter:
         """Restore the numbers of a checkpoint."""
         self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
         self._of_epoch, self._epoch = dict(state["numbers"]["unreported"]), state["epoch"]
-        self.states.update(state["numbers"].get("states", {}))  # a former version stored none
+        self.states.update(state["numbers"]["states"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """When recording begins, remove everything that was recorded after a checkpoint of this run."""

@@ -256,22 +256,18 @@ class Session:
         if self.passes.leads(item) and not item.training:
             self._call("on_evaluate_end", item.name)
         self.passes.end(item)
-        for name, loss in self.context.groups.members("losses").items():
-            if getattr(loss, "grows", False):
-                cure = 'if it returns the sum over a batch, pass reduction="sum" to losses.Mean, and bind again'
-                text = f"values of losses.{name} grow with the number of rows; {cure}"
-                self.reporter.events.send_once(WarningNotice(text))
 
     # -- updates
 
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
         """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
         leading = self.passes.leading
-        if self.replicated and leading is not None and leading.training and not leading.loader.compared:
+        updates = optimizer is None or self._updates_models(optimizer)
+        if self.replicated and updates and leading is not None and leading.training and not leading.loader.compared:
             leading.loader.compare_rows()  # here, because all workers train together
         if self._without_update is None and not self.reads_no_loader:
             return
-        if not (optimizer is None or id(optimizer) in self._stepped or self._updates_models(optimizer)):
+        if not (updates or id(optimizer) in self._stepped):
             return
         if self.reads_no_loader:
             self._begin_own_update(optimizer)
@@ -386,6 +382,11 @@ class Session:
         trains = (self.optimization.knows_steps or self._stepped) and not self.context.evaluates
         if self.context.cfg.evaluate_every_steps is not None and trains and not self._calls_every:
             self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
+        for name, loss in self.context.groups.members("losses").items():
+            if getattr(loss, "grows", False):
+                cure = 'if it returns the sum over a batch, pass reduction="sum" to losses.Mean, and bind again'
+                text = f"values of losses.{name} grow with the number of rows; {cure}"
+                self.reporter.events.send_once(WarningNotice(text))
         self.metrics.receive()
         self.reporter.end_epoch(values or {}, epoch)
 

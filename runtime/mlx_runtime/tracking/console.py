@@ -135,7 +135,7 @@ class Display:
             self._stage, self._last_line = stage, time.monotonic()
         numbers = _numbers(event, self._time_left.text(event))
         if self._draws_bars:
-            text = TextColumn(" | ".join(numbers), markup=False)
+            text = TextColumn(" | ".join(numbers).replace("{", "{{").replace("}", "}}"), markup=False)  # it is a format
             self._draw(f"epoch {event.epoch + 1} {event.stage}", event.step, event.steps, text)
         elif event.step % max(1, event.steps // LINES_PER_EPOCH) == 0 and self._line_due():
             self._line(" | ".join([event.stage, f"{event.step}/{event.steps}", *numbers]))

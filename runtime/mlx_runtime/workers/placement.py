@@ -68,9 +68,11 @@ def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> 
     workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
     if cfg.cpus_per_worker > cpus and not cluster:
         return f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but this machine has {cpus:g} cores; lower it"
+    if cfg.use_gpu and not cfg.start_workers and cfg.gpus_per_worker > gpus:
+        return f"cfg.use_gpu=true needs {cfg.gpus_per_worker} GPUs for this process, of {gpus:g}; leave it at null"
     where, cpus = ("the cluster", cpus) if cluster else ("this machine", cpus * WORKERS_PER_CORE)
     for kind, each, room, cure in (
-        ("CPUs", cfg.cpus_per_worker, cpus, f"lower {name} or cfg.cpus_per_worker"),
+        ("CPUs", cfg.cpus_per_worker if cluster else 1, cpus, f"lower {name} or cfg.cpus_per_worker"),
         ("GPUs", cfg.gpus_per_worker * bool(cfg.use_gpu), gpus, f"lower {name}, or leave cfg.use_gpu at null"),
     ):
         if workers * each > room:

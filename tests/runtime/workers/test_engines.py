@@ -772,7 +772,7 @@ class TestRefusals:
             (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.start_workers=20 needs 20 GPUs"),
             pytest.param(
                 ["cfg.use_gpu=true", "cfg.start_workers=0"],
-                "cfg.start_workers=1 needs 1 GPUs; this machine has room for 0; lower cfg.start_workers, or ",
+                "cfg.use_gpu=true needs 1 GPUs for this process, of 0; leave it at null",
                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
             ),
             (["cfg.cpus_per_worker=100000"], "cfg.cpus_per_worker=100000, but this machine has "),

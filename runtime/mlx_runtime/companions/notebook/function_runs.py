@@ -500,7 +500,9 @@ def reattach(
 
 def run_job(path: str, values: Mapping[str, Any], resume: str | None = None) -> RunJob:
     """Return the run of a function, by its import path and the settings below `cfg`."""
-    request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
+    fresh = ["~cfg.config"] if resume == "auto" else []  # otherwise, it would be merged into that of the run
+    given = [override(f"cfg.{name}", value) for name, value in values.items()]
+    request = Request((*fresh, *given), resume=resume)
     adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
     return RunJob(*adapter, request, tuple(sys.orig_argv), path)
 

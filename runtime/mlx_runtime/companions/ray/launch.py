@@ -96,7 +96,10 @@ class Launch:
             raise UsageError(f"{config.origin.location} is on another cluster than {self.dashboard.address.url}")
         run = config.run or self._claim(RUN)
         before = drivers.refuse_living(run) if config.run else {}
-        request = Request(config.overrides, origin=origin, claimed=path_there(run.location))
+        overrides = config.overrides
+        if config.origin and origin:  # `--from RUN@CHECKPOINT` has added the path of the checkpoint
+            overrides = tuple(item.replace(config.origin.location, origin) for item in overrides)
+        request = Request(overrides, origin=origin, claimed=path_there(run.location))
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
     def submit_sweep(

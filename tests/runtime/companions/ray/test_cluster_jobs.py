@@ -136,7 +136,7 @@ class TestDataJobs:
             "SUCCEEDED",
             "data-shards-run_001",
         )
-        assert (row["output"], row["files"], row["gone"]) == (str(made), 13, None)
+        assert (row["output"], row["files"]) == (str(made), 13)
 
     def test_an_error_of_the_users_ends_it_with_its_code(self, shards: Path, types: Types) -> None:
         done = types("data", "launch", "-f", "images.size=-1")
