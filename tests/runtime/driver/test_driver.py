@@ -144,7 +144,7 @@ def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, ml
     assert found["record"]["latest"]["epoch"] >= 1
     again = mlx(digits, "train", "run", "--resume=auto", *here)
     assert (again.returncode, again.stdout) == (0, "loading   src/experiment.py\n")
-    assert again.stderr == "digits run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
+    assert again.stderr == "digits/run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
     named = drive("never", "--resume=run_001", "cfg.num_epochs=3")
     assert (named["status"], named["record"]["status"]) == (["SUCCEEDED"], "SUCCEEDED")
 
