@@ -262,13 +262,14 @@ class Session:
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
         """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
         leading = self.passes.leading
-        updates = optimizer is None or self._updates_models(optimizer)
-        if self.replicated and updates and leading is not None and leading.training and not leading.loader.compared:
-            leading.loader.compare_rows()  # here, because all workers train together
-        if self._without_update is None and not self.reads_no_loader:
+        loader = leading.loader if leading is not None and leading.training and self.replicated else None
+        compares = loader is not None and not loader.compared
+        if not compares and self._without_update is None and not self.reads_no_loader:
             return
-        if not (updates or id(optimizer) in self._stepped):
+        if not (optimizer is None or id(optimizer) in self._stepped or self._updates_models(optimizer)):
             return
+        if loader is not None and compares:
+            loader.compare_rows()  # here, because all workers train together
         if self.reads_no_loader:
             self._begin_own_update(optimizer)
         if optimizer is not None:

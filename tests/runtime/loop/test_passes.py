@@ -529,7 +529,7 @@ NOT_TRAINING = [stage, neighbours, batch_norm, look]
 
 
 class TestNotTraining:
-    """Training data that is read in a stage or in an evaluation: training goes on as if it had not been read."""
+    """Reading training data in a stage or an evaluation does not affect training."""
 
     @pytest.mark.parametrize("read", NOT_TRAINING)
     @pytest.mark.parametrize("place", ["before", "between", "within"])
