@@ -407,7 +407,7 @@ class Common:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, item in state.items():
             held = {key: self._averages.held_of(item[key]) for key in ("common", "momentum")}
-            self._averages.periods[name] = Period(**{**item, **held, "traffic": _listed(item["traffic"])})
+            self._averages.periods[name] = Period(**{**item, **held})
 
 
 class Own:
@@ -444,16 +444,11 @@ class Own:
                 live[name].copy_(item)
         made.states = dict(state["optimizers"])  # the loop may still load those of rank 0, when it adds objects
         for name, item in state["traffic"].items():
-            made.periods.setdefault(name, Period()).traffic = _listed(item)
+            made.periods.setdefault(name, Period()).traffic = item
 
 
 def _traffic_of(period: Period) -> Sequence[Mapping[str, Any]] | None:
     return [item.state_dict() for item in period.compressors] if period.compressors else period.traffic
-
-
-def _listed(traffic: Any) -> Any:
-    """Return the states of compressors in a checkpoint; an earlier version had a single one."""
-    return [traffic] if isinstance(traffic, Mapping) else traffic
 
 
 def _mean_of(compressor: Compressor, difference: torch.Tensor, group: Any) -> tuple[torch.Tensor, int]:

@@ -3,21 +3,17 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from conftest import Mlx, edit
 from faults import differences, final_state
-from sessions import ALONE
 from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.companions.fragments import replicas
 from mlx_runtime.companions.fragments.averaging import Tensors, outer_step
 from mlx_runtime.companions.fragments.traffic import Compressor
-from mlx_runtime.loop.context import Groups
 from mlx_runtime.sections import Replicas
 
 SHAPES = [(12, 30), (12,), (7, 6, 3)]
@@ -73,19 +69,6 @@ def test_a_worker_without_trained_parameters_averages_the_buffers_that_it_holds(
     alone.fill(alone.vector())
     frozen = torch.optim.SGD(nn.Linear(2, 2).parameters())
     assert not len(Tensors({"net": model}, frozen))
-
-
-@pytest.mark.pure
-def test_compression_in_checkpoints_of_an_earlier_version() -> None:
-    """They had the state of one compressor, not a list."""
-    cfg = TrainConfig(replicas=Replicas(every=3, traffic="fp16"))
-    session: Any = SimpleNamespace(context=SimpleNamespace(cfg=cfg, topology=ALONE, groups=Groups(SimpleNamespace())))
-    averages, rest = replicas.Averages(session, None), {"rest": torch.ones(2), "bases": []}
-    period = {"steps": 4, "rounds": 1, "waits": False, "common": None, "momentum": None}
-    averages.common.load_state_dict({"adam": period | {"traffic": rest}})
-    assert averages.periods["adam"].traffic == [rest]
-    averages.own.load_state_dict({"tensors": {}, "optimizers": {}, "traffic": {"sgd": rest}})
-    assert averages.own.state_dict()["traffic"] == {"adam": [rest], "sgd": [rest]}
 
 
 @pytest.mark.pure
