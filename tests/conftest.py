@@ -91,13 +91,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage among the imported libraries, neither here nor later: each search takes a second."""
+    """Look for no garbage among the imported libraries, neither here nor later: each search takes a second.
+
+    Keep the bytecode of test modules, which takes five seconds to make, even if PYTHONDONTWRITEBYTECODE is set.
+    """
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, False
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        sys.dont_write_bytecode = writes_none
 
 
 @pytest.hookimpl(wrapper=True)
@@ -189,7 +194,7 @@ def current_test() -> dict[str, str]:
 
 def forks(settings: Mapping[str, str]) -> bool:
     """True if these variables take effect in a command whose libraries were imported before."""
-    others = ("TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR")
+    others = ("PATH", "TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR")
     return all(name.startswith(("MLX_", "HF_")) or name in others for name in settings)
 
 

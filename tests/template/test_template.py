@@ -100,7 +100,7 @@ def test_a_metric_over_two_workers_is_the_one_over_all_rows(
     assert value.item() == pytest.approx(reported, abs=1e-6)
 
 
-@pytest.mark.local
+@pytest.mark.examples
 @pytest.mark.timeout(900)
 def test_an_interrupted_run_ends_like_one_that_was_not(
     trained: tuple[Path, str], mlx: Mlx, start: Start, tmp_path: Path

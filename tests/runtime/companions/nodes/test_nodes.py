@@ -332,7 +332,7 @@ def test_a_lost_machine_joins_again_and_the_run_ends_as_a_local_one(
         check_transcript("nodes.md", name, shown, names)
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_a_run_continues_with_a_new_plan_without_a_lost_machine(
     start: Start, experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -365,7 +365,7 @@ def test_a_run_continues_with_a_new_plan_without_a_lost_machine(
     assert left.returncode == 0
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_ssh_starts_a_machine_until_it_answers(
     start: Start, experiment: Callable[[str], Path], tmp_path: Path, environment: dict[str, str]
 ) -> None:

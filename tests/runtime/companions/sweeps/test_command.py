@@ -25,7 +25,6 @@ Make = Callable[[str], Path]
 
 COMMON = ("--metric=val/mse", "--mode=min", "cfg.start_workers=0", "cfg.num_epochs=2")
 LR = "optimizers.adam.lr=0.1,0.01"
-OWN_PROCESS = {"PYTHONUNBUFFERED": "1"}  # with pipes, and the exit of an interpreter
 
 
 def record(folder: Path, name: str = "sweep_001") -> dict[str, Any]:
@@ -77,16 +76,7 @@ def test_a_finished_sweep_has_nothing_to_resume(swept: tuple[Path, str], start: 
     """It keeps its command, times and attempts; Ctrl-C when its results are printed already changes nothing."""
     folder, _ = swept
     before = (table(folder), record(folder))
-    process = start(folder, "train", "sweep", "--resume", "-q", **OWN_PROCESS)
-    printed, err = interrupted_at_the_end(process)
-    assert (err, process.returncode) == ("", 0)
-    assert printed[0].startswith("folder    ")
-    assert any(line.startswith("full run") for line in printed)
-    assert (table(folder), record(folder)) == before
-
-
-def interrupted_at_the_end(process: Any) -> tuple[list[str], str]:
-    """Press Ctrl-C again and again once a sweep has printed its results. Return its output."""
+    process = start(folder, "train", "sweep", "--resume", "-q", PYTHONUNBUFFERED="1")  # a new interpreter, which exits
     printed: list[str] = []
     while not printed or not printed[-1].startswith("took"):
         printed.append(process.stdout.readline())
@@ -94,7 +84,10 @@ def interrupted_at_the_end(process: Any) -> tuple[list[str], str]:
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
-    return printed, process.stderr.read()
+    assert (process.stderr.read(), process.returncode) == ("", 0)
+    assert printed[0].startswith("folder    ")
+    assert any(line.startswith("full run") for line in printed)
+    assert (table(folder), record(folder)) == before
 
 
 def test_xp_finds_a_sweep(swept: tuple[Path, str], mlx: Mlx) -> None:
@@ -160,15 +153,11 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
     assert record(folder, "run_001")["attempt"] == 2
 
 
-def test_a_sweep_ends_after_its_time(experiment: Make, start: Start) -> None:
+def test_a_sweep_ends_after_its_time(experiment: Make, mlx: Mlx) -> None:
     folder = experiment("faults")
-    process = start(
-        folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.3", "cfg.num_epochs=50", "--max-time=3s", **OWN_PROCESS
-    )
-    printed, err = interrupted_at_the_end(process)
-    assert process.returncode == 0, f"{printed} {err}"
-    stopped = "stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001"
-    assert err == f"{stopped}\n"
+    done = mlx(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.3", "cfg.num_epochs=50", "--max-time=2s")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
     assert record(folder)["status"] == "STOPPED"
 
 
