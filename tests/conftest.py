@@ -194,7 +194,7 @@ def current_test() -> dict[str, str]:
 
 def forks(settings: Mapping[str, str]) -> bool:
     """True if these variables take effect in a command whose libraries were imported before."""
-    others = ("PATH", "TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR")
+    others = ("PATH", "KUBECONFIG", "TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_TMPDIR")
     return all(name.startswith(("MLX_", "HF_")) or name in others for name in settings)
 
 

@@ -165,12 +165,12 @@ class TestApplied:
 
     @pytest.fixture(autouse=True)
     def kubeconfig(self, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-        """Variables of kubectl, whose caches are in its home."""
+        """The variable by which kubectl finds the server."""
         install(["kubernetes-client"], ["kubectl"])
-        variables = {"KUBECONFIG": str(server.write_config(tmp_path / "config")), "HOME": str(tmp_path)}
-        for name, value in variables.items():
+        config = {"KUBECONFIG": str(server.write_config(tmp_path / "config"))}
+        for name, value in {**config, "HOME": str(tmp_path)}.items():  # its caches are in the home
             monkeypatch.setenv(name, value)
-        return variables
+        return config
 
     def test_a_run(self, launch: Launch, server: ApiServer, kubeconfig: dict[str, str]) -> None:
         options = (*IMAGE, "--namespace", "team", "--claim", "runs", "--secret", "keys")
