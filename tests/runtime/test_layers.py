@@ -70,7 +70,7 @@ ON_OTHERS = {
     ("slurm", "ray"),
     ("views", "sweeps"),
 }
-"""The companions that use another one. docs/architecture.md says why."""
+"""The companions that use another one, as in docs/architecture.md."""
 
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
