@@ -158,12 +158,12 @@ def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[
         server.wait()
 
 
-def test_overrides_and_settings_of_dot_env_reach_the_run_through_make(
-    digits: Path, environment: dict[str, str], tmp_path: Path
+def test_overrides_reach_the_run_through_make(
+    digits: Path, environment: dict[str, str], mlx: Mlx, tmp_path: Path
 ) -> None:
-    (digits / ".env").write_text(f"MLX_STORAGE={tmp_path}/elsewhere\n")
     options = "cfg.start_workers=0 cfg.num_epochs=1 optimizers.adam.lr=1e-4 cfg.name=other"
-    done = make(digits, environment, "run", f"ARGS={options}")
+    typed = make(digits, environment, "-n", "run", f"ARGS={options}").stdout.splitlines()[-1]
+    done = mlx(digits, *typed.partition(" -m mlx_runtime ")[2].split(), MLX_STORAGE=f"{tmp_path}/elsewhere")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "elsewhere" / "other" / "run_001"
     assert (run / "run.json").is_file()

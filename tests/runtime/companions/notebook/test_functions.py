@@ -219,11 +219,11 @@ if __name__ == "__main__":
     print(json.dumps({name: globals()[name]() for name in names}))
 """
 
-IN_MAKE_TEST = ("configurations", "iterator", "loading", "threads", "torch_trainer")
+IN_MAKE_TEST = ("configurations", "iterator", "loading", "torch_trainer")
 
 OTHERS = (
     *("quick_start", "ddp", "callbacks", "saving", "dataset", "folds", "precision", "tuning"),
-    *("failing", "restarted", "stopped", "nested"),
+    *("failing", "restarted", "stopped", "nested", "threads"),
 )
 
 ON_A_CLUSTER = ("iterator", "ddp", "used", "experiment", "with_jax", "objects")
@@ -317,18 +317,6 @@ class TestRuns:
         assert (losses, files) == ([1 / 3], ["empty", "part/state.pt"])
 
     @pytest.mark.local
-    def test_threads_may_report_at_the_same_time(self, local: Found) -> None:
-        results, recorded, without_duration = local["threads"]
-        expected = sorted([thread, number] for thread in range(5) for number in range(40))
-        for rank in (0, 1):
-            reported = [[values[rank]["thread"], values[rank]["number"]] for values in results]
-            assert reported.pop() == [5, 0]
-            assert sorted(reported) == expected
-        of_rank_0 = [[values[0]["thread"], values[0]["number"]] for values in results]
-        assert recorded == [[epoch, *numbers] for epoch, numbers in enumerate(of_rank_0)]  # one row per report
-        assert without_duration == 0
-
-    @pytest.mark.local
     def test_its_runs_are_recorded_like_others(self, local: Found, mlx: Any) -> None:
         """runs/resumable/run_001/{run.json, conf.yaml, metrics.jsonl, code.zip, checkpoints/epoch_0002, ...}"""
         run = open_run(local["folder"] / "runs" / "resumable" / "run_001")
@@ -350,6 +338,17 @@ class TestExamples:
         assert len(losses) == 3
         assert losses != others_losses  # of other rows
         assert others["quick_start"] == [1, 1]
+
+    def test_threads_may_report_at_the_same_time(self, others: Found) -> None:
+        results, recorded, without_duration = others["threads"]
+        expected = sorted([thread, number] for thread in range(5) for number in range(40))
+        for rank in (0, 1):
+            reported = [[values[rank]["thread"], values[rank]["number"]] for values in results]
+            assert reported.pop() == [5, 0]
+            assert sorted(reported) == expected
+        of_rank_0 = [[values[0]["thread"], values[0]["number"]] for values in results]
+        assert recorded == [[epoch, *numbers] for epoch, numbers in enumerate(of_rank_0)]  # one row per report
+        assert without_duration == 0
 
     def test_callbacks_get_what_all_workers_report_and_the_record_what_rank_0_does(self, others: Found) -> None:
         seen, recorded = others["callbacks"]
