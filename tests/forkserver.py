@@ -32,6 +32,7 @@ LIBRARIES = (
     *("hydra", "hydra_zen", "ruamel.yaml", "rich.progress", "click", "pyarrow.dataset", "pyarrow.fs", "pandas"),
     *("cookiecutter.main", "sklearn.datasets", "ray.tune", "tensorboard.plugins.hparams.metadata"),
     *("detect_secrets.core.scan", "detect_secrets.plugins.high_entropy_strings", "detect_secrets.plugins.keyword"),
+    "pathspec",
 )
 
 
