@@ -88,7 +88,8 @@ def test_a_sweep_returns_its_results(found: dict[str, Any]) -> None:
 def test_listeners_receive_its_events(found: dict[str, Any]) -> None:
     seen = found["seen"]
     assert (seen[0], seen[-1]) == ("SweepStarted", "SweepEnded")
-    assert [seen.count(name) for name in ("TrialStarted", "TrialProgress", "TrialEnded")] == [4, 8, 6]
+    assert [seen.count(name) for name in ("TrialStarted", "TrialEnded")] == [4, 6]
+    assert seen.count("TrialProgress") == 4 * 3  # two epochs, and what is logged before them
 
 
 def test_folds_are_one_row_with_a_spread(found: dict[str, Any]) -> None:
