@@ -125,10 +125,11 @@ class RunFolder:
         storage = storage_at(self.uri)
         self.path.mkdir(parents=True, exist_ok=True)
         with storage_errors(f"cannot read {self.uri}"):
+            here, there = [file.name for file in self.path.iterdir() if file.is_file()], storage.names()
             for pattern in patterns:
-                for old in filter(Path.is_file, self.path.glob(pattern)):
-                    old.unlink()
-                for name in fnmatch.filter(storage.names(), pattern):
+                for name in fnmatch.filter(here, pattern):
+                    (self.path / name).unlink(missing_ok=True)
+                for name in fnmatch.filter(there, pattern):
                     storage.download(self.path / name, name)
 
     def names(self) -> list[str]:

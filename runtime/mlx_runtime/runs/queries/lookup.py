@@ -21,9 +21,10 @@ RUNS = "runs"
 
 def storage_root() -> str:
     """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`."""
-    path = Settings.read().storage or conf_value("cfg.storage_path") or (RUNS if Path(RUNS).is_dir() else None)
-    if path is None:
+    path = Settings.read().storage or conf_value("cfg.storage_path")
+    if path is None and not Path(RUNS).is_dir():
         raise UsageError("which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER")
+    path = RUNS if path is None else path
     root = reached(path)
     if root != path and storage_at(root).find() is None:
         raise UsageError(
