@@ -5,11 +5,12 @@ Each event is a frozen dataclass. Those that workers send cross a socket as JSON
 """
 
 import json
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from mlx_runtime.storage.documents import kind_of, misfit
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class RunEnded(Event):
 KINDS: dict[str, type[Event]] = {cls.__name__: cls for cls in (*WorkerEvent.__subclasses__(), WarningNotice)}
 """Events that cross the socket, by their `kind`."""
 
-_HINTS = {cls: get_type_hints(cls) for cls in KINDS.values()}
+_SHAPES = {cls: {name: kind_of(hint) for name, hint in get_type_hints(cls).items()} for cls in KINDS.values()}
 
 
 def encode(event: Event) -> bytes:
@@ -280,27 +281,8 @@ def decode(message: bytes) -> Event:
     try:
         found = json.loads(message)
         cls = KINDS[found.pop("kind")]
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-        event = cls(**values)
+        if problem := misfit(found, _SHAPES[cls]):
+            raise ValueError(problem)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
         raise ValueError("not an event") from error
-    for name, value in values.items():
-        if not _fits(value, _HINTS[cls][name]):
-            raise ValueError(f"{cls.__name__}.{name} is {value!r:.50}")
-    return event
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return True if a value has the type of a field."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in arguments)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint

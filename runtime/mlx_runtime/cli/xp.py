@@ -70,12 +70,8 @@ def ls(
 
     NAME may also be the repository of a mirrored run, like hf://user/name.
     """
-
-    def warn(text: str) -> None:
-        say(f"warning: {text}", err=True)
-
     choice = {"status": status, "sweep": sweep, "sort": sort, "mode": mode}
-    rows = listing.list_rows(name, **choice, ask=job_statuses, warn=warn, empty_sweeps=sort is None and html is None)
+    rows = listing.list_rows(name, **choice, ask=job_statuses, empty_sweeps=sort is None and html is None)
     if html is not None:
         report = companions.part("views.report")
         report.write(report.render_runs(rows), html)
@@ -95,7 +91,7 @@ def ls(
         if (more := len(unreadable) - MAX_PROBLEMS) > 0:
             say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)
     else:
-        root = lookup.storage_root(lambda text: None)
+        root = lookup.storage_root()
         none = f"there are no runs in {root} yet; start one with: mlx train run"
         say(f"no run in {root} is {status}" if status else none, err=True)
 
@@ -125,13 +121,15 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
     if folder is not None and folder.name.startswith(SWEEP):
         if metric or mode:
             raise UsageError("a sweep has its own metric; leave out --metric and --mode")
-        found = companions.part("sweeps.results").SweepResult(folder).summary()
+        result = companions.part("sweeps.results").SweepResult(folder)
+        found, lines = result.summary(), result.lines()
     else:
         found = ranking.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
+        lines = ranking.best_lines(found)
     if as_json:
         click.echo(to_json(found), nl=False)
     else:
-        for line in ranking.best_lines(found):
+        for line in lines:
             say(line)
 
 

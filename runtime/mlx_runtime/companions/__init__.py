@@ -6,12 +6,9 @@ companion, delete its folder and its line in this module.
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_runtime.errors import MlxError
-
-if TYPE_CHECKING:
-    from mlx_runtime.runs.queries.reader import RemoteReader
 
 
 class Jobs(NamedTuple):
@@ -97,10 +94,17 @@ def is_remote(text: str) -> bool:
     return _reader_of(text) is not None
 
 
-def reader_of(uri: str) -> "RemoteReader":
-    """Return the module `remote` of the companion that reads a URI for which `is_remote` is True."""
-    reader: RemoteReader = part(f"{_reader_of(uri)}.remote")
-    return reader
+def reader_of(uri: str) -> Any:
+    """Return the module `remote` of the companion that reads a URI for which `is_remote` is True.
+
+    It has three functions, which raise a UsageError if there is no such run or checkpoint:
+
+    find(uri)                the run: `record()`, `fetch()` (a copy here, without states of checkpoints),
+                             `fetch_checkpoint(name)`, `held` (a driver may still write to it), `listing_folder`
+    fetch_checkpoint(uri)    a copy of the run, and the name of a checkpoint that is complete in it
+    pin_checkpoint(uri)      downloads a checkpoint; returns a URI of its current state, the same for all workers
+    """
+    return part(f"{_reader_of(uri)}.remote")
 
 
 def _reader_of(uri: str) -> str | None:

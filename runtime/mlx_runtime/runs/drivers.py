@@ -57,22 +57,15 @@ def claiming_driver(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, A
     newest = folder.attempts()
     if newest <= record.get("attempt", newest):
         return {}
-    content = _read_lease(folder, newest)
-    if not content:
-        time.sleep(CLAIM_S)  # it will write its lease soon, unless it died
-        content = _read_lease(folder, newest)
-    with contextlib.suppress(ValueError):
-        driver = parse_record(content)
-        return driver if driver["status"] in LIVING and is_alive(driver) else {}
+    for pause_s in (CLAIM_S, 0.0):  # it will write its lease soon, unless it died
+        with (
+            storage_errors(f"cannot read {folder.location}"),
+            contextlib.suppress(FileNotFoundError, IsADirectoryError, ValueError),
+        ):
+            driver = parse_record(folder.document(attempt_name(newest)))
+            return driver if driver["status"] in LIVING and is_alive(driver) else {}
+        time.sleep(pause_s)
     return {}
-
-
-def _read_lease(folder: RunFolder, attempt: int) -> bytes:
-    with storage_errors(f"cannot read {folder.location}"):
-        try:
-            return folder.document(attempt_name(attempt))
-        except (FileNotFoundError, IsADirectoryError):
-            return b""
 
 
 def take_over(folder: RunFolder) -> int:

@@ -20,7 +20,6 @@ Functions that touch the storage raise StorageError if it does not answer, or re
 """
 
 import contextlib
-import errno
 import fnmatch
 import hashlib
 import os
@@ -36,12 +35,11 @@ from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_mess
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import Kind, from_json, name_problem
 from mlx_runtime.storage.files import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
-from mlx_runtime.storage.local import open_regular, regular
+from mlx_runtime.storage.local import regular
 
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
 """Pattern of the start of an override or option."""
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
 RUN, SWEEP = "run_", "sweep_"
@@ -100,10 +98,7 @@ class RunFolder:
 
     def read(self, *parts: str) -> bytes:
         """Return the content of a file of the run; raise OSError if it is missing or the storage does not answer."""
-        if self.uri is not None:
-            return storage_at(self.uri).read(*parts)
-        with open_regular(str(self.path.joinpath(*parts))) as file:
-            return file.read()
+        return storage_at(self.location).read(*parts)
 
     def document(self, *parts: str) -> bytes:
         """Return the content of a small file, like `read`, but within the limit for documents."""
@@ -130,11 +125,11 @@ class RunFolder:
         storage = storage_at(self.uri)
         self.path.mkdir(parents=True, exist_ok=True)
         with storage_errors(f"cannot read {self.uri}"):
-            for old in [file for file in self.path.iterdir() if file.is_file()]:
-                if any(fnmatch.fnmatch(old.name, pattern) for pattern in patterns):
-                    old.unlink()
-            for name in storage.names():
-                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+            here, there = [file.name for file in self.path.iterdir() if file.is_file()], storage.names()
+            for pattern in patterns:
+                for name in fnmatch.filter(here, pattern):
+                    (self.path / name).unlink(missing_ok=True)
+                for name in fnmatch.filter(there, pattern):
                     storage.download(self.path / name, name)
 
     def names(self) -> list[str]:
@@ -262,9 +257,8 @@ def claim_run(
             raise
     except OSError as error:
         why = error.strerror or short_message(error)
-        cure = "Make room there, or choose" if error.errno in FULL else "Choose"
         raise StorageError(
-            f"cannot write runs to {root}: {why}. {cure} another with cfg.storage_path=FOLDER"
+            f"cannot write runs to {root}: {why}. Choose another folder with cfg.storage_path=FOLDER"
         ) from error
     return folder
 
@@ -282,31 +276,21 @@ def list_runs(root: str, experiment: str | None = None, *, sweeps: bool = False)
     return [run_folder(root, name, run) for name in runs for run in sorted(runs[name], key=_number)]
 
 
-def list_sweeps(root: str, experiment: str) -> list[RunFolder]:
-    """Return the folders of all sweeps of an experiment, by name."""
-    with storage_errors(f"cannot read {root}"):
-        names = storage_at(root).names(experiment)
-    return [run_folder(root, experiment, name) for name in names if name.startswith(SWEEP)]
-
-
 def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
-    """Return a run by name (`run_003`), number (`3`) or `latest`, ignoring runs of sweeps.
+    """Return a run or sweep by name (`run_003`) or number (`3`), or the `latest` run, ignoring those of sweeps.
 
     Raise UsageError, with similar names, if there is no such run.
     """
-    runs = list_sweeps(root, experiment) if run.startswith(SWEEP) else list_runs(root, experiment)
-    if not runs:
+    named = {folder.name: folder for folder in list_runs(root, experiment, sweeps=True)}
+    if not named:
         known = {folder.experiment for folder in list_runs(root)}
-        if experiment in known:
-            raise UsageError(f"{experiment} has no sweeps")
         raise UsageError(f"no runs of {experiment!r} in {root}.{suggest(experiment, known)}")
     if run == "latest":
-        for folder in reversed(runs):
-            if not folder.in_sweep():
-                return folder
-        raise UsageError(f"all runs of {experiment} belong to sweeps, which latest ignores; name one: {runs[-1].title}")
+        for name in reversed(named):
+            if not name.startswith(SWEEP) and not named[name].in_sweep():
+                return named[name]
+        raise UsageError(f"all runs of {experiment} belong to sweeps; name one, like {experiment}/{name}")
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
-    named = {folder.name: folder for folder in runs}
     if wanted not in named:
         raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, [*named, 'latest'], 'mlx xp ls')}")
     return named[wanted]
@@ -333,16 +317,13 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     claimed = False
     with contextlib.suppress(OSError):  # too long for a path
         claimed = any(Path(text, name).exists() for name in ("run.json", RESERVE))
-    if is_uri(text) or claimed:
-        parts = base if is_uri(text) else str(Path(base).resolve())
-        if parts.count("/") < 2 + 2 * is_uri(text):
-            raise UsageError(f"{text!r} is not the folder of a run; those end with name/run_003")
-        above, name, run = parts.rsplit("/", 2)
+    path = base if is_uri(text) else str(Path(base).resolve())
+    if (is_uri(text) or claimed) and path.count("/") >= 2 + 2 * is_uri(text):
+        above, name, run = path.rsplit("/", 2)
         return find_run(above + options, name, run)
     name, _, run = text.rpartition("/")
-    if text.startswith("/") or "/" in name:
-        why = "it has no run.json" if Path(text).is_dir() else "there is no such folder"
-        raise UsageError(f"{text} is not a run: {why}. Put it back, or choose a run of: mlx xp ls")
+    if is_uri(text) or text.startswith("/") or "/" in name:
+        raise UsageError(f"{text} is not the folder of a run; choose a run of: mlx xp ls")
     return find_run(root, name or experiment, run)
 
 

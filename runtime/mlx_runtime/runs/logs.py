@@ -1,9 +1,7 @@
 """Output of a run's processes, stored in its folder: `logs/driver.log` and one `logs/rank_N.log` per worker."""
 
 import contextlib
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 from mlx_runtime.errors import StorageError
@@ -26,7 +24,7 @@ class LogFile:
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         self._folder, self._path = folder, folder.path / name
-        self._file: TextIO | None = None
+        self.stream: TextIO | None = None  # None if it cannot be written
         self._pushing = contextlib.ExitStack()
         self._pushed_bytes = 0
         with contextlib.suppress(OSError, StorageError):
@@ -37,37 +35,19 @@ class LogFile:
                 if storage.size_bytes(name) is not None:
                     storage.download(self._path, name)
                 self._pushing.enter_context(heartbeat(self.push, PUSH_S))
-            self._file = open(self._path, "a", 1, "utf-8", "replace", opener=regular)  # noqa: SIM115
+            self.stream = open(self._path, "a", 1, "utf-8", "replace", opener=regular)  # noqa: SIM115
 
     def write(self, text: str) -> None:
         """Append text; each line is flushed immediately."""
-        if self._file is not None:
+        if self.stream is not None:
             try:
-                self._file.write(text)
+                self.stream.write(text)
             except (OSError, ValueError):
-                self._file = None
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        """Within the block, redirect the output of this process and its native libraries to the log; then close it."""
-        streams = (1, sys.stdout), (2, sys.stderr)
-        before = [os.dup(descriptor) for descriptor, _ in streams]
-        try:
-            for descriptor, stream in streams:
-                stream.flush()
-                if self._file is not None:
-                    os.dup2(self._file.fileno(), descriptor)
-            yield
-        finally:
-            for (descriptor, stream), saved in zip(streams, before, strict=True):
-                stream.flush()
-                os.dup2(saved, descriptor)
-                os.close(saved)
-            self.close()
+                self.stream = None
 
     def close(self) -> None:
         self._pushing.close()
-        file, self._file = self._file, None
+        file, self.stream = self.stream, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()

@@ -5,13 +5,11 @@ Only the driver that owns the run writes it, atomically.
 
 import contextlib
 import importlib.metadata
-import math
 import platform
 import shlex
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,12 +37,6 @@ from mlx_runtime.storage.leases import heartbeat, is_alive, lease, this_process
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import FILES, redact, redact_override
 
-LAST_PAUSES_S = (1, 4, 8)
-"""Pauses before the last record of a run is written to an object store again."""
-
-LAST_S = 15.0
-"""Time after which the last record of a run is not written again."""
-
 LIVING = ("PENDING", "WAITING", "RUNNING")
 
 REPLACED = "replaced"
@@ -52,6 +44,9 @@ REPLACED = "replaced"
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 """Packages whose versions are recorded."""
+
+DIFF_BYTES = 1 << 20
+"""Maximum size of the recorded uncommitted changes."""
 
 LAUNCHER_FACTS = ("command", "overrides", "git")
 """Facts that the launcher of a run or data job records, because they are unknown to its job."""
@@ -134,7 +129,6 @@ class Record:
         self.held = held
         self._lock = threading.Lock()
         self._ours = True
-        self._ends_at = math.inf  # set when the end is recorded for the first time
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
         self._fields |= {name: item for name, item in (before or {}).items() if name not in ENDING}
         self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
@@ -171,21 +165,13 @@ class Record:
 
     def finish(self, status: str, **fields: Any) -> None:
         """Record the end of the run, in the space reserved for it."""
-        self._free_reserve()
+        (self.folder.path / RESERVE).unlink(missing_ok=True)
         fields |= {"status": status} | dict.fromkeys(("end", "heartbeat"), now())
-        self._ends_at = min(self._ends_at, time.monotonic() + LAST_S)
-        for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
-            try:
-                return self._update(fields, must=True)
-            except StorageError:  # retried here, because no heartbeat follows
-                if time.monotonic() + pause_s > self._ends_at:
-                    break
-                time.sleep(pause_s)
-        self._update(fields, must=True)
+        storage_at(self.folder.location).retry(lambda: self._update(fields, must=True))  # no heartbeat follows
 
     def withdraw(self) -> None:
         """Give up resuming the run, and restore its previous record if it was replaced."""
-        self._free_reserve()
+        (self.folder.path / RESERVE).unlink(missing_ok=True)
         with self._lock:
             if self.held:
                 self._refresh_lease("FAILED")
@@ -209,9 +195,6 @@ class Record:
 
         with heartbeat(beat):
             yield
-
-    def _free_reserve(self) -> None:
-        (self.folder.path / RESERVE).unlink(missing_ok=True)
 
     def _refresh_lease(self, status: str) -> None:
         content = to_json(lease(status=status)).encode()
@@ -306,7 +289,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
+def _git() -> dict[str, Any] | None:
     """Return the commit and the uncommitted changes of the working directory, or None outside a repository.
 
     Leaves out files whose names suggest that they hold secrets, and recognizable secrets in others.
@@ -325,6 +308,6 @@ def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
     names = [f"{name}**" if name.endswith("/") else name for name in FILES if not name.startswith("!")]
     hidden = [f":(exclude,icase,glob)**/{name}" for name in names]
     diff = git("diff", "HEAD", "--", ".", *hidden) or ""
-    if len(diff) > limit_bytes:  # cut after whole lines, so that every secret in them is recognized
-        diff = diff[: diff.rfind("\n", 0, limit_bytes) + 1]
+    if len(diff) > DIFF_BYTES:  # cut after whole lines, so that every secret in them is recognized
+        diff = diff[: diff.rfind("\n", 0, DIFF_BYTES) + 1]
     return {"commit": commit.strip(), "diff": redact(diff)}

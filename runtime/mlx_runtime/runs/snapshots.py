@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ class Upload:
 
     folder: Path
     files: tuple[tuple[Path, int], ...]  # path relative to the folder, and size in bytes
-    left_out: dict[str, tuple[Path, ...]]  # paths not uploaded for other reasons than ignore files, by reason
+    left_out: tuple[Path, ...] = ()  # links out of the folder, and files that may hold secrets
 
     @classmethod
     def of(cls, folder: Path) -> "Upload":
@@ -62,31 +61,24 @@ class Upload:
         root = folder.resolve()
         ignored = _ignored(root / ".rayignore")
         files: list[tuple[Path, int]] = []
-        left_out: defaultdict[str, list[Path]] = defaultdict(list)
+        left_out = []
         for path in sorted(_listed(root)):
             if NEVER.match_file(str(path).lower()) or ignored.match_file(path):
                 continue
-            if why := _refusal(root, path):
-                left_out[why].append(path)
+            if _is_private(root, path):
+                left_out.append(path)
             elif (root / path).is_file():  # not removed, and no link that leads nowhere
                 files.append((path, (root / path).stat().st_size))
-        return cls(folder, tuple(files), {why: tuple(paths) for why, paths in left_out.items()})
+        return cls(folder, tuple(files), tuple(left_out))
 
     @property
     def notes(self) -> list[str]:
-        """Files left out, one line per reason."""
-        return [
-            f"not uploaded, {why}: {', '.join(map(str, paths[:NAMED]))}"
-            + (f" and {len(paths) - NAMED:,} more" if len(paths) > NAMED else "")
-            for why, paths in self.left_out.items()
-        ]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(size for _, size in self.files)
-
-    def largest(self, count: int = 10) -> list[tuple[Path, int]]:
-        return sorted(self.files, key=lambda item: item[1], reverse=True)[:count]
+        """A line about the files left out, if there are any."""
+        if not self.left_out:
+            return []
+        more = f" and {len(self.left_out) - NAMED:,} more" if len(self.left_out) > NAMED else ""
+        names = ", ".join(map(str, self.left_out[:NAMED]))
+        return [f"not uploaded, may hold secrets or lead out of the project: {names}{more}"]
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
@@ -129,15 +121,13 @@ def _ignored(file: Path) -> GitIgnoreSpec:
     return GitIgnoreSpec.from_lines(lines.decode(errors="replace").splitlines())
 
 
-def _refusal(root: Path, path: Path) -> str | None:
-    """Return the reason for not uploading a file, or None."""
+def _is_private(root: Path, path: Path) -> bool:
+    """Return True for a link to a folder or out of the project, another repository, or what may hold secrets."""
     target = (root / path).resolve()
-    if not target.is_relative_to(root):
-        return "a link out of the project"
-    if target.is_dir():
-        return "a link to a folder, or another repository"
+    if not target.is_relative_to(root) or target.is_dir():
+        return True
     names = {str(path).lower(), str(target.relative_to(root)).lower()}  # a link may have a harmless name
-    return "may hold secrets" if any(map(_SECRET.match_file, names)) else None
+    return any(map(_SECRET.match_file, names))
 
 
 def store(project: Path, folder: RunFolder) -> None:

@@ -42,6 +42,12 @@ def print_table(rows: Sequence[Mapping[str, str]], stream: TextIO, *, whole: boo
         print("  ".join(map(str.ljust, line, widths)).rstrip(), file=stream)
 
 
+def aligned(rows: Mapping[str, str]) -> list[str]:
+    """Return lines with a column of names and one of values."""
+    width = max(map(len, rows)) + 2
+    return [f"{name:<{width}}{value}" for name, value in rows.items()]
+
+
 def shorten(text: str) -> str:
     """Return a text that fits into a cell of a table."""
     return text if len(text) <= CELL else f"{text[: CELL - 1]}…"

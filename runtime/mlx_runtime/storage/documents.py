@@ -3,9 +3,10 @@
 import datetime
 import json
 import re
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 DEPTH = 50
 """Maximum nesting of a YAML file."""
@@ -84,6 +85,12 @@ NUMBER = Kind("a number", lambda value: COUNT.fits(value) or isinstance(value, f
 TIME = Kind("a time with its offset from UTC", _is_time)
 
 
+_PLAIN = {
+    **{str: TEXT, bool: FLAG, int: COUNT, float: NUMBER},
+    **{type(None): Kind("null", lambda value: value is None), Any: Kind("anything", lambda value: True)},
+}
+
+
 def one_of(*words: str) -> Kind:
     return Kind(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
 
@@ -92,21 +99,29 @@ def list_of(kind: Kind) -> Kind:
     return Kind(f"a list of {kind.title}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
-def mapping_of(kind: Kind, names: Kind | None = None) -> Kind:
-    """Return the type of a mapping. Without `names`, any text is a name."""
-    title = f"a mapping of {names.title if names else 'names'} to {kind.title}"
-
-    def fits(value: Any) -> bool:
-        if not isinstance(value, dict) or not all(map(kind.fits, value.values())):
-            return False
-        return names is None or all(map(names.fits, value))
-
-    return Kind(title, fits)
+def mapping_of(kind: Kind, names: Kind = TEXT) -> Kind:
+    return Kind(
+        f"a mapping of {names.title} to {kind.title}",
+        lambda value: isinstance(value, dict) and all(map(names.fits, value)) and all(map(kind.fits, value.values())),
+    )
 
 
 def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
     """Return the type of a mapping with these fields; other fields may have any value."""
     return Kind("a mapping", lambda value: isinstance(value, dict) and misfit(value, shape, needs) is None)
+
+
+def kind_of(hint: Any) -> Kind:
+    """Return the type of a field of a dataclass, given its type hint. A tuple is a list in a document."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        kinds = [kind_of(argument) for argument in arguments]
+        return Kind(" or ".join(kind.title for kind in kinds), lambda value: any(kind.fits(value) for kind in kinds))
+    if origin is tuple:
+        return list_of(kind_of(arguments[0]))
+    if origin is Mapping:
+        return mapping_of(kind_of(arguments[1]))
+    return _PLAIN[hint]
 
 
 def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> str | None:
@@ -127,8 +142,6 @@ def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()
 def _format_value(value: Any) -> str:
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "a mapping"
-    if type(value) is int and abs(value) >= LARGEST:
-        return "a huge number"
     text = "null" if value is None else ascii(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
 
@@ -197,23 +210,6 @@ def to_yaml(tree: Any) -> str:
     return str(dump(tree, Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True))
 
 
-def select_text(content: bytes, key: str) -> str | None:
-    """Return a string or number of a YAML document as text, with `${...}` resolved; None if the key is missing.
-
-    Raises ValueError with a message of one line if the document or the value cannot be read.
-    """
-    from omegaconf import OmegaConf
-
-    tree = from_yaml(content)
-    try:
-        value = OmegaConf.select(tree, key)
-    except Exception as error:  # resolvers may raise anything
-        raise ValueError(" ".join(str(error).split())) from error
-    if value is not None and not isinstance(value, str | int | float):
-        raise ValueError(f"{key} is not text")
-    return None if value is None else str(value)
-
-
 def scalar_text(content: bytes, key: str) -> str | None:
     """Return a number or word of a YAML document as it is typed there, by a key like `tools.times[0]`, or None."""
     import yaml
@@ -234,7 +230,7 @@ def _check_size(content: bytes) -> None:
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     parse: Any = yaml.parse  # has no annotations
-    sizes: dict[str, int] = {}
+    sizes: dict[str | None, int] = {}  # values in each node with an anchor
     open_nodes: list[tuple[str | None, int]] = []
     count = 0
     try:
@@ -243,19 +239,13 @@ def _check_size(content: bytes) -> None:
                 if event.anchor not in sizes:
                     raise ValueError(f"the alias *{event.anchor:.40} is recursive, or has no anchor before it")
                 count += sizes[event.anchor]
-            elif isinstance(event, yaml.ScalarEvent):
-                count += 1
-                if event.anchor:
-                    sizes[event.anchor] = 1
-            elif isinstance(event, yaml.CollectionStartEvent):
+            elif isinstance(event, yaml.NodeEvent):
                 open_nodes.append((event.anchor, count))
-                if event.anchor:
-                    sizes.pop(event.anchor, None)
+                sizes.pop(event.anchor, None)  # until it is complete
                 count += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
+            if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):
                 anchor, before = open_nodes.pop()
-                if anchor:
-                    sizes[anchor] = count - before
+                sizes[anchor] = count - before
             if len(open_nodes) > DEPTH:
                 raise ValueError(f"it is nested more than {DEPTH} levels deep")
             if count > NODES:

@@ -1,33 +1,21 @@
-"""Claims and leases: the process that holds a run or a folder, and whether it is alive.
-
-A lease is a small file that its holder refreshes: a record that names the process, or an empty mark, judged by its age.
-"""
+"""Leases: the process that holds a run or a folder, in a record that it refreshes, and whether it is alive."""
 
 import contextlib
 import datetime
 import os
 import socket
 import threading
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.storage.documents import now
-from mlx_runtime.storage.files import Storage
 
 HEARTBEAT_S = 10
 """Interval at which a holder refreshes its record."""
 
 STALE_S = 60
 """Age at which the record of a process on another machine has expired."""
-
-MARK_S = 300
-"""Age at which a mark has expired; holders refresh theirs more often."""
-
-READ_MARK = "used-"
-"""Prefix of the marks of processes that read the dataset in a folder."""
 
 
 def this_process() -> dict[str, Any]:
@@ -77,29 +65,6 @@ def heartbeat(beat: Callable[[], None], every_s: float | None = None) -> Iterato
     finally:
         done.set()
         thread.join()
-
-
-@contextlib.contextmanager
-def mark(storage: Storage, folder: str) -> Iterator[None]:
-    """Keep a fresh mark that a folder is being read while the block runs, or none if the storage is not writable."""
-    name = f"{READ_MARK}{uuid.uuid4().hex}"
-
-    def refresh() -> None:
-        with contextlib.suppress(OSError):
-            storage.write(b"", folder, name)
-
-    refresh()
-    try:
-        with heartbeat(refresh, MARK_S / 5):
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            storage.remove_file(folder, name)
-
-
-def is_fresh(changed_s: float) -> bool:
-    """Return True if a mark last written at that time, in seconds since 1970, has not expired."""
-    return time.time() - changed_s < MARK_S
 
 
 def _boot() -> str | None:

@@ -82,23 +82,3 @@ def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
             path = folder / f"{hashlib.sha256(subject.encode()).hexdigest()[:16]}.lock"
             fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def open_folder(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
-    """Open a folder below a root, or below an open folder, while the block runs. Yield its descriptor.
-
-    The root may be a link. A link below it raises OSError, even if it was created during this call. With `create`,
-    missing folders below the root are created.
-    """
-    folder = os.dup(root) if isinstance(root, int) else os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for part in parts:
-            if create:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=folder)
-            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            os.close(above)
-        yield folder
-    finally:
-        os.close(folder)

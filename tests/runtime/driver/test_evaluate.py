@@ -63,16 +63,13 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
     assert len(list((trained / "runs/digits").iterdir())) == 1
 
 
-def test_checkpoints_that_are_gone_are_not_to_come(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
+def test_checkpoints_that_are_gone(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained, tmp_path / "digits"))
     shutil.rmtree(folder / "runs/digits/run_001/checkpoints")
     for command in (["train", "eval", "1"], ["xp", "consolidate", "digits"]):
         done = mlx(folder, *command)
         assert done.returncode == 2
-        assert done.stderr.startswith(
-            "error: no checkpoint of digits/run_001 is left that can be read; put one back, like "
-        )
-        assert len(done.stderr.splitlines()) == 1
+        assert done.stderr == "error: digits/run_001 has no checkpoint that can be read\n"
 
 
 @pytest.mark.parametrize(
@@ -81,11 +78,6 @@ def test_checkpoints_that_are_gone_are_not_to_come(trained: Path, mlx: Mlx, tmp_
         (("7",), "digits has no run '7'. Did you mean 'run_001'?"),
         (("runs/digits/run_001/checkpoints/epoch_0009",), "digits/run_001 has no checkpoint epoch_0009. Did you mean"),
         (("--checkpoint", "last"), "digits/run_001 has no checkpoint last. Available: epoch_0001, epoch_0002.\n"),
-        (
-            ("runs/digits/run_001/checkpoints/best",),
-            "checkpoints/best is not the folder of a checkpoint; to evaluate the best one: "
-            "mlx train eval runs/digits/run_001 --checkpoint best\n",
-        ),
         (("runs/digits/run_001/checkpoints/epoch_0001", "--checkpoint=best"), "leave out --checkpoint best\n"),
         (("latest", "cfg.sed=1"), "override cfg.sed=1: there is no key 'cfg.sed' in "),
         (("latest", "models.net.hidden=3"), "models.net"),

@@ -120,7 +120,7 @@ def test_resume_auto_starts_a_run_or_continues_the_latest_and_from_copies_its_co
         load(resume="maybe")
     copied = load(origin="run_001")
     assert (copied.run, copied.cfg.seed, copied.cfg.restore_checkpoint_path) == (None, 7, None)
-    with pytest.raises(UsageError, match="plain/run_001 has no checkpoint yet"):
+    with pytest.raises(UsageError, match="plain/run_001 has no checkpoint that can be read"):
         load(origin="run_001@best")
     CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 10, {}))
     checkpoint = Path(run.checkpoints, "epoch_0001")

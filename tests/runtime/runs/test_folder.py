@@ -71,7 +71,7 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        StorageError, match=r"file: (Not a directory|File exists)\. Choose another with cfg.storage_path"
+        StorageError, match=r"file: (Not a directory|File exists)\. Choose another folder with cfg.storage_path"
     ):
         claim_run(str(tmp_path / "file"), "digits")
 
@@ -87,7 +87,7 @@ def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot write runs to {tmp_path}: File too large. Make room there, or choose")
+    assert done.stderr.startswith(f"error: cannot write runs to {tmp_path}: File too large. Choose another folder")
     assert len(done.stderr.splitlines()) == 1
     assert list((tmp_path / "digits").iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
         run.record.write_text('{"status": "SUCCEEDED", "sweep": {"name": "sweep_001", "trial": 1}}')
     assert find_run(str(tmp_path), "digits") == runs[0]
     runs[0].record.write_text(runs[1].record.read_text())
-    with pytest.raises(UsageError, match=r"all runs of digits belong to sweeps, .*; name one: digits/run_003"):
+    with pytest.raises(UsageError, match=r"all runs of digits belong to sweeps; name one, like digits/run_001"):
         find_run(str(tmp_path), "digits")
 
 
@@ -210,7 +210,7 @@ def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyt
         store.read(f"{folder.checkpoints}/epoch_0001")
     conf = tmp_path / "conf.yaml"
     conf.write_text("cfg: {storage_path: runs, name: x}\n")
-    for written in (root, name, f"{name}/{name}"):
+    for written in (root, name):
         monkeypatch.setenv("MLX_STORAGE", written)
         assert composition.read(conf, []).tree["cfg"]["storage_path"] == written
         monkeypatch.delenv("MLX_STORAGE")

@@ -155,21 +155,22 @@ class TestLs:
         done = mlx(trained, "xp", "ls", "--status", "failed")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", f"no run in {trained / 'runs'} is FAILED\n")
 
-    def test_a_broken_conf_hides_no_runs(self, made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_a_broken_conf_names_no_storage(self, made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         made()
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("MLX_STORAGE")
         Path("src").mkdir()
-        Path("src/conf.yaml").write_text("cfg: [")
-        done = CliRunner().invoke(mlx_command, ["xp", "ls"])
-        assert done.exit_code == 0
-        assert done.stdout.splitlines()[1].split()[:3] == ["digits", "run_001", "SUCCEEDED"]
-        [warning] = done.stderr.splitlines()
-        assert warning.startswith("warning: cannot read src/conf.yaml: ")
-        assert warning.endswith(f"; fix it. Until then, the runs in {tmp_path / 'runs'} are listed")
-        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "1", "-y"])  # it may not be the one that is meant
-        assert done.exit_code == 1
-        assert done.stderr.startswith("error: cannot read src/conf.yaml: ")
+        for words in (["ls"], ["rm", "digits", "1", "-y"]):
+            for content, why in [
+                ("[", " in "),
+                ("{storage_path: [a]}", "cfg.storage_path is ['a'], which is not text"),
+            ]:
+                Path("src/conf.yaml").write_text(f"cfg: {content}")
+                done = CliRunner().invoke(mlx_command, ["xp", *words])
+                assert done.exit_code == 1
+                [line] = done.stderr.splitlines()
+                assert line.startswith("error: cannot read src/conf.yaml: ")
+                assert why in line
 
     def test_every_status(self, storage: str, made: Made) -> None:
         here, elsewhere = leases.this_process(), leases.this_process() | {"boot": "elsewhere"}
@@ -302,8 +303,6 @@ class TestLs:
         assert order("min", "val/f1", "max") == [2, 4, 1, 3]
         assert order("max", "loss") == [1, 2, 4, 3]  # no run defines which is best: smallest first
         assert order("max", "loss", "max") == [4, 2, 1, 3]
-        with pytest.raises(UsageError, match=r"^no run has recorded best. Sort by what runs monitor: --sort val/f1$"):
-            order("max", "best")
         assert listing.list_rows("max", sort="loss")[0].cells("loss") | {"age": "", "duration": ""} == {
             "experiment": "max",
             "run": "run_001",
@@ -595,7 +594,7 @@ class TestBest:
         ):
             ranking.best("digits")
         damage(made(), b"")
-        with pytest.raises(StorageError, match=r"run_002/run\.json.*: Expecting value.* 1 other unreadable record"):
+        with pytest.raises(StorageError, match=r"run_002/run\.json.*: Expecting value"):
             ranking.best("digits")
         saved(made(monitor="f1", mode="max"), 0, f1=0.9)
         assert ranking.best("digits")["run"] == "run_003"
@@ -614,7 +613,7 @@ class TestBest:
         name = saved(run, 0, **metrics)
         assert ranking.best("digits")["value"] == 0.9
         (Path(run.checkpoints) / name / "checkpoint.json").write_text("{")
-        with pytest.raises(UsageError, match=r"no checkpoint of digits/run_001 is left .* like \S+/epoch_0001$"):
+        with pytest.raises(UsageError, match=r"^digits/run_001 has no checkpoint that can be read$"):
             ranking.best("digits")
         saved(made(monitor="f1", mode="max"), 0, f1=0.8)
         assert ranking.best("digits")["run"] == "run_002"
@@ -622,7 +621,9 @@ class TestBest:
     def test_folds_do_not_compare_with_other_runs(self, storage: str, made: Made) -> None:
         fold = made(monitor="f1", mode="max", fold={"fold": 0}, sweep={"name": "sweep_001", "trial": 1, "fold": 0})
         saved(fold, 0, f1=1.0)
-        with pytest.raises(UsageError, match=r"f1 are folds of a cross-validation; .* mlx xp best digits sweep_001"):
+        with pytest.raises(
+            UsageError, match=r"f1 is recorded in no other run of digits, and folds .* mlx xp best digits sweep_001"
+        ):
             ranking.best("digits")
         saved(made(monitor="f1", mode="max"), 0, f1=0.9)
         notes: list[str] = []

@@ -24,7 +24,7 @@ def test_overrides(word: str) -> None:
 
 @pytest.mark.parametrize("resolve", [resolve_checkpoint, resolve_run])
 def test_a_folder_that_is_no_run(resolve: Callable[[str], object], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"^{tmp_path} is not a run: it has no run.json. Put it back, or choose"):
+    with pytest.raises(UsageError, match=f"^{tmp_path} is not the folder of a run; choose"):
         resolve(str(tmp_path))
-    with pytest.raises(UsageError, match="^runs/digits/run_009 is not a run: there is no such folder. "):
+    with pytest.raises(UsageError, match="^runs/digits/run_009 is not the folder of a run; choose"):
         resolve("runs/digits/run_009")

@@ -167,7 +167,7 @@ def test_what_is_not_there_is_told(run: Path, monkeypatch: pytest.MonkeyPatch, t
         ("digits", "'digits' does not name a run; write name/run_003, or the path of its folder"),
         ("digit/run_001", "no runs of 'digit' in .* Did you mean 'digits'?"),
         ("digits/run_009", "digits has no run 'run_009'"),
-        ("digits/sweep_001", "^digits has no sweeps$"),
+        ("digits/sweep_001", "digits has no run 'sweep_001'"),
     ]:
         with pytest.raises(MlxError, match=message):
             open_run(text)

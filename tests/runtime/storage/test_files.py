@@ -66,7 +66,7 @@ def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
     with pytest.raises(FileNotFoundError, match=message):
         storage.write(b"", "digits", "mark")
     with pytest.raises(
-        StorageError, match=rf"cannot write runs to .*: {message}\. Choose another with cfg.storage_path"
+        StorageError, match=rf"cannot write runs to .*: {message}\. Choose another folder with cfg.storage_path"
     ):
         claim_run(storage.root, "digits")
     assert storage_at(s3.format("none")).names() == []  # a folder that does not exist is empty

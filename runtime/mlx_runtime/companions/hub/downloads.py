@@ -7,7 +7,7 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_errors
-from mlx_runtime.storage.local import open_folder
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
@@ -181,6 +180,26 @@ def size_below(folder: int, path: str) -> int | None:
     except OSError:
         return None
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+
+@contextlib.contextmanager
+def open_folder(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
+    """Open a folder below a root, or below an open folder, while the block runs. Yield its descriptor.
+
+    The root may be a link. A link below it raises OSError, even if it was created during this call. With `create`,
+    missing folders below the root are created.
+    """
+    folder = os.dup(root) if isinstance(root, int) else os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
+            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(above)
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def create_below(folder: int, name: str, content: IO[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Mirrored runs and checkpoints, read by the rest of the package; see `runs.queries.reader.RemoteReader`."""
+"""Mirrored runs and checkpoints, read by the rest of the package; see `companions.reader_of`."""
 
 from mlx_runtime.companions.hub.downloads import CHECKPOINTS, MirroredRun
 from mlx_runtime.errors import UsageError, suggest

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.hub.contents import latest_step
-from mlx_runtime.companions.hub.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun, create_below, size_below
+from mlx_runtime.companions.hub.downloads import (
+    CHECKPOINTS,
+    SWEEP_RECORD,
+    MirroredRun,
+    create_below,
+    open_folder,
+    size_below,
+)
 from mlx_runtime.companions.hub.repository import Address, Repository
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
@@ -22,7 +29,6 @@ from mlx_runtime.runs.checkpoints.index import ABOUT
 from mlx_runtime.runs.folder import RUN, RunFolder, attempt_name, claim_run, list_runs, run_folder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, join_path, size_text, storage_at, to_json
-from mlx_runtime.storage.local import open_folder
 
 DOWNLOADING = ".downloading"
 """Folder in a run folder for an incomplete download."""

@@ -29,7 +29,7 @@ from mlx_runtime.runs.folder import RunFolder, find_run, list_runs
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import Row, summarize
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.settings import Settings, environment
+from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, join_path, prepared_root, size_text, to_json
 
 data_new = commands.new_command(DATA_JOB)
@@ -176,10 +176,8 @@ def _remove_path(text: str, yes: bool) -> None:
 
 def _remove_prepared(older_than: float | None, larger_than: float | None, yes: bool) -> None:
     path = lookup.conf_value("cfg.preparation.path")
-    storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
-    if storage is None and path is None:
-        raise UsageError(lookup.NO_STORAGE)
-    store = companions.part("prepared.store").Store(prepared_root(storage or "", path))
+    root = path or prepared_root(lookup.storage_root(), None)
+    store = companions.part("prepared.store").Store(root)
     default = -1.0 if older_than is None and larger_than is None else float("inf")
     days = default if older_than is None else older_than
     gigabytes = default if larger_than is None else larger_than

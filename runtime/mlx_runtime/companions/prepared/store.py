@@ -12,16 +12,23 @@ The root is a folder or a URI like `s3://bucket/prepared`.
 import contextlib
 import json
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_runtime.errors import StorageError, short_message
-from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
 from mlx_runtime.storage.files import Stored, storage_at, storage_errors
+from mlx_runtime.storage.leases import heartbeat
 
 MANIFEST = "manifest.json"
+
+MARK = "used-"
+"""Prefix of the marks of processes that read the dataset in a folder."""
+
+MARK_S = 300
+"""Age at which a mark has expired; processes refresh theirs more often."""
 
 
 _COLUMN = Kind(
@@ -131,10 +138,19 @@ class Store:
     @contextlib.contextmanager
     def mark_used(self, name: str) -> Iterator[None]:
         """Mark a dataset as in use while the block runs, so that nobody removes it."""
+        mark = f"{MARK}{uuid.uuid4().hex}"
+
+        def refresh() -> None:
+            with contextlib.suppress(OSError):  # the storage may not be writable
+                self.storage.write(b"", name, mark)
+
+        refresh()
         try:
-            with leases.mark(self.storage, name):
+            with heartbeat(refresh, MARK_S / 5):
                 yield
         finally:
+            with contextlib.suppress(OSError):
+                self.storage.remove_file(name, mark)
             if self.find(name):
                 self.note_use(name)
 
@@ -203,5 +219,10 @@ class Store:
         return [item for item in found if not item.name.startswith(".")]
 
 
+def is_fresh_mark(file: Stored) -> bool:
+    """Return True for the mark of a process that reads the dataset in the folder of a file."""
+    return file.name.startswith(MARK) and time.time() - file.modified_s < MARK_S
+
+
 def _is_busy(files: Sequence[Stored]) -> bool:
-    return any(file.name.startswith(leases.READ_MARK) and leases.is_fresh(file.modified_s) for file in files)
+    return any(map(is_fresh_mark, files))

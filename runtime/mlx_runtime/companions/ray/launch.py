@@ -212,7 +212,7 @@ def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dash
     Raises `ClusterError` if it does not answer, has another version of Ray, or does not accept as many files.
     """
     dashboard, checks = preflight.check_cluster(address)
-    upload = Upload.of(folder) if files else Upload(folder, (), {})
+    upload = Upload.of(folder) if files else Upload(folder, ())
     for check in [*checks, preflight.check_upload(upload)]:
         require(check)
     assert dashboard is not None, "it has answered"

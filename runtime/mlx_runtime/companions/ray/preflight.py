@@ -110,11 +110,12 @@ def valid_config() -> Check:
 
 def check_upload(upload: Upload) -> Check:
     """Compare the size of the upload with the limit, and name the largest files if it is too large."""
-    size = upload.size_bytes
+    size = sum(size for _, size in upload.files)
     text = f"{len(upload.files):,} files, {size / 1e6:,.1f} MB"
     if size <= LIMIT_BYTES:
         return Check("upload", text)
-    largest = "".join(f"\n      {item / 1e6:>9,.1f} MB  {path}" for path, item in upload.largest())
+    most = sorted(upload.files, key=lambda item: item[1], reverse=True)[:10]
+    largest = "".join(f"\n      {item / 1e6:>9,.1f} MB  {path}" for path, item in most)
     hint = f"List files that no run needs in .rayignore or .gitignore; the largest are:{largest}"
     return Check("upload", f"{text}; a cluster accepts {LIMIT_BYTES / 1e6:,.0f} MB", hint)
 

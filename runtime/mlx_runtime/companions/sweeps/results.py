@@ -18,7 +18,8 @@ from mlx_runtime.runs.checkpoints.index import list_checkpoints, score
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently, summarize
-from mlx_runtime.runs.tables import format_number, plural
+from mlx_runtime.runs.queries.ranking import MORE
+from mlx_runtime.runs.tables import aligned, format_number, plural
 from mlx_runtime.storage.files import join_path
 
 if TYPE_CHECKING:
@@ -213,6 +214,23 @@ class SweepResult:
             **({"checkpoints": kept} if self.folds else {"checkpoint": kept[0]}),
             "command": self.command,
         }
+
+    def lines(self) -> list[str]:
+        """Format the summary for the terminal."""
+        found, epoch = self.summary(), self.best.epoch
+        spread = f" ± {format_number(found['std'])}" if found["std"] is not None else ""
+        at = f", epoch {epoch}" if self.folds else ""
+        rows = {self.metric: f"{format_number(found['value'])}{spread} ({self.mode}{at})"}
+        rows["trial"] = f"{found['trial']} of {self.folder.title}"
+        if found["values"]:
+            rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
+        rows["run"] = f"{self.folder.experiment}/{', '.join(found['runs'])}"
+        lost = f"none of epoch {epoch} is kept; {MORE}"
+        if self.folds:
+            rows |= {f"fold {number}": path or lost for number, path in enumerate(found["checkpoints"], 1)}
+        else:
+            rows["checkpoint"] = f"{found['checkpoint']} (epoch {epoch})" if found["checkpoint"] else lost
+        return aligned(rows | {"full run": found["command"]})
 
     def _find_checkpoint(self, run: RunResult, trial: Trial) -> str | None:
         """Return the path of the checkpoint of a run at the best epoch of its trial; None if it was removed."""

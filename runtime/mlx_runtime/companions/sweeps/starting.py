@@ -17,7 +17,7 @@ from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.runs import drivers, records, snapshots
-from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, named_run
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_runs, named_run
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently
 from mlx_runtime.runs.records import provenance
@@ -44,7 +44,7 @@ def find_sweep(name: str = "latest", root: str | None = None, experiment: str | 
         name = name if known else SWEEP + name
         return lookup.resolve_run(name) if root is None else named_run(name, root, experiment or "")
     root, experiment = root or lookup.storage_root(), experiment or lookup.conf_value("cfg.name") or ""
-    found = list_sweeps(root, experiment)
+    found = [folder for folder in list_runs(root, experiment, sweeps=True) if folder.name.startswith(SWEEP)]
     begun = [folder for folder in found if folder.record.name in storage_at(folder.location).names()]
     if not begun:
         raise UsageError(f"{experiment} has no sweep in {root} to resume")

@@ -1,10 +1,11 @@
 """One run of a sweep: the work of its process, and the record if that process dies."""
 
 import contextlib
+import os
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
             print(f"\n--- {documents.now()}: attempt {event.run.attempt}")
         emit(event)
 
-    with LogFile(job.folder, log_name()).capture():
+    with _captured(LogFile(job.folder, log_name())):
         try:
             _train(job, handle, control)
         except BaseException as error:
@@ -88,6 +89,25 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
                 record_end(job, status, "" if stopped else full_message(error))
     assert ended is not None, "a run without an error has an end"
     return ended
+
+
+@contextlib.contextmanager
+def _captured(log: LogFile) -> Iterator[None]:
+    """Within the block, redirect the output of this process and its native libraries to a log; then close it."""
+    streams = (1, sys.stdout), (2, sys.stderr)
+    before = [os.dup(descriptor) for descriptor, _ in streams]
+    try:
+        for descriptor, stream in streams:
+            stream.flush()
+            if log.stream is not None:
+                os.dup2(log.stream.fileno(), descriptor)
+        yield
+    finally:
+        for (descriptor, stream), saved in zip(streams, before, strict=True):
+            stream.flush()
+            os.dup2(saved, descriptor)
+            os.close(saved)
+        log.close()
 
 
 def gpus_of_worker(gpus: float, workers: int) -> float:

@@ -1,54 +1,35 @@
 """Resolution of names typed by users: the storage, a run, a checkpoint, or any path in the storage."""
 
-import contextlib
 import os
 import re
-import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo, best_first, list_checkpoints
-from mlx_runtime.runs.folder import RunFolder, find_run, named_run, read_errors
+from mlx_runtime.runs.folder import RunFolder, find_run, named_run
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import select_text
 from mlx_runtime.storage.files import is_uri, join_path, storage_at
 from mlx_runtime.storage.files import storage_root as root_of
-
-NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
-
-
-OTHERS = "name another folder with MLX_STORAGE, or another cluster with RAY_ADDRESS"
 
 RUNS = "runs"
 """The default storage, if conf.yaml does not name another."""
 
 
-def storage_root(warn: Callable[[str], object] | None = None) -> str:
-    """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`.
-
-    With `warn`, an unreadable conf.yaml is not an error if that folder exists; `warn` is then called with a line.
-    """
-    path = Settings.read().storage
-    try:
-        path = path or conf_value("cfg.storage_path")
-    except ConfigError as error:
-        if warn is None or not Path(RUNS).is_dir():
-            raise
-        warn(f"{error}. Until then, the runs in {Path(RUNS).resolve()} are listed")
-        path = RUNS
-    if path is None and Path(RUNS).is_dir():
-        path = RUNS
-    if path is None:
-        raise UsageError(NO_STORAGE)
+def storage_root() -> str:
+    """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`."""
+    path = Settings.read().storage or conf_value("cfg.storage_path")
+    if path is None and not Path(RUNS).is_dir():
+        raise UsageError("which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER")
+    path = RUNS if path is None else path
     root = reached(path)
     if root != path and storage_at(root).find() is None:
         raise UsageError(
-            f"{path} exists neither on this machine nor on the cluster at {root.removesuffix(path)[4:]}; {OTHERS}"
+            f"{path} exists neither on this machine nor on the cluster at {root.removesuffix(path)[4:]}; "
+            "name another folder with MLX_STORAGE, or another cluster with RAY_ADDRESS"
         )
     return root_of(root)
 
@@ -64,10 +45,15 @@ def conf_value(key: str) -> str | None:
     """Return a value in the conf.yaml of the working directory, or None if there is no such file."""
     if not CONF.is_file():
         return None
+    from mlx_runtime.config.interpolation import Reference, parse_config, values_by_key  # here, for a quick start
+
     try:
-        return select_text(CONF.read_bytes(), key)
+        value = values_by_key(parse_config(CONF.read_bytes())).get(key)
+        if isinstance(value, Reference) or not isinstance(value, str | int | float | None):
+            raise ValueError(f"{key} is {value!r:.100}, which is not text here")
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {CONF}: {error}; fix it") from error
+    return None if value is None else str(value)
 
 
 def resolve_run(name: str, run: str | None = None) -> RunFolder:
@@ -99,10 +85,7 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
     """
     text = reached(text)
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
-    match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?|best|latest)/?(\?.*)?", path)
-    if match and match[2] in ("best", "latest"):
-        cure = shlex.join(["mlx", "train", "eval", match[1] + (match[3] or ""), "--checkpoint", match[2]])
-        raise UsageError(f"{text} is not the folder of a checkpoint; to evaluate the {match[2]} one: {cure}")
+    match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)
     if match and which:
         raise UsageError(f"{text} is already one checkpoint; leave out --checkpoint {which}")
     if is_remote(text):
@@ -126,13 +109,12 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
     """
     found = list_checkpoints(folder.checkpoints, report=True)
     if not found:
-        raise no_checkpoint(folder)
+        raise UsageError(f"{folder.title} has no checkpoint that can be read")
     if which == "latest":
         return found[-1]
     if which == "best":
-        with read_errors(folder, folder.conf.name):
-            conf = folder.document(folder.conf.name)
-        ranked = best_first(found, select_text(conf, "cfg.monitor"), select_text(conf, "cfg.mode") or "min")
+        record = records.load_record(folder)
+        ranked = best_first(found, record.get("monitor"), record.get("mode") or "min")
         if not ranked:
             raise UsageError(f"{folder.title} has no checkpoint with a finite value of cfg.monitor")
         return ranked[0]
@@ -141,13 +123,3 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
     if which not in known:
         raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, known)}")
     return known[which]
-
-
-def no_checkpoint(folder: RunFolder) -> UsageError:
-    """Return the error for a run without checkpoints: it has not saved any yet, or they are missing or damaged."""
-    with contextlib.suppress(StorageError):  # the record cannot be read
-        if latest := records.load_record(folder).get("latest"):
-            return UsageError(
-                f"no checkpoint of {folder.title} is left that can be read; put one back, like {latest.get('path')}"
-            )
-    return UsageError(f"{folder.title} has no checkpoint yet")

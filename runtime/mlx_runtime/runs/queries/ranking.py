@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.checkpoints.index import best_first, list_checkpoints, position, score
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
-from mlx_runtime.runs.queries.lookup import no_checkpoint
-from mlx_runtime.runs.tables import format_number, plural
+from mlx_runtime.runs.tables import aligned, format_number
 from mlx_runtime.storage.files import join_path
+
+MORE = "a higher cfg.keep_checkpoints keeps more"
 
 
 def best(
@@ -29,8 +31,7 @@ def best(
     listed = list_rows(name) if run is None else summarize([run])
     rows = [row for row in listed if row.problem is None]
     if listed and not rows:
-        more = f"; {name} has {plural(len(listed) - 1, 'other unreadable record')}" if len(listed) > 1 else ""
-        raise StorageError(f"{listed[-1].problem}{more}")
+        raise StorageError(str(listed[-1].problem))
     where = f"the runs of {name}" if run is None else run.title
     monitored = [row.monitor for row in rows if row.monitor]
     recorded = [row.monitor for row in rows if row.monitor and row.value(row.monitor) is not None]
@@ -42,58 +43,41 @@ def best(
     chosen_mode = mode or mode_of(rows, chosen)
     if chosen_mode is None:
         raise UsageError(f"{chosen} is not monitored in {where}; pass --mode max or --mode min")
-
-    def best_of(row: Row) -> dict[str, Any] | None:
-        value: float | None
-        epoch: int | None
-        path: str | None
-        facts = {"metric": chosen, "mode": chosen_mode, "experiment": row.folder.experiment, "run": row.folder.name}
-        kept, latest = list_checkpoints(row.folder.checkpoints, report=True), row.record.get("latest") or {}
-        if saved := best_first(kept, chosen, chosen_mode):
-            item, value, epoch = saved[0], saved[0].metrics[chosen], saved[0].epoch + 1
-            path, step = join_path(row.folder.checkpoints, item.name), None if item.finished else item.global_step
-        else:
-            value, epoch = row.metrics.get(chosen), row.epoch
-            path, step = latest.get("path"), None
-        if score(value, chosen_mode) == -math.inf or (path and not kept):
-            return None
-        return facts | {"value": value, "epoch": epoch, "step": step, "checkpoint": path}
-
     folds = [row for row in rows if row.record.get("fold") and run is None]
-    found = [item for item in map_concurrently(best_of, [row for row in rows if row not in folds]) if item is not None]
-    sweep = folds[-1].sweep.get("name") if folds else None
-    if not found and folds:
-        cure = f"the mean of each trial: mlx xp best {name} {sweep}" if sweep else "compare the means of their values"
-        raise UsageError(f"all runs of {name} with {chosen} are folds of a cross-validation; {cure}")
+    others = [row for row in rows if row not in folds]
+    found = [item for item in map_concurrently(partial(_best_of, chosen, chosen_mode), others) if item is not None]
+    if folds:
+        see = f"; see: mlx xp best {name} {folds[-1].sweep['name']}" if folds[-1].sweep else ""
+        note = f"folds of a cross-validation are not compared{see}"
+        if not found:
+            raise UsageError(f"{chosen} is recorded in no other run of {name}, and {note}")
+        warn(note)
     if not found:
         if lost := [row.folder for row in rows if row.value(chosen) is not None]:
-            raise no_checkpoint(lost[-1])
+            raise UsageError(f"{lost[-1].title} has no checkpoint that can be read")
         if any(chosen in row.metrics for row in rows):
             raise UsageError(f"no value of {chosen} in {where} is finite")
         raise UsageError(f"{chosen} is not recorded in {where}.{suggest_metric(rows, chosen)}")
-    if folds:
-        see = f"; see: mlx xp best {name} {sweep}" if sweep else ""
-        warn(f"folds of a cross-validation are not compared{see}")
     return max(reversed(found), key=lambda item: score(item["value"], chosen_mode))  # of equal values, the later one
 
 
+def _best_of(metric: str, mode: str, row: Row) -> dict[str, Any] | None:
+    """Return the best checkpoint of a run, or its latest one if only the run has the value; None without a value."""
+    facts = {"metric": metric, "mode": mode, "experiment": row.folder.experiment, "run": row.folder.name}
+    kept = list_checkpoints(row.folder.checkpoints, report=True)
+    if saved := best_first(kept, metric, mode):
+        item = saved[0]
+        path, step = join_path(row.folder.checkpoints, item.name), None if item.finished else item.global_step
+        return facts | {"value": item.metrics[metric], "epoch": item.epoch + 1, "step": step, "checkpoint": path}
+    value, latest = row.metrics.get(metric), (row.record.get("latest") or {}).get("path")
+    if score(value, mode) == -math.inf or (latest and not kept):
+        return None
+    return facts | {"value": value, "epoch": row.epoch, "step": None, "checkpoint": latest}
+
+
 def best_lines(found: Mapping[str, Any]) -> list[str]:
-    """Format the result of `best`, or that of a sweep, for the terminal."""
+    """Format the result of `best` for the terminal."""
     epoch = f" ({position({**found, 'epoch': found['epoch'] - 1})})" if found["epoch"] is not None else ""
-    spread = f" ± {format_number(found['std'])}" if found.get("std") is not None else ""
-    at = f", epoch {found['epoch']}" if "checkpoints" in found else ""
-    rows = {found["metric"]: f"{format_number(found['value'])}{spread} ({found['mode']}{at})"}
-    if "sweep" in found:
-        rows["trial"] = f"{found['trial']} of {found['experiment']}/{found['sweep']}"
-        if found["values"]:
-            rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
-    rows |= {"run": f"{found['experiment']}/{', '.join(found['runs'] if 'runs' in found else [found['run']])}"}
-    lost = f"none of epoch {found['epoch']} is kept; a higher cfg.keep_checkpoints keeps more"
-    if "checkpoints" in found:
-        rows |= {f"fold {number}": path or lost for number, path in enumerate(found["checkpoints"], 1)}
-    else:
-        rows["checkpoint"] = f"{found['checkpoint']}{epoch}" if found["checkpoint"] else lost
-    if "sweep" in found:
-        rows["full run"] = found["command"]
-    width = max(len(name) for name in rows) + 2
-    return [f"{name:<{width}}{value}" for name, value in rows.items()]
+    kept = f"{found['checkpoint']}{epoch}" if found["checkpoint"] else f"none of epoch {found['epoch']} is kept; {MORE}"
+    rows = {found["metric"]: f"{format_number(found['value'])} ({found['mode']})"}
+    return aligned(rows | {"run": f"{found['experiment']}/{found['run']}", "checkpoint": kept})

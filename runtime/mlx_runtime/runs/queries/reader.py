@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
@@ -259,47 +259,10 @@ def importable(folder: RunFolder, title: str, tree: Any, *, trust: bool) -> Any:
     return tree
 
 
-class RemoteRun(Protocol):
-    """A run in a repository, in the state in which it was found."""
-
-    @property
-    def listing_folder(self) -> RunFolder:
-        """A folder for listings that represents the run; it does not exist on this machine."""
-
-    @property
-    def held(self) -> bool:
-        """True if a driver may still write to the repository."""
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields of its record; raise StorageError if it is damaged."""
-
-    def fetch(self) -> RunFolder:
-        """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
-
-    def fetch_checkpoint(self, name: str) -> None:
-        """Download all files of a checkpoint to the copy on this machine."""
-
-
-class RemoteReader(Protocol):
-    """The functions of a companion's module `remote`. They raise a UsageError if there is no such run or checkpoint."""
-
-    def find(self, uri: str) -> RemoteRun:
-        """Return the run in a repository."""
-
-    def fetch_checkpoint(self, uri: str) -> tuple[RunFolder, str]:
-        """Return a copy of a run on this machine, and the name of a checkpoint that is complete in the copy.
-
-        The URI names the run, for its latest checkpoint, or ends in `/checkpoints/NAME`.
-        """
-
-    def pin_checkpoint(self, uri: str) -> str:
-        """Download a checkpoint. Return a URI of its current state, so that all workers read the same."""
-
-
 class _RemoteRun(Run):
     """A run in a repository, at the commit at which it was opened. Checkpoints are downloaded when they are read."""
 
-    def __init__(self, run: RemoteRun) -> None:
+    def __init__(self, run: Any) -> None:
         super().__init__(run.fetch())
         self._remote = run
 

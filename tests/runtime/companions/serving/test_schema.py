@@ -96,7 +96,7 @@ def test_a_schema_of_a_batch_and_its_document() -> None:
     [
         (3, "it is 3, not a mapping"),
         ({}, "columns is missing"),
-        ({"columns": {"x": {"dtype": "float32"}}}, "columns is a mapping, not a mapping of names to a mapping of the"),
+        ({"columns": {"x": {"dtype": "float32"}}}, "columns is a mapping, not a mapping of text to a mapping of the"),
         ({"columns": {"x": {"dtype": "object", "shape": []}}}, "columns.x.dtype is 'object', not one of bool, uint8"),
         ({"columns": {"x": {"dtype": "__class__", "shape": []}}}, "columns.x.dtype is '__class__', not one of bool"),
     ],

@@ -109,7 +109,7 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     kept = saved.save({}, CheckpointInfo(1, True, 19, {"val/loss": 0.4}))
     saved.save({}, CheckpointInfo(2, True, 29, {"val/loss": 0.5}))
     assert result.summary()["checkpoints"] == [saved.path(kept), None]
-    assert ranking.best_lines(result.summary()) == [
+    assert result.lines() == [
         "val/loss  0.3000 ± 0.1414 (min, epoch 2)",
         "trial     1 of digits/sweep_001",
         "values    a=0",

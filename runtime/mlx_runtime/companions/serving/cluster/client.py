@@ -204,7 +204,7 @@ class Cluster:
     def stop(self, name: str) -> Deployment:
         """Stop an application after its accepted requests, and Ray Serve with the last one. Return it."""
         deployment = self.find(name)
-        self._run("stop", Upload(Path(), (), {}), {}, name=deployment.spec.name)
+        self._run("stop", Upload(Path(), ()), {}, name=deployment.spec.name)
         return deployment
 
     def logs(self, name: str, lines: int = 100) -> Iterator[str]:
