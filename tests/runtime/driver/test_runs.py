@@ -346,7 +346,8 @@ def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
 def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "--verbos", *HERE)
-    assert (done.returncode, done.stderr) == (2, "error: there is no option --verbos; did you mean --verbose?\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no option --verbos; see: mlx train run --help")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
     assert done.stderr.startswith("error: there is no checkpoint at nowhere. ")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=src/conf.yaml")

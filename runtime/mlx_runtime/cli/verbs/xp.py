@@ -64,15 +64,16 @@ def stop(folder: RunFolder) -> str:
     return f"{title} is {status}"
 
 
-def refuse_living(folder: RunFolder) -> str | None:
-    """Raise UsageError if a run is alive. Return the problem if its record cannot be read, so that nobody knows."""
+def refuse_living(folder: RunFolder, *, force: bool = False) -> None:
+    """Raise UsageError if a run is alive or, without `force`, if nobody knows, because its record cannot be read."""
     [row] = summarize([folder], job_statuses)
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:
         raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
     if driver := drivers.claiming_driver(folder, row.record):
         raise UsageError(f"{title} is being resumed by {holder(driver)}")
-    return row.problem
+    if row.problem is not None and not force:
+        raise UsageError(f"{row.problem}; it may still be running. To remove it anyway, add --force")
 
 
 def size_title(folder: RunFolder) -> str:
@@ -83,9 +84,9 @@ def size_title(folder: RunFolder) -> str:
     return f"{folder.title}, {len(files):,} files, {size}, in {folder.location}"
 
 
-def remove(folder: RunFolder) -> None:
+def remove(folder: RunFolder, *, force: bool = False) -> None:
     """Remove the folder of a run, or a link to it, and its working copy on this machine, unless it has been resumed."""
-    refuse_living(folder)
+    refuse_living(folder, force=force)
     with storage_errors(f"{folder.location} was removed only in part"):
         storage, name = parent_of(folder.location)
         if storage.local and Path(storage.of(name)).is_symlink():
