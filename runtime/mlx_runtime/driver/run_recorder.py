@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 from mlx_runtime.storage.redaction import redact
+from mlx_runtime.workers.stop_requests import held_signals
 
 
 class RunRecorder:
@@ -124,8 +125,8 @@ class RunRecorder:
         self.record.update(metrics=metrics, latest=entry, best=self.best)
 
 
-def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
-    """Become the driver of a run, new or resumed. Calls `before_alive` just before the record marks it as alive.
+def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
+    """Become the driver of a run, new or resumed. Signals are held back in `guard` once the record marks it as alive.
 
     Raises:
         UsageError: another driver is training the run.
@@ -165,7 +166,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     folder.path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         folder.reserve_space()
-    before_alive()
+    guard.enter_context(held_signals())
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
 
 

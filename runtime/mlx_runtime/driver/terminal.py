@@ -5,7 +5,6 @@ import errno
 import os
 import pdb
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ from mlx_runtime.workers.stop_requests import (
     StopRequests,
     Terminated,
     hangup_ignored,
-    held_signals,
     interrupt_main,
     sigterm_stops,
 )
@@ -96,7 +94,7 @@ class _Terminal:
     """Adds the parts of a terminal to a driver: signals, a log, a display, and the next command to type."""
 
     def __init__(self, plan: RunPlan, listeners: Sequence[Callable[[Event], None]], control: StopRequests) -> None:
-        self.driver = Driver(plan, [self._handle, *listeners], control=control, guard=held_signals)
+        self.driver = Driver(plan, [self._handle, *listeners], control=control)
         self._plan = plan
         self._stack = contextlib.ExitStack()
         self._lines: ConsoleLines | None = None
@@ -107,7 +105,7 @@ class _Terminal:
         with self._stack:
             try:
                 with sigterm_stops(control):
-                    (ended,) = deque(self.driver.run(), maxlen=1)
+                    ended = self.driver.run()
             except KeyboardInterrupt as error:
                 if self.driver.recorder is None:
                     raise  # before there was a run to stop
@@ -118,7 +116,6 @@ class _Terminal:
                 if self.driver.stopped:  # its end could not be recorded
                     error.exit_code = control.exit_code if control.reason else RunStopped.exit_code
                 raise
-            assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":
                 raise RunStopped(self._message(), control.exit_code, control.reason)
             return ended
