@@ -96,17 +96,6 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
-@mlx.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
-    """Print the completion script of a SHELL: eval "$(mlx completion bash)"."""
-    from click.shell_completion import get_completion_class
-
-    script = get_completion_class(shell)
-    assert script is not None
-    click.echo(script(mlx, {}, "mlx", "_MLX_COMPLETE").source())
-
-
 def main() -> None:
     """Run the command line."""
     if sys.stdout is None or sys.stderr is None:  # files that are opened later would take their descriptors

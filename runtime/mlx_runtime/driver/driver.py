@@ -20,7 +20,6 @@ from mlx_runtime.workers.stop_requests import StopRequests, Terminated
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.prepared.store import PreparedSet
-    from mlx_runtime.workers.deadlocks import DeadlockDetector
 
 SLOW_START_S = 2.0
 """Time after which a line says that workers are starting."""
@@ -167,7 +166,9 @@ class Driver:
         self._receive()
         if plan.fold is not None and (warning := companions.part("sweeps.folds").leak_warning(config.tree)):
             self._emit(events.Notice(warning))
-        sets = self._prepare_datasets(stack)
+        sets: dict[str, PreparedSet] = {}
+        if may_be_prepared(config):
+            sets = companions.part("prepared.datasets").sets_of_run(config, plan.project, self._emit, stack)
         self.control.check()
         with contextlib.closing(_inbox(plan)) as receiver:
             job = Job(
@@ -187,22 +188,15 @@ class Driver:
         if recorder.stopped:
             raise Terminated
 
-    def _prepare_datasets(self, stack: contextlib.ExitStack) -> "dict[str, PreparedSet]":
-        """Return the prepared datasets of the run, protected from removal until `stack` is closed."""
-        if not may_be_prepared(self._plan.config):
-            return {}
-        prepared = companions.part("prepared.datasets")
-        sets = prepared.prepare_datasets(self._plan.config, self._plan.project, self._emit, stack)
-        sets = {name: item for name, item in sets.items() if stack.enter_context(prepared.mark_used(item))}
-        if sets:
-            names = {name: item.manifest.name for name, item in sets.items()}
-            created = max(item.manifest.created for item in sets.values())
-            self._emit(events.DatasetsPrepared(names, next(iter(sets.values())).root, created))
-        return sets
-
     def follow(self, job: Job, receiver: Inbox, recorder: RunRecorder) -> None:
         """Start the workers, and emit their events until they are done."""
-        deadlocks = None if self._plan.cluster.in_driver else self._deadlocks(receiver)
+        deadlocks = None
+        if not self._plan.cluster.in_driver:
+            from mlx_runtime.workers.deadlocks import DeadlockDetector
+
+            hang_timeout_s = self._plan.config.cfg.elastic.hang_timeout_s
+            deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), hang_timeout_s)
+            self.control.locate = deadlocks.locate
         look_at, stop_sent, missing = time.monotonic() + SLOW_START_S, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
@@ -240,13 +234,6 @@ class Driver:
     def _drain(self, receiver: Inbox) -> None:
         for event in receiver.drain():
             self._emit(event)
-
-    def _deadlocks(self, receiver: Inbox) -> "DeadlockDetector":
-        from mlx_runtime.workers.deadlocks import DeadlockDetector
-
-        detector = DeadlockDetector(lambda: receiver.broadcast(LOCATE), self._plan.config.cfg.elastic.hang_timeout_s)
-        self.control.locate = detector.locate
-        return detector
 
     def _stop_requested(self) -> bool:
         """Return True once the workers should stop."""

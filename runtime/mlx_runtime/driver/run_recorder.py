@@ -39,12 +39,6 @@ class RunRecorder:
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
 
-    def _note_repositories(self) -> None:
-        """Record the commits of the config's repositories on the Hugging Face Hub."""
-        tree = self._plan.config.tree
-        if names_repositories(tree) and (hub := companions.part("hub.pins").repositories_of(tree)):
-            self.record.update(hub=hub)
-
     def handle(self, event: events.Event) -> None:
         match event:
             case events.LoopStarted():
@@ -81,7 +75,9 @@ class RunRecorder:
             self.record.begin(self._plan.config.yaml())
             if (cls := self._plan.experiment).__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
-            self._note_repositories()
+            tree = self._plan.config.tree
+            if names_repositories(tree) and (hub := companions.part("hub.pins").repositories_of(tree)):
+                self.record.update(hub=hub)
             if self._plan.config.kept:
                 snapshots.store(self._plan.project, self.record.folder)
 

@@ -171,11 +171,10 @@ class _Terminal:
             return "stopped; nothing of this run is kept"
         if self.driver.resuming:
             return f"stopped before {self._title} was resumed; it is unchanged"
-        if self.driver.recorder is not None and not self.driver.recorder.record["latest"]:
-            left = f"has no checkpoint yet. Start it over: {self._resume_command}"
-        else:
-            left = f"keeps its checkpoints. Resume: {self._resume_command}"
-        return f"stopped; {self._title} is marked STOPPED and {left}"
+        assert self.driver.recorder is not None
+        saved = self.driver.recorder.record["latest"]
+        left = "keeps its checkpoints. Resume" if saved else "has no checkpoint yet. Start it over"
+        return f"stopped; {self._title} is marked STOPPED and {left}: {self._resume_command}"
 
     def _hint(self, error: MlxError) -> str:
         """Return the next command to type after an error, or an empty string."""

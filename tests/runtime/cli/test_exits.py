@@ -108,7 +108,8 @@ def test_a_board_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     points.write_bytes(b"one")
     script = (
         "from mlx_runtime.cli.verbs import xp\n"
-        "xp.MIRROR_S, xp._command = 0.1, lambda *_: ['sleep', '600']\n"
+        "from mlx_runtime.companions.stores import board\n"
+        "board.MIRROR_S, xp._command = 0.1, lambda *_: ['sleep', '600']\n"
         f"xp.board('file://{tmp_path}/runs', None, 0)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(copies)})

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_runtime.companions.notebook.functions import FunctionConfig
 from mlx_runtime.driver.console_lines import ConsoleLines
 from mlx_runtime.driver.planning import RunPlan
 from mlx_runtime.driver.request import RunConfig
@@ -223,14 +222,6 @@ def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> 
         "device    cpu, fp32, 1 thread per worker, 10 parameters",
         "workers   3 → 4: restarted",
     ]
-
-
-@pytest.mark.parametrize(("cfg", "noted"), [(TrainConfig(num_epochs=0), 1), (FunctionConfig(), 0), (TrainConfig(), 0)])
-def test_an_experiment_without_epochs_says_that_it_trains_nothing(tmp_path: Path, cfg: TrainConfig, noted: int) -> None:
-    screen = io.StringIO()
-    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), Cluster("here", 1, 0), cast(Any, Unremarkable), tmp_path)
-    ConsoleLines(Display(screen), plan).handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
-    assert screen.getvalue().count("note      cfg.num_epochs=0 trains no epoch\n") == noted
 
 
 def test_a_run_from_a_checkpoint_prints_the_changed_values_and_the_trained_parameters(tmp_path: Path) -> None:

@@ -168,30 +168,24 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     from mlx_runtime.config.constructors.targets import object_at
     from mlx_runtime.loop.options import minimums
 
-    experiment = main_class(AN_EXPERIMENT, folder)
+    experiment, least = main_class(AN_EXPERIMENT, folder), minimums()
     texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
-    defaults, least, known = {}, minimums(), list(texts)
-    for name, value in settings_of(experiment).items():
-        known += [name] * (name not in known)
-        if not isinstance(value, dict):
-            defaults[name] = value
-            continue
-        inner = argument_texts(object_at(value.pop("_target_")))
-        texts |= {f"{name}.{item}": text for item, text in inner.items()}
-        defaults |= {f"{name}.{item}": default for item, default in value.items()}
-        known[known.index(name) + 1 : known.index(name) + 1] = [f"{name}.{item}" for item in value]
+    lines: dict[str, str] = {}  # of each setting, with its default
+    for name, value in (dict.fromkeys(texts, ...) | settings_of(experiment)).items():
+        inner = value if isinstance(value, dict) else {}
+        section = argument_texts(object_at(inner.pop("_target_"))) if inner else {}
+        texts |= {f"{name}.{item}": text for item, text in section.items()}
+        lines[name] = f"cfg.{name}" if inner or value is ... else f"cfg.{name}={json.dumps(value, ensure_ascii=False)}"
+        lines |= {f"{name}.{item}": f"cfg.{name}.{item}={json.dumps(default)}" for item, default in inner.items()}
     names = [key.removeprefix("cfg.") for key in keys]
     for name in names:
-        if name not in known:
-            near = suggest(name, known, "mlx train show --settings")
+        if name not in lines:
+            near = suggest(name, lines, "mlx train show --settings")
             raise UsageError(f"there is no setting {name!r}.{near}")
-    for name in known:
-        if names and not any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
-            continue
-        value = f"={json.dumps(defaults[name], ensure_ascii=False)}" if name in defaults else ""
-        minimum = f"  (at least {least[name]})" if name in least else ""
-        yield f"cfg.{name}{value}{minimum}"
-        yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
+    for name, line in lines.items():
+        if not names or any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
+            yield line + (f"  (at least {least[name]})" if name in least else "")
+            yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def run(kind: Kind, request: Request) -> None:
