@@ -216,8 +216,9 @@ def split(layered: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
 @pytest.fixture(scope="module")
 def ours(extended: Path, mlx: Mlx, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     """What a run of the local engine in a folder prints, and its weights."""
-    run = caller(extended, mlx, variables(installed, tmp_path_factory.mktemp("ours")))
-    return run("train", "run", "cfg.engine=local"), weights(run, "experiment")
+    settings = variables(installed, tmp_path_factory.mktemp("ours"))
+    run = caller(extended, mlx, settings)
+    return run("train", "run", "cfg.engine=local"), weights(settings, "experiment")
 
 
 @pytest.fixture(scope="module")
@@ -236,15 +237,17 @@ def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     return call
 
 
-def weights(run: Run, name: str) -> list[str]:
-    """The metric of each epoch of a run, as the command of the example prints it."""
-    first, *rows = [line.split(",") for line in run("rows", f"{name}/run_001").splitlines()]
-    return [value for row in rows if (value := row[first.index("weight")])]
+def weights(settings: dict[str, str], name: str) -> list[str]:
+    """The metric of each epoch of a run."""
+    script = "import sys, mlx_runtime; print(*mlx_runtime.open_run(sys.argv[1]).metrics()['weight'].dropna())"
+    command = [sys.executable, "-c", script, f"{name}/run_001"]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 @pytest.mark.local
 def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
-    run: Run, ours: tuple[str, list[str]], tmp_path: Path
+    run: Run, settings: dict[str, str], ours: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     here, expected = ours
     there = run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.name=other")
@@ -253,25 +256,27 @@ def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
     assert "local engine" in here
 
     assert len(expected) == 2
-    assert weights(run, "other") == expected
+    assert weights(settings, "other") == expected
     for rank in range(2):  # 11 of the 22 rows for each, in steps of 4; each worker writes its own log
         (log,) = (tmp_path / "other" / "run_001").rglob(f"*{rank}.log")
         assert log.read_text().count("rows 11\n") == 2
 
 
 @pytest.mark.examples
-def test_a_run_goes_on_with_another_engine(run: Run, ours: tuple[str, list[str]]) -> None:
+def test_a_run_goes_on_with_another_engine(run: Run, settings: dict[str, str], ours: tuple[str, list[str]]) -> None:
     run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
-    assert weights(run, "two") == ours[1]
+    assert weights(settings, "two") == ours[1]
 
 
 @pytest.mark.examples
-def test_runs_live_in_a_storage_of_another_package(run: Run, ours: tuple[str, list[str]], tmp_path: Path) -> None:
+def test_runs_live_in_a_storage_of_another_package(
+    run: Run, settings: dict[str, str], ours: tuple[str, list[str]], tmp_path: Path
+) -> None:
     database = f"cfg.storage_path=sqlite://{tmp_path}/runs.db"
     run("train", "run", "cfg.engine=local", database, "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", f"--resume=sqlite://{tmp_path}/runs.db/two/run_001", "cfg.num_epochs=2", database)
-    assert weights(run, f"sqlite://{tmp_path}/runs.db/two") == ours[1]
+    assert weights(settings, f"sqlite://{tmp_path}/runs.db/two") == ours[1]
     assert [item.name for item in tmp_path.iterdir()] == ["runs.db"]
     rows = json.loads(run("xp", "ls", "two", "--json", MLX_STORAGE=f"sqlite://{tmp_path}/runs.db"))
     assert [row["status"] for row in rows] == ["SUCCEEDED"]
@@ -480,13 +485,6 @@ def test_an_extension_accompanies_a_run(run: Run, tmp_path: Path) -> None:
     printed = run("train", "run", *words)
     assert "SUCCEEDED after 2 checkpoints" in printed
     assert list(tmp_path.rglob("heartbeat"))
-
-
-@pytest.mark.process
-def test_a_command_is_listed_and_runs(run: Run) -> None:
-    assert "rows        From the package more-mlx." in run("--help")
-    run("train", "run", "cfg.start_workers=0", "cfg.name=shown")
-    assert run("rows", "shown/run_001").startswith("step,epoch,")
 
 
 @pytest.mark.pure

@@ -12,7 +12,6 @@ from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.driver.arguments import Request
-from mlx_runtime.runs.folder import names_run
 
 if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig
@@ -46,17 +45,6 @@ class Group(click.Group):
         commands = {name: self.get_command(context, name) for name in self.list_commands(context)}
         with formatter.section("Commands"):
             formatter.write_dl([(name, item.get_short_help_str(limit=1000)) for name, item in commands.items() if item])
-
-
-def split_resume(resume: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the run after `--resume`, and the overrides, the first of which click may have taken for a run."""
-    named = resume is None or names_run(resume)
-    return (resume, overrides) if named else ("latest", (str(resume), *overrides))
-
-
-def variant_words(variants: tuple[str, ...]) -> list[str]:
-    """Return the overrides for the values of `--variant`."""
-    return [f"--variant={name}" for name in variants]
 
 
 def new_command(kind: Kind) -> click.Command:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import os
 import re
 import unicodedata
@@ -96,14 +95,6 @@ def word(text: str) -> str:
     if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise click.BadParameter(f"{text!a} contains a control character")
     return text
-
-
-def gpus(text: str) -> float:
-    """Convert a number of GPUs, as the type of an option."""
-    with contextlib.suppress(ValueError):
-        if 0 <= (number := float(text)) < math.inf:
-            return number
-    raise click.BadParameter(f"{text!r} is not a number of GPUs; write 0, 1, or 0.5 to share one")
 
 
 def duration_s(text: str) -> float:

@@ -42,7 +42,9 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
     if settings:
         click.echo("\n".join(projects.settings(arguments)))
         return
-    click.echo(projects.show([*arguments, *commands.variant_words(variants)], as_json=as_json), nl=False)
+    keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+", "-"))]
+    request = Request.of(arguments[len(keys) :], variants=variants)
+    click.echo(projects.show(keys, request.overrides, as_json=as_json), nl=False)
 
 
 @group.command(cls=_WithVariants, context_settings=commands.OVERRIDES, params=[*OPTIONS])
@@ -66,5 +68,5 @@ def evaluate(which: str | None, variants: tuple[str, ...], arguments: tuple[str,
     """
     named = [item for item in arguments[:1] if names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
-    overrides = [*commands.variant_words(variants), *arguments[len(named) :]]
-    projects.run(AN_EXPERIMENT, Request(tuple(overrides), origin=folder.location, checkpoint=checkpoint))
+    request = Request.of(arguments[len(named) :], variants=variants, origin=folder.location, checkpoint=checkpoint)
+    projects.run(AN_EXPERIMENT, request)

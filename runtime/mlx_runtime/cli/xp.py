@@ -1,7 +1,6 @@
 """`mlx xp`."""
 
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,6 @@ from mlx_runtime.runs.folder import SWEEP, RunFolder
 from mlx_runtime.runs.queries import listing, lookup, ranking
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
-
-MAX_PROBLEMS = 5
-"""Maximum number of unreadable records that `ls` explains."""
 
 MODES = click.Choice(["max", "min"])
 
@@ -83,13 +79,9 @@ def ls(
         for row in rows if status == "FAILED" else ():
             first, _, _ = (row.record.get("error") or "unknown error").partition("\n")
             say(f"{row.folder.title}: {first}", err=True)
-        unreadable = [row for row in rows if row.problem is not None]
-        for row in unreadable[:MAX_PROBLEMS]:
-            cure = "; repair it, or, unless it may still be training, remove the run: mlx xp rm"
-            cure = "" if is_remote(name or "") else f"{cure} {shlex.quote(row.folder.title)} -y --force"
-            say(f"note: {row.problem}{cure}", err=True)
-        if (more := len(unreadable) - MAX_PROBLEMS) > 0:
-            say(f"note: {more} more records cannot be read; mlx xp ls --json prints the problem of each", err=True)
+        for row in rows:
+            if row.problem is not None:
+                say(f"note: {row.problem}; repair it, or remove the run with mlx xp rm --force", err=True)
     else:
         root = lookup.storage_root()
         none = f"there are no runs in {root} yet; start one with: mlx train run"
@@ -137,22 +129,18 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @options.name()
 @options.run()
 @options.yes
-@click.option("--force", is_flag=True, help="With -y, remove even a run with an unreadable record. It may be training.")
+@click.option("--force", is_flag=True, help="Remove even a run whose record cannot be read. It may be training.")
 @click.option("--failed", is_flag=True, help="Remove all runs of NAME that failed before their first checkpoint.")
 def rm(name: str, run: str | None, yes: bool, force: bool, failed: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
     folders = _failed_runs(name, run) if failed else [lookup.resolve_run(name, _require_run(name, run, "rm"))]
     for folder in folders:
-        if (problem := xp.refuse_living(folder)) is None:
-            continue
-        if yes and not force:
-            raise UsageError(f"{problem}; it may still be running. To remove it anyway, add --force")
-        say(f"warning: {problem}; it may still be running", err=True)
+        xp.refuse_living(folder, force=force)
     if folders and not yes:
         confirm(f"remove {', '.join(xp.size_title(folder) for folder in folders)}?")
     for folder in folders:
         title = xp.size_title(folder)
-        xp.remove(folder)
+        xp.remove(folder, force=force)
         say(f"removed {title}")
 
 
@@ -195,7 +183,7 @@ def ps(name: str, run: str, as_json: bool) -> None:
     """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, step, its age, and line of code."""
     from mlx_runtime.cli.verbs import positions
 
-    found = positions.locate(name, run, lambda text: say(text, err=True))
+    found = positions.locate(name, run)
     if as_json:
         click.echo(to_json(found), nl=False)
         return

@@ -39,7 +39,7 @@ _NAMES = {"--resume": "resume", "--from": "origin", "--run": "claimed", "--eval"
 
 @dataclass(frozen=True)
 class Request:
-    """A run to start, resume or evaluate. Runs are given by name, path or URI, or as `latest`."""
+    """A run or sweep to start, resume or evaluate. Runs are given by name, path or URI, or as `latest`."""
 
     overrides: tuple[str, ...] = ()  # Hydra's, and `--variant=NAME`
     resume: str | None = None  # run to resume; `auto` for the latest if there is one, otherwise a new run

@@ -1,6 +1,5 @@
 """The lines that a run prints at its start, at its end, and about events in between."""
 
-import os
 import shlex
 import shutil
 import sys
@@ -26,7 +25,7 @@ class ConsoleLines:
     """Prints events as lines on a display."""
 
     def __init__(self, display: Display, plan: RunPlan) -> None:
-        self._display, self._plan = display, plan
+        self._display, self._print, self._plan = display, display.print, plan
         self._started = time.monotonic()
         self._world_size = 0
         self._logged: tuple[str, ...] = ()
@@ -61,9 +60,6 @@ class ConsoleLines:
                 self._end(event)
         self._display.handle(event)
 
-    def _print(self, text: str = "", *, always: bool = False) -> None:
-        self._display.print(text, always=always)
-
     def _start(self, run: events.RunInfo) -> None:
         config, cfg = self._plan.config, self._plan.config.cfg
         if config.checkpoint is not None:
@@ -86,8 +82,6 @@ class ConsoleLines:
         else:
             for change in config.changes:
                 self._print(f"changed   {change}")
-        if not cfg.num_epochs and config.checkpoint is None and not hasattr(cfg, "function"):  # which decides itself
-            self._print("note      cfg.num_epochs=0 trains no epoch")
         self._workers()
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
             self._print(f"note      conf.yaml of the run contains {', '.join(written)} in plain text")
@@ -97,7 +91,8 @@ class ConsoleLines:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
         number, (fewest, most) = cfg.start_workers, self._sizes
         elastic = f"{fewest} to " if fewest < most else ""
-        workers = f"{elastic}{plural(most, f'{_class_name(cfg.strategy)} worker')} " if number else ""
+        strategy = STRATEGIES.get(cfg.strategy, cfg.strategy).rpartition(".")[2]
+        workers = f"{elastic}{plural(most, f'{strategy} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({cluster.why})' if cluster.why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")
@@ -105,9 +100,6 @@ class ConsoleLines:
             gpus, fit = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)}", int(cluster.gpus) // cfg.gpus_per_worker
             hint = f"cfg.start_workers={fit} trains on GPUs; cfg.use_gpu=false selects CPUs"
             self._print(f"warning   training on CPUs, with {gpus} for {number} workers. {hint}", always=True)
-        cores = os.cpu_count() or 1
-        if cluster.shares_cores and number * cfg.cpus_per_worker > cores:
-            self._print(f"          more workers than the {cores} cores here: they share them")
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -158,10 +150,6 @@ class ConsoleLines:
         self._print(always=True)
         for name, value in rows.items():
             self._print(f"{name:<{width}}{value}", always=True)
-
-
-def _class_name(strategy: str) -> str:
-    return STRATEGIES.get(strategy, strategy).rpartition(".")[2]
 
 
 def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:

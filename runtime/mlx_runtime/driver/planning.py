@@ -109,8 +109,8 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
     """
     if problems := strategy_problems(config.cfg):
         raise ConfigError("\n".join(problems))
-    if config.cfg.cross_validation.fold is not None:
-        folds = companions.part("sweeps.folds")
+    folds = companions.part("sweeps.folds") if config.cfg.cross_validation.fold is not None else None
+    if folds is not None:
         config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.cross_validation.fold))
     check_datasets(config)
     check_optimizers(config)
@@ -121,7 +121,9 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         )
     project, settings = Path.cwd(), Settings.read()
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(_able_to_read(config, cluster, project))
+        if not cluster.reads_streams and stream_names(config.tree):
+            prepared = companions.part("prepared.datasets")
+            cluster = stack.enter_context(prepared.cluster_for_streams(config, cluster, project))
         engine = _engine(config, cluster)
         stack.callback(engine.close)
         if config.run is not None:
@@ -135,7 +137,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
         launched = settings.job is not None
-        fold = _fold(config)
+        fold = folds.fold_of(config) if folds is not None else None
         extensions = tuple(_extensions(config)) if config.kept else ()
         yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, extensions, fold)
 
@@ -165,27 +167,6 @@ def may_be_prepared(config: RunConfig) -> bool:
     return how == "make" or (how == "auto" and (is_uri(root) or Path(storage_at(root).path).is_dir()))
 
 
-@contextlib.contextmanager
-def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
-    """Yield a cluster that can read the datasets: an embedded Ray if the engine cannot read streams."""
-    with contextlib.ExitStack() as stack:
-        streams = []
-        if not cluster.reads_streams and stream_names(config.tree):
-            prepared, ray = companions.part("prepared.datasets"), companions.part("ray.start")
-            streams = prepared.unprepared_streams(
-                config, project, lambda: stack.enter_context(ray.start_ray(config.cfg))
-            )
-        if streams:
-            why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
-            if config.cfg.engine != "auto":
-                raise ConfigError(
-                    f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
-                    "or use cfg.engine=auto"
-                )
-            cluster = stack.enter_context(companions.part("ray.start").on_ray(config.cfg, why))
-        yield cluster
-
-
 def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
@@ -211,22 +192,6 @@ def _extensions(config: RunConfig) -> Iterator[RunExtension]:
     for companion in companions.extensions_of(config.tree["cfg"]):
         yield companion.extension(config)
     yield from (item for item in config.cfg.callbacks.values() if hasattr(item, "accompany"))
-
-
-def _fold(config: RunConfig) -> "Fold | None":
-    """Return the rows of a run in a cross-validation. Refuse to resume a run with different rows."""
-    if (number := config.cfg.cross_validation.fold) is None:
-        return None
-    folds = companions.part("sweeps.folds")
-    fold: Fold = folds.fold_rows(config)[number]
-    run = config.run
-    recorded = (records.load_record(run).get("fold") or {}).get("rows") if run is not None else None
-    if run is not None and recorded not in (None, folds.rows_digest([fold])):
-        raise ConfigError(
-            f"fold {number} has different rows than when {run.title} started: the data, its labels or the splitter has "
-            f"changed. Start over in a new run: {new_run(run, config.cfg)}"
-        )
-    return fold
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.runs.checkpoints.index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, read_errors
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
@@ -218,9 +217,8 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
     except StorageError as error:
         if not isinstance(error.__cause__, ValueError | FileNotFoundError | IsADirectoryError | IrregularError):
             raise
-        saved = list_checkpoints(folder.checkpoints)
-        weights = f" with cfg.restore_checkpoint_path={join_path(folder.checkpoints, saved[-1].name)}" if saved else ""
-        raise StorageError(f"{error}. Put a good copy back, or start a new run{weights}") from error
+        weights = f"cfg.restore_checkpoint_path={folder.checkpoints}/…"
+        raise StorageError(f"{error}. Put a good copy back, or start a new run with {weights}") from error
     if folder.uri is None:
         yield folder.conf
         return

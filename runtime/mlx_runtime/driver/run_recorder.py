@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 from mlx_runtime.storage.redaction import redact
+from mlx_runtime.workers.stop_requests import held_signals
 
 
 class RunRecorder:
@@ -37,12 +38,6 @@ class RunRecorder:
         self.trains = False  # the workers have started, and none has been lost since
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
-
-    def _note_repositories(self) -> None:
-        """Record the commits of the config's repositories on the Hugging Face Hub."""
-        tree = self._plan.config.tree
-        if names_repositories(tree) and (hub := companions.part("hub.pins").repositories_of(tree)):
-            self.record.update(hub=hub)
 
     def handle(self, event: events.Event) -> None:
         match event:
@@ -80,7 +75,9 @@ class RunRecorder:
             self.record.begin(self._plan.config.yaml())
             if (cls := self._plan.experiment).__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
-            self._note_repositories()
+            tree = self._plan.config.tree
+            if names_repositories(tree) and (hub := companions.part("hub.pins").repositories_of(tree)):
+                self.record.update(hub=hub)
             if self._plan.config.kept:
                 snapshots.store(self._plan.project, self.record.folder)
 
@@ -124,8 +121,8 @@ class RunRecorder:
         self.record.update(metrics=metrics, latest=entry, best=self.best)
 
 
-def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
-    """Become the driver of a run, new or resumed. Calls `before_alive` just before the record marks it as alive.
+def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
+    """Become the driver of a run, new or resumed. Signals are held back in `guard` once the record marks it as alive.
 
     Raises:
         UsageError: another driver is training the run.
@@ -165,7 +162,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     folder.path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
         folder.reserve_space()
-    before_alive()
+    guard.enter_context(held_signals())
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
 
 

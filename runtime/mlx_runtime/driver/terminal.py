@@ -5,11 +5,10 @@ import errno
 import os
 import pdb
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 from mlx_runtime.driver.console_lines import ConsoleLines, resume_command
 from mlx_runtime.driver.driver import Driver
@@ -27,7 +26,6 @@ from mlx_runtime.errors import (
 from mlx_runtime.events import Event, RunEnded, RunInfo, RunStarted
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
-from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import Settings
@@ -38,7 +36,6 @@ from mlx_runtime.workers.stop_requests import (
     StopRequests,
     Terminated,
     hangup_ignored,
-    held_signals,
     interrupt_main,
     sigterm_stops,
 )
@@ -97,7 +94,7 @@ class _Terminal:
     """Adds the parts of a terminal to a driver: signals, a log, a display, and the next command to type."""
 
     def __init__(self, plan: RunPlan, listeners: Sequence[Callable[[Event], None]], control: StopRequests) -> None:
-        self.driver = Driver(plan, [self._handle, *listeners], control=control, guard=held_signals)
+        self.driver = Driver(plan, [self._handle, *listeners], control=control)
         self._plan = plan
         self._stack = contextlib.ExitStack()
         self._lines: ConsoleLines | None = None
@@ -108,7 +105,7 @@ class _Terminal:
         with self._stack:
             try:
                 with sigterm_stops(control):
-                    (ended,) = deque(self.driver.run(), maxlen=1)
+                    ended = self.driver.run()
             except KeyboardInterrupt as error:
                 if self.driver.recorder is None:
                     raise  # before there was a run to stop
@@ -119,7 +116,6 @@ class _Terminal:
                 if self.driver.stopped:  # its end could not be recorded
                     error.exit_code = control.exit_code if control.reason else RunStopped.exit_code
                 raise
-            assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":
                 raise RunStopped(self._message(), control.exit_code, control.reason)
             return ended
@@ -157,10 +153,7 @@ class _Terminal:
             log.write(f"\n--- {documents.now()}: attempt {run.attempt}\n")
         cfg = self._plan.config.cfg
         epochs = cfg.num_epochs if cfg.max_steps is None and self._plan.config.checkpoint is None else None
-        if Settings.read().quiet:
-            display = Display(log.screen, cast(TextIO, log), epochs=epochs, quiet=True)
-        else:
-            display = Display(sys.stdout, log.copy, epochs=epochs)
+        display = Display(log.screen, log.write, epochs=epochs, quiet=Settings.read().quiet)
         self._stack.callback(display.close)
         if self._plan.cluster.in_driver:
             self._stack.enter_context(at_breakpoint(display.step_aside))
@@ -178,11 +171,10 @@ class _Terminal:
             return "stopped; nothing of this run is kept"
         if self.driver.resuming:
             return f"stopped before {self._title} was resumed; it is unchanged"
-        if self.driver.recorder is not None and not self.driver.recorder.record["latest"]:
-            left = f"has no checkpoint yet. Start it over: {self._resume_command}"
-        else:
-            left = f"keeps its checkpoints. Resume: {self._resume_command}"
-        return f"stopped; {self._title} is marked STOPPED and {left}"
+        assert self.driver.recorder is not None
+        saved = self.driver.recorder.record["latest"]
+        left = "keeps its checkpoints. Resume" if saved else "has no checkpoint yet. Start it over"
+        return f"stopped; {self._title} is marked STOPPED and {left}: {self._resume_command}"
 
     def _hint(self, error: MlxError) -> str:
         """Return the next command to type after an error, or an empty string."""
@@ -190,12 +182,13 @@ class _Terminal:
             return ""
         if self.driver.resuming:
             return f"{self._title} was not resumed and is unchanged."
-        if self._plan.config.kept and isinstance(error, StorageError):
+        if not self._plan.config.kept:
+            return ""
+        if isinstance(error, StorageError):
             return f"Once the storage can be written again, resume: {self._resume_command}"
-        if self._plan.config.kept and isinstance(error, WorkerLoopError | WorkerLostError | HangError):
-            with contextlib.suppress(StorageError):
-                if CheckpointStore(self.driver.folder.checkpoints).all():
-                    return f"Resume from the last checkpoint: {self._resume_command}"
+        workers_failed = isinstance(error, WorkerLoopError | WorkerLostError | HangError)
+        if workers_failed and self.driver.recorder.record["latest"]:
+            return f"Resume from the last checkpoint: {self._resume_command}"
         return ""
 
     @property
@@ -210,13 +203,11 @@ class _Terminal:
 @contextlib.contextmanager
 def at_breakpoint(step_aside: Callable[[], object]) -> Iterator[None]:
     """Call a function at each `breakpoint()` of the block, before the debugger starts."""
-    before, chosen = sys.breakpointhook, os.environ.get("PYTHONBREAKPOINT", "")
+    before = sys.breakpointhook
 
     def hook(*args: Any, **options: Any) -> Any:
-        if chosen == "0":
-            return None
         step_aside()
-        if before is not sys.__breakpointhook__ or chosen not in ("", "pdb.set_trace"):
+        if before is not sys.__breakpointhook__ or os.environ.get("PYTHONBREAKPOINT"):
             return before(*args, **options)
         return pdb.Pdb().set_trace(sys._getframe().f_back)  # debug the user's frame; `before` would stop in this one
 

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -89,8 +89,11 @@ class TensorBoard:
         if self.hparams and status == "SUCCEEDED" and metrics:
             from torch.utils.tensorboard.summary import hparams
 
+            from mlx_runtime.config.interpolation import values_by_key  # here, so that commands start quickly
+
             assert self._run is not None
-            config = {name: item for name, item in flatten(self._run.config) if isinstance(item, int | float | str)}
+            values = values_by_key(self._run.config)
+            config = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
             for summary in hparams(config, dict(metrics)):  # type: ignore[no-untyped-call] # torch's own
                 self._add(summary)
         if self._writer is not None:
@@ -131,26 +134,6 @@ def row(report: Report) -> dict[str, Any]:
     """Return a report as one flat dict, with None for NaN and infinity."""
     values = {name: value if abs(value) < float("inf") else None for name, value in report.values.items()}
     return {"step": report.step, "epoch": report.epoch, **report.facts, **values}
-
-
-def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a config with its full key: `("cfg.seed", 0)`, …"""
-    if isinstance(config, Mapping):
-        for name, item in config.items():
-            yield from flatten(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(config, list):
-        for number, item in enumerate(config):
-            yield from flatten(item, f"{key}.{number}")
-    else:
-        yield key, config
-
-
-def read_or_create(file: Path, make: Callable[[], str]) -> str:
-    """Return the content of a file, created with the result of `make` if it does not exist."""
-    if not file.exists():
-        file.write_text(make())
-    with open_regular(str(file)) as stream:
-        return stream.read().decode()
 
 
 class ReportWriter:

@@ -31,7 +31,7 @@ def storage(tmp_path: Path) -> Path:
     ],
 )
 def test_words(typed: str, completed: set[str], storage: Path, environment: dict[str, str]) -> None:
-    """Request completions as bash does, with the output of `mlx completion bash`."""
+    """Request completions as bash does, with the output of `_MLX_COMPLETE=bash_source mlx`."""
     asked = {"_MLX_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     done = subprocess.run(
         [Path(sys.executable).with_name("mlx")],
@@ -41,16 +41,3 @@ def test_words(typed: str, completed: set[str], storage: Path, environment: dict
         timeout=60,
     )
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == completed, done.stderr
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_its_script(shell: str, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("mlx"), "completion", shell],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0
-    assert f"_MLX_COMPLETE={shell}_complete" in done.stdout

@@ -32,7 +32,7 @@ def write(run: RunFolder, **fields: Any) -> None:
 
 
 def ask(run: RunFolder) -> list[str]:
-    found = positions.locate(str(run.path), None, lambda text: None)
+    found = positions.locate(str(run.path), None)
     return [positions.title(found), *("  ".join(row.values()) for row in positions.table(found))]
 
 

@@ -28,26 +28,15 @@ def test_an_empty_word_names_nothing(words: list[str]) -> None:
     assert (done.exit_code, "it is empty; perhaps a shell variable is not set" in done.output) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("words", "cure"),
-    [
-        (["run", "--num_epochs", "3"], "write cfg.num_epochs=3"),
-        (["run", "--epochs=3"], "write cfg.num_epochs=3"),
-        (["run", "--seed", "cfg.num_epochs=1"], "write cfg.seed=…"),
-        (["run", "--folds", "5"], "it belongs to: mlx train sweep --folds"),
-        (["sweep", "--overfit", "5"], "it belongs to: mlx train run --overfit"),
-        (["run", "--resum"], "did you mean --resume?"),
-        (["run", "--fast_dev_run"], "did you mean --fast-dev-run?"),
-        (["run", "--lr", "1"], "see: mlx train run --help"),
-    ],
-)
-def test_an_unknown_option_names_what_was_meant(
-    words: list[str], cure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("words", [["run", "--num_epochs", "3"], ["sweep", "--overfit=5"]])
+def test_an_unknown_option_is_refused_with_the_way_to_set_a_value(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "experiment.py").touch()
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(train.group, words)
+    cure = f"see: mlx train {words[0]} --help; settings are overrides, like cfg.start_workers=2"
     assert str(done.exception) == f"there is no option {words[1]}; {cure}"
 
 
@@ -55,24 +44,13 @@ def test_an_unknown_option_names_what_was_meant(
 def test_the_list_of_commands_has_whole_sentences(words: list[str]) -> None:
     listed = CliRunner().invoke(mlx, [*words, "--help"]).output.partition("Commands:\n")[2]
     sentences = re.split(r"\n  (?=\w)", listed)
-    assert len(sentences) > 5
+    assert len(sentences) >= 5
     assert [item for item in sentences if not re.search(r"[.:)]$", item.strip()) or "..." in item] == []
 
 
 def test_a_sweep_that_is_resumed_has_its_name() -> None:
     done = CliRunner().invoke(train.group, ["sweep", "--name=lr", "--resume=sweep_001"])
     assert str(done.exception).startswith("--name is for a new sweep; resume that of another experiment with --resume=")
-
-
-def test_a_command_without_its_group_is_named_with_it() -> None:
-    of_all = "mlx train run or mlx serve run or mlx data run"
-    for word, meant in {
-        "sweep": "mlx train sweep",
-        "run": of_all,
-        "ls": "mlx xp ls or mlx serve ls or mlx data ls",
-    }.items():
-        done = CliRunner().invoke(mlx, [word])
-        assert (done.exit_code, f"No such command '{word}'. Did you mean {meant}?" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,6 @@ def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(
     done = mlx(folder, "train", "run", f"cfg.start_workers={max(3, (os.cpu_count() or 1) + 1)}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("train/loss2 is skipped: it was not updated") == 1
-    assert "they share them" in done.stdout
     assert "notice   tools.early_stoppage.patience has no type, so its value cannot be checked\n" in done.stdout
     assert record(folder)["status"] == "SUCCEEDED"
     assert set(record(folder)["metrics"]) == {"train/loss1", "train/mae"}
@@ -346,7 +345,8 @@ def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
 def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "--verbos", *HERE)
-    assert (done.returncode, done.stderr) == (2, "error: there is no option --verbos; did you mean --verbose?\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no option --verbos; see: mlx train run --help")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
     assert done.stderr.startswith("error: there is no checkpoint at nowhere. ")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=src/conf.yaml")

@@ -269,20 +269,10 @@ class TestLs:
         assert first.cells()["status"] == "UNREADABLE"
         assert [row.folder.name for row in listing.list_rows(status="UNREADABLE")] == ["run_001"]
         listed = CliRunner().invoke(mlx_command, ["xp", "ls"])
-        remove = "remove the run: mlx xp rm digits/run_001 -y --force"
-        assert listed.stderr == f"note: {first.problem}; repair it, or, unless it may still be training, {remove}\n"
+        assert listed.stderr == f"note: {first.problem}; repair it, or remove the run with mlx xp rm --force\n"
         assert "UNREADABLE" in listed.stdout
-        done = CliRunner().invoke(mlx_command, remove.rpartition(": mlx ")[2].split())
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits/run_001", "-y", "--force"])
         assert (done.exit_code, broken.path.exists()) == (0, False), done.stderr
-
-    def test_only_some_unreadable_records_are_explained(self, made: Made) -> None:
-        for _ in range(7):
-            folder = made()
-            folder.record.unlink()
-            os.utime(folder.path, (0, 0))
-        *notes, rest = CliRunner().invoke(mlx_command, ["xp", "ls"]).stderr.splitlines()
-        assert len(notes) == 5
-        assert rest.startswith("note: 2 more records cannot be read")
 
     def test_order_is_that_of_the_monitored_metric(self, made: Made) -> None:
         def run(mode: str, best: float | None, last: float | None) -> None:
@@ -752,7 +742,6 @@ class TestRm:
         assert done.stderr.endswith("it may still be running. To remove it anyway, add --force\n")
         done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", "--force", MLX_STORAGE=folder.root)
         assert (done.returncode, folder.path.exists()) == (0, False)
-        assert re.match(r"warning: cannot read .*run\.json: .*; it may still be running\n", done.stderr)
 
 
 @pytest.mark.pure

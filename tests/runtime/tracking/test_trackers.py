@@ -14,7 +14,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlx_runtime.companions.services.csv_file import CSV
-from mlx_runtime.companions.services.mlflow import MLflow
+from mlx_runtime.companions.services.identity import read_or_create
+from mlx_runtime.companions.services.mlflow import MLflow, flatten
 from mlx_runtime.companions.services.weights_and_biases import WandB
 from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
@@ -24,7 +25,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.tracking.trackers import JSONL, ReportWriter, TensorBoard, flatten, read_or_create
+from mlx_runtime.tracking.trackers import JSONL, ReportWriter, TensorBoard
 
 pytestmark = pytest.mark.pure
 

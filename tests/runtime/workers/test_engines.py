@@ -581,13 +581,6 @@ class TestStart:
         assert (done.returncode, done.stderr) == (0, "")
         assert len(seen(acts, 8)) == 8
 
-    def test_without_stdout(self, python: Mlx, acts: Path) -> None:
-        """As `mlx train run >&-` does."""
-        (acts / "script.py").write_text(f"import os, sys; os.close(1); sys.stdout = sys.__stdout__ = None\n{MAIN}")
-        done = python(acts, "script.py", "train", "run", "cfg.act=print_everything")
-        assert done.returncode == 0, done.stderr
-        assert "rank 1: by libc" in log_of(acts, 1).splitlines()
-
 
 @pytest.mark.kills
 class TestNothingIsLeft:

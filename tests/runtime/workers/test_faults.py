@@ -205,7 +205,6 @@ def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: 
     options += ["models.net.width=8", "models.net.frozen=3", "cfg.restore_strict=false", "cfg.num_epochs=0"]
     taken = mlx(folder, "train", "run", *options)
     assert taken.returncode == 0, taken.stderr
-    assert "note      cfg.num_epochs=0 trains no epoch\n" in taken.stdout
     sizes = re.search(r"([\d,]+) parameters, ([\d,]+) trained$", taken.stdout, re.MULTILINE)
     assert sizes is not None
     total, trained = (int(size.replace(",", "")) for size in sizes.groups())

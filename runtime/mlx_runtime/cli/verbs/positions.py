@@ -1,7 +1,7 @@
 """`mlx xp ps`: where each worker of a run is, according to its driver."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime.cli.verbs.xp import job_status, resume_command
@@ -18,7 +18,7 @@ POLL_S = 0.2
 LIMIT_S = 15.0  # for an answer; three times as long in an object store, where the driver looks every 10 s
 
 
-def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[str, Any]:
+def locate(name: str, run: str | None) -> dict[str, Any]:
     """Return the status of a living run and, unless it has not begun, the positions of its workers.
 
     Raises:
@@ -28,7 +28,7 @@ def locate(name: str, run: str | None, notify: Callable[[str], object]) -> dict[
     folder = resolve_run(name, run)
     record, status = _living(folder)
     row = Row(folder, status, record)
-    answer = {} if status == "PENDING" else _ask(folder, record, notify)
+    answer = {} if status == "PENDING" else _ask(folder, record)
     found = {"run": folder.title, "status": status, "waits_for": row.waits_for, "duration_s": row.duration_s}
     return found | answer
 
@@ -48,13 +48,12 @@ def _living(folder: RunFolder) -> tuple[dict[str, Any], str]:
     return record, status
 
 
-def _ask(folder: RunFolder, record: Mapping[str, Any], notify: Callable[[str], object]) -> dict[str, Any]:
+def _ask(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
     limit_s = LIMIT_S * (3 if folder.uri else 1)
     folder.ask(folder.LOCATE)
-    began, notified = time.monotonic(), False
+    deadline = time.monotonic() + limit_s
     while folder.LOCATE in folder.names():
-        waited_s = time.monotonic() - began
-        if waited_s > limit_s:
+        if time.monotonic() > deadline:
             folder.withdraw(folder.LOCATE)
             _living(folder)  # it may have ended meanwhile
             raise MlxError(
@@ -62,9 +61,6 @@ def _ask(folder: RunFolder, record: Mapping[str, Any], notify: Callable[[str], o
                 f"frozen, or its machine cannot reach {folder.root}. Its output: mlx xp logs {folder.experiment} "
                 f"{folder.name} --no-follow"
             )
-        if waited_s > 2 and not notified:
-            notify(f"waiting for the driver: {holder(record)}")
-            notified = True
         time.sleep(POLL_S)
     try:
         return read_answer(folder)

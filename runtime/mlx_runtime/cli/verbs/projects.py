@@ -1,28 +1,22 @@
 """The verbs of `mlx train` and `mlx data` for project folders: create, bind, show and run."""
 
 import contextlib
-import dataclasses
-import difflib
 import json
 import multiprocessing
 import os
 import re
 import runpy
-import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import TYPE_CHECKING
 
 from mlx_runtime import __version__
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
-from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.workers.children import die_with_parent, unsafe_to_fork
 from mlx_runtime.workers.placement import JOB_FLAG
@@ -135,43 +129,24 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
 
 
 def bind_first(kind: Kind, folder: Path) -> None:
-    """Bind if there is no conf.yaml yet, in a separate process, because binding imports more than a run should."""
-    if (folder / CONF).exists():
-        return
-    prepare_fork()
-    print(f"no {CONF} yet: binding first", flush=True)
-    context: Any = multiprocessing.get_context("spawn" if unsafe_to_fork() else "fork")
-    process = context.Process(target=_bind_and_print, args=(kind,))
-    process.start()
-    process.join()
-    if process.exitcode < 0:
-        raise MlxError(f"binding was killed by signal {-process.exitcode}")
-    if process.exitcode:
-        sys.exit(process.exitcode)  # the reason was already printed
-
-
-def _bind_and_print(kind: Kind) -> None:
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # the parent process reports them
-    with clean_exit():
+    """Bind if there is no conf.yaml yet."""
+    if not (folder / CONF).exists():
+        print(f"no {CONF} yet: binding first", flush=True)
         print("\n".join(bind(kind)), flush=True)
 
 
-def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
-    """Return the config that a run would have, with the same checks, and the source of each value.
+def show(keys: Sequence[str], overrides: Sequence[str], *, as_json: bool = False) -> str:
+    """Return the config that a run would have, or its part below a key, and the source of each value.
 
-    A key before the overrides selects a part of the config. The result has one line per value, or is
-    `{"config": ..., "sources": {key: source}}`.
+    The checks are those of a run. The result has one line per value, or is `{"config": ..., "sources": {key: source}}`.
     """
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config import composition
     from mlx_runtime.config.constructors.signatures import settings_of
     from mlx_runtime.config.interpolation import values_by_key
 
-    keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+", "-"))]
     experiment = main_class(AN_EXPERIMENT, folder)
-    composed = composition.read(CONF, arguments[len(keys) :], settings_of(experiment))
+    composed = composition.read(CONF, overrides, settings_of(experiment))
     found = values_by_key(composition.check(experiment, composed).tree)
     for key in keys:
         if key not in found:
@@ -193,30 +168,24 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     from mlx_runtime.config.constructors.targets import object_at
     from mlx_runtime.loop.options import minimums
 
-    experiment = main_class(AN_EXPERIMENT, folder)
+    experiment, least = main_class(AN_EXPERIMENT, folder), minimums()
     texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
-    defaults, least, known = {}, minimums(), list(texts)
-    for name, value in settings_of(experiment).items():
-        known += [name] * (name not in known)
-        if not isinstance(value, dict):
-            defaults[name] = value
-            continue
-        inner = argument_texts(object_at(value.pop("_target_")))
-        texts |= {f"{name}.{item}": text for item, text in inner.items()}
-        defaults |= {f"{name}.{item}": default for item, default in value.items()}
-        known[known.index(name) + 1 : known.index(name) + 1] = [f"{name}.{item}" for item in value]
+    lines: dict[str, str] = {}  # of each setting, with its default
+    for name, value in (dict.fromkeys(texts, ...) | settings_of(experiment)).items():
+        inner = value if isinstance(value, dict) else {}
+        section = argument_texts(object_at(inner.pop("_target_"))) if inner else {}
+        texts |= {f"{name}.{item}": text for item, text in section.items()}
+        lines[name] = f"cfg.{name}" if inner or value is ... else f"cfg.{name}={json.dumps(value, ensure_ascii=False)}"
+        lines |= {f"{name}.{item}": f"cfg.{name}.{item}={json.dumps(default)}" for item, default in inner.items()}
     names = [key.removeprefix("cfg.") for key in keys]
     for name in names:
-        if name not in known:
-            near = suggest(name, known, "mlx train show --settings")
+        if name not in lines:
+            near = suggest(name, lines, "mlx train show --settings")
             raise UsageError(f"there is no setting {name!r}.{near}")
-    for name in known:
-        if names and not any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
-            continue
-        value = f"={json.dumps(defaults[name], ensure_ascii=False)}" if name in defaults else ""
-        minimum = f"  (at least {least[name]})" if name in least else ""
-        yield f"cfg.{name}{value}{minimum}"
-        yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
+    for name, line in lines.items():
+        if not names or any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
+            yield line + (f"  (at least {least[name]})" if name in least else "")
+            yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def run(kind: Kind, request: Request) -> None:
@@ -267,33 +236,7 @@ def load(kind: Kind, overrides: Sequence[str], verb: str) -> tuple[Path, type]:
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     """Raise an error for words that look like options, but are not options of the verb."""
     known = ("--from=", "--variant=") if kind == AN_EXPERIMENT else ()  # these belong to the overrides of a sweep
-    options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
-    if options:
-        cure = _instead(kind, options[0], overrides) or f"see: {kind.command} {verb} --help"
-        raise UsageError(f"there is no option {options[0]}; {cure}")
-
-
-def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
-    """Return the cure for an unknown option: a setting, another option, or another command."""
-    name, _, value = option.partition("=")
-    setting = name.lstrip("-").replace("-", "_")
-    context = click.get_current_context(silent=True)
-    group = context.parent and context.parent.command if context else None
-    if not isinstance(group, click.Group) or context is None:  # called from Python
-        return None
-    for command in group.list_commands(context):
-        if (other := group.get_command(context, command)) and any(
-            name in item.opts for item in other.params if not getattr(item, "hidden", False)
-        ):
-            return f"it belongs to: {kind.command} {command} {name}"
-    from mlx_runtime.loop.options import TrainConfig
-
-    settings = [item.name for item in dataclasses.fields(TrainConfig)] if kind == AN_EXPERIMENT else []
-    if setting not in settings:
-        texts = [text for item in context.command.params for text in item.opts if text.startswith("--")]
-        own = {text.lstrip("-").replace("-", "_"): text for text in texts}
-        if near := difflib.get_close_matches(setting, own, n=1):
-            return f"did you mean {own[near[0]]}?"
-        setting = next(iter(difflib.get_close_matches(setting, settings, n=1)), "")
-    following = [item for item in overrides[overrides.index(option) + 1 :][:1] if item.isalnum()]
-    return f"write cfg.{setting}={value or ''.join(following) or '…'}" if setting else None
+    for item in overrides:
+        if item.startswith("-") and not item.startswith(known):
+            cure = f"see: {kind.command} {verb} --help; settings are overrides, like cfg.start_workers=2"
+            raise UsageError(f"there is no option {item}; {cure}")

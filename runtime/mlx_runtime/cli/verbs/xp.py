@@ -3,11 +3,8 @@
 import contextlib
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
+from mlx_runtime.errors import ClusterError, MlxError, UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RunFolder, find_run
 from mlx_runtime.runs.logs import last_lines, log_name
 from mlx_runtime.runs.queries.listing import summarize
 from mlx_runtime.runs.queries.lookup import reached, storage_root
-from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import is_uri, join_path, parent_of, size_text, storage_at, storage_errors
 from mlx_runtime.storage.leases import holder, is_alive
 
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 
 FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
-MIRROR_S = 10.0  # interval for refreshing local copies of an object store
 STOP_S = 60  # maximum time for `stop` to wait for a step and a checkpoint
 
 
@@ -64,15 +59,16 @@ def stop(folder: RunFolder) -> str:
     return f"{title} is {status}"
 
 
-def refuse_living(folder: RunFolder) -> str | None:
-    """Raise UsageError if a run is alive. Return the problem if its record cannot be read, so that nobody knows."""
+def refuse_living(folder: RunFolder, *, force: bool = False) -> None:
+    """Raise UsageError if a run is alive or, without `force`, if nobody knows, because its record cannot be read."""
     [row] = summarize([folder], job_statuses)
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:
         raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
     if driver := drivers.claiming_driver(folder, row.record):
         raise UsageError(f"{title} is being resumed by {holder(driver)}")
-    return row.problem
+    if row.problem is not None and not force:
+        raise UsageError(f"{row.problem}; it may still be running. To remove it anyway, add --force")
 
 
 def size_title(folder: RunFolder) -> str:
@@ -83,9 +79,9 @@ def size_title(folder: RunFolder) -> str:
     return f"{folder.title}, {len(files):,} files, {size}, in {folder.location}"
 
 
-def remove(folder: RunFolder) -> None:
+def remove(folder: RunFolder, *, force: bool = False) -> None:
     """Remove the folder of a run, or a link to it, and its working copy on this machine, unless it has been resumed."""
-    refuse_living(folder)
+    refuse_living(folder, force=force)
     with storage_errors(f"{folder.location} was removed only in part"):
         storage, name = parent_of(folder.location)
         if storage.local and Path(storage.of(name)).is_symlink():
@@ -154,10 +150,7 @@ def _stored_logs(
         status = records.status_of(record)
         content = _read_log(folder, rank)
         if content is None and not (follow and status in records.LIVING):
-            known = _logged_ranks(folder)
-            if rank is not None and known:
-                raise UsageError(f"{folder.title} has no rank {rank}.{suggest(str(rank), known)}")
-            raise UsageError(f"{folder.title} has no stored log; it is {status}")
+            raise UsageError(f"{folder.title} has no stored {log_name(rank)}; it is {status}")
         if grown := content is not None and len(content) > seen:
             text = content[seen:].decode(errors="replace")
             write(last_lines(text, tail) if tail is not None and not seen else text)
@@ -181,12 +174,6 @@ def _read_log(folder: RunFolder, rank: int | None) -> bytes | None:
             return None
 
 
-def _logged_ranks(folder: RunFolder) -> list[str]:
-    """Return the ranks whose logs are stored."""
-    names = [Path(name).stem for name in storage_at(folder.location).names("logs")]
-    return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)
-
-
 def client_of(record: Mapping[str, Any]) -> "Dashboard | None":
     """Connect to the cluster of a run's job. Return None without a job, or if the cluster does not answer for it."""
     job = record.get("job")
@@ -205,7 +192,7 @@ def job_status(record: Mapping[str, Any]) -> str | None:
 
 
 def board(name: str | None, run: str | None, port: int) -> None:
-    """Replace this process with TensorBoard on a port of 127.0.0.1. Never returns.
+    """Serve TensorBoard on a port of 127.0.0.1 until it is stopped.
 
     It displays a run, an experiment or the whole storage. Unlike in other commands, any folder may be given as a path.
     """
@@ -224,44 +211,11 @@ def board(name: str | None, run: str | None, port: int) -> None:
             found = find_run(path, name, run or "latest")
             path = found.location if run else join_path(path, name)
     if is_uri(path):
-        _serve_mirror(path, port)
-    if not Path(path).is_dir():
-        raise _nothing_in(path)
-    os.execv(sys.executable, _command(path, port))
-
-
-def _nothing_in(path: str) -> UsageError:
-    return UsageError(f"there are no runs in {path} yet; start one with: mlx train run")
-
-
-def _serve_mirror(uri: str, port: int) -> None:
-    """Serve local copies of event files in an object store, and refresh them. Never returns."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends TensorBoard and deletes the copies
-    with tempfile.TemporaryDirectory(prefix="mlx-board-") as temporary:
-        if not _mirror(uri, Path(temporary)):
-            raise _nothing_in(uri)
-        server = subprocess.Popen(_command(temporary, port))
-        try:
-            while server.poll() is None:
-                with contextlib.suppress(OSError, MlxError):
-                    _mirror(uri, Path(temporary))
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.wait(MIRROR_S)
-        finally:
-            server.terminate()
-            server.wait()
-    sys.exit(server.returncode)
-
-
-def _mirror(uri: str, folder: Path) -> int:
-    """Copy event files that are new or have grown. Return the total number of event files."""
-    storage = storage_at(uri)
-    found = [item for item in storage.below() if ".tfevents." in item.name and stays_below(item.path)]
-    for item in found:
-        file = folder / item.path
-        if not file.exists() or file.stat().st_size != item.size_bytes:
-            storage.download(file, item.path)
-    return len(found)
+        companions.part("stores.board").serve(path, lambda copies: _command(copies, port))
+    elif Path(path).is_dir():
+        os.execv(sys.executable, _command(path, port))
+    else:
+        raise UsageError(f"there are no runs in {path} yet; start one with: mlx train run")
 
 
 def _command(folder: str, port: int) -> list[str]:

@@ -7,6 +7,7 @@ import click
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
 
 
@@ -52,7 +53,7 @@ def train_clusterize(
     """
     if nodes is not None and ray_address is not None:
         raise UsageError("--nodes and --ray-address both name the machines; use one of them")
-    words = [*overrides, *commands.variant_words(variants)]
+    words = Request.of(overrides, variants=variants).overrides
     _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")
     import torch
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar
 
 from mlx_runtime import companions
 from mlx_runtime.companions.jobs import filling
@@ -194,10 +194,7 @@ def _recorded(config: Config, path: str) -> Iterator[tuple[Record, Display]]:
         record = _claim(config, path)
         stack.enter_context(record.alive())
         log = stack.enter_context(Log(record.folder))
-        if Settings.read().quiet:
-            display = Display(log.screen, cast(TextIO, log), quiet=True)
-        else:
-            display = Display(sys.stdout, log.copy)
+        display = Display(log.screen, log.write, quiet=Settings.read().quiet)
         stack.callback(display.close)
         try:
             with control.watch(record.folder, record["attempt"]):

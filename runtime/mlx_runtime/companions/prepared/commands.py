@@ -1,12 +1,11 @@
 """The command that prepares datasets."""
 
-from collections.abc import Sequence
-
 import click
 
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.driver.arguments import Request
 
 
 @click.command("prepare", context_settings=commands.OVERRIDES)
@@ -15,10 +14,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
 @click.argument("overrides", nargs=-1)
 def train_prepare(variants: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Map every dataset through ray_map_batches once and store it for later runs."""
-    _prepare([*overrides, *commands.variant_words(variants)])
-
-
-def _prepare(overrides: Sequence[str]) -> None:
+    overrides = Request.of(overrides, variants=variants).overrides
     folder = AN_EXPERIMENT.folder()
     projects.refuse_options(AN_EXPERIMENT, overrides, "prepare")
     projects.bind_first(AN_EXPERIMENT, folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import PreparedSet, Store
-from mlx_runtime.companions.ray.start import start_ray
+from mlx_runtime.companions.ray.start import on_ray, start_ray
 from mlx_runtime.companions.sweeps.folds import with_held_out
 from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.constructors.declarations import Declaration
@@ -17,7 +17,8 @@ from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.data.definitions import dataset_nodes, stream_names
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.events import Event, Notice, PreparationProgress
+from mlx_runtime.events import DatasetsPrepared, Event, Notice, PreparationProgress
+from mlx_runtime.loop.job import Cluster
 from mlx_runtime.storage.files import is_uri, storage_root
 
 
@@ -40,6 +41,39 @@ def prepare_datasets(
     else:
         sets = _make(config, project, emit)
     return {name: dataclasses.replace(item, cache_bytes=cfg.preparation.max_gb * 1e9) for name, item in sets.items()}
+
+
+def sets_of_run(
+    config: RunConfig, project: Path, emit: Callable[[Event], None], stack: contextlib.ExitStack
+) -> dict[str, PreparedSet]:
+    """Return the prepared datasets of a run, protected from removal until the stack is closed, and announce them."""
+    found = prepare_datasets(config, project, emit, stack)
+    sets = {name: item for name, item in found.items() if stack.enter_context(mark_used(item))}
+    if sets:
+        names = {name: item.manifest.name for name, item in sets.items()}
+        created = max(item.manifest.created for item in sets.values())
+        emit(DatasetsPrepared(names, next(iter(sets.values())).root, created))
+    return sets
+
+
+@contextlib.contextmanager
+def cluster_for_streams(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
+    """Provide the cluster, or an embedded Ray if some streams of Ray Data are not prepared.
+
+    Raises:
+        ConfigError: `cfg.engine` cannot read them.
+    """
+    with contextlib.ExitStack() as stack:
+        streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
+        if streams:
+            why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
+            if config.cfg.engine != "auto":
+                raise ConfigError(
+                    f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
+                    "or use cfg.engine=auto"
+                )
+            cluster = stack.enter_context(on_ray(config.cfg, why))
+        yield cluster
 
 
 def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:

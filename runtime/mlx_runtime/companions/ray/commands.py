@@ -14,8 +14,8 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import Function, say
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import refuse_empty
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import Settings
 
@@ -131,9 +131,8 @@ def train_launch(
     **settings: Any,
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
-    refuse_empty({"--resume": resume, "--from": origin})
-    resume, overrides = commands.split_resume(resume, overrides)
-    overrides += ("cfg.preparation.mode=make",) * make
+    request = Request.of(overrides, resume=resume, origin=origin, make=make)
+    resume, overrides = request.resume, request.overrides
     if place is not None:  # words that are not options here may be options of that companion
         if given := [name for name in ELSEWHERE[place] if settings[name]]:
             flag, there = f"--{given[0].replace('_', '-')}", "--kube" if place == "kubernetes" else f"--{place}"
@@ -147,7 +146,7 @@ def train_launch(
         typed |= {"resume": resume, "origin": origin, "variants": variants, "name": name}
         request = sweeps.sweep_request(**typed)
         launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)
-    overrides += (*commands.variant_words(variants), *([f"cfg.name={name}"] if name else []))
+    overrides = (*Request.of(overrides, variants=variants).overrides, *([f"cfg.name={name}"] if name else []))
     launch_and_exit(AN_EXPERIMENT, overrides, resume=resume, origin=origin, **settings)
 
 

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+from mlx_runtime.companions.services.identity import read_or_create
 from mlx_runtime.extras import require
 from mlx_runtime.runs.checkpoints.index import best_first, list_checkpoints
 from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, parent_of
 from mlx_runtime.tracking.callbacks import Report, RunInfo
-from mlx_runtime.tracking.trackers import read_or_create
 
 DATA_DIR = "WANDB_DATA_DIR"
 """Environment variable with the folder for copies that W&B has not sent yet, by default in HOME."""

@@ -1,5 +1,7 @@
 """The command that runs a sweep."""
 
+import contextlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,9 +13,16 @@ import click
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
+from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import refuse_empty
 from mlx_runtime.settings import prepare_fork
+
+
+def _gpus(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise click.BadParameter(f"{text!r} is not a number of GPUs; write 0, 1, or 0.5 to share one")
 
 
 @click.command("sweep", context_settings=commands.OVERRIDES)
@@ -25,7 +34,7 @@ from mlx_runtime.settings import prepare_fork
 @click.option("--mode", type=click.Choice(["max", "min"]), help="Which values are better. Default: cfg.mode.")
 @click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
 @click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
-@click.option("--gpus-per-trial", metavar="X", type=options.gpus, help="Below 1, runs share a GPU.")
+@click.option("--gpus-per-trial", metavar="X", type=_gpus, help="Below 1, runs share a GPU.")
 @click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")
 @click.option(
     "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
@@ -60,13 +69,13 @@ def sweep_request(
     **definition: Any,
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
     """Return the overrides, the definition and the other settings of a sweep, from the options of `sweep`."""
-    refuse_empty({"--resume": resume, "--from": origin})
-    resume, overrides = commands.split_resume(resume, overrides)
+    request = Request.of(overrides, resume=resume, origin=origin, variants=variants)
+    resume = request.resume
     if resume is not None and name:
         raise UsageError("--name is for a new sweep; resume that of another experiment with --resume=EXPERIMENT/SWEEP")
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
-    words = (*overrides, *commands.variant_words(variants), *([f"--from={origin}"] if origin else []))
+    words = (*request.overrides, *([f"--from={origin}"] if origin else []))
     given = {key: value for key, value in definition.items() if value is not None}
     how = {"resume": resume, "retry_failed": retry_failed, "force": force, "large": yes, "max_time_s": max_time_s}
     return words, given, how | {"name": name or ""}

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,10 @@ from mlx_runtime.data.sampling import Subset
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
 from mlx_runtime.extras import require
+from mlx_runtime.runs.records import load_record
+
+if TYPE_CHECKING:
+    from mlx_runtime.driver.request import RunConfig
 
 PER_ROW = ("fold_labels", "fold_groups")
 """Methods of a dataset that return an array with one item per row, for splitters that need labels or groups."""
@@ -149,6 +153,21 @@ def fold_rows(config: Config) -> list[Fold]:
         if not all(map(len, fold)) or np.intersect1d(*fold).size:
             raise ConfigError(f"{title}: one part of fold {number} is empty, or both have rows in common")
     return folds
+
+
+def fold_of(config: "RunConfig") -> Fold:
+    """Return the rows of a run in a cross-validation. Refuse to resume a run with different rows."""
+    from mlx_runtime.driver.request import new_run  # here, because workers need less
+
+    number, run = config.cfg.cross_validation.fold, config.run
+    fold: Fold = fold_rows(config)[number]
+    recorded = (load_record(run).get("fold") or {}).get("rows") if run is not None else None
+    if run is not None and recorded not in (None, rows_digest([fold])):
+        raise ConfigError(
+            f"fold {number} has different rows than when {run.title} started: the data, its labels or the splitter has "
+            f"changed. Start over in a new run: {new_run(run, config.cfg)}"
+        )
+    return fold
 
 
 def shuffled_folds(rows: int, folds: int, seed: int) -> list[Fold]:

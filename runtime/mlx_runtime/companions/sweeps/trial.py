@@ -4,7 +4,6 @@ import contextlib
 import os
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import split_options
 from mlx_runtime.storage.redaction import redact
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.workers.stop_requests import StopRequests, held_signals, sigterm_stops
+from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 from mlx_runtime.workers.worker import ignore_breakpoints
 
 
@@ -132,8 +131,8 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
             stack.enter_context(sigterm_stops(control))
             ignore_breakpoints(handle)
             display = stack.enter_context(contextlib.closing(Display(sys.stdout, epochs=config.cfg.num_epochs)))
-            driver = Driver(plan, [handle, ConsoleLines(display, plan).handle], control=control, guard=held_signals)
-            deque(driver.run(), maxlen=0)
+            driver = Driver(plan, [handle, ConsoleLines(display, plan).handle], control=control)
+            driver.run()
 
 
 def _refuse_fallback(job: TrialJob, config: RunConfig, cluster: Cluster) -> None:

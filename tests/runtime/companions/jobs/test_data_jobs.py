@@ -477,7 +477,8 @@ def test_verbs_say_where_they_belong(baked: Path, job: SimpleNamespace, mlx: Mlx
         "is not a data job: it has no src/job.py. Change into one, or make one with: mlx data new NAME\n"
     )
     done = mlx(job.project, "data", "run", "--prepare")
-    assert (done.returncode, done.stderr) == (2, "error: there is no option --prepare; see: mlx data run --help\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no option --prepare; see: mlx data run --help")
     (job.project / "src" / "job.py").write_text("import mlx_runtime\nclass Job(mlx_runtime.DataJob):\n    pass\n")
     done = mlx(job.project, "data", "bind")
     assert done.returncode == 1
