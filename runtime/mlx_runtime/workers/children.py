@@ -20,22 +20,20 @@ FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
 _PR_SET_PDEATHSIG = 1
 
 
-def unsafe_to_fork() -> str | None:
-    """Return why workers cannot be forked from this process, or None if they can."""
-    if sys.platform != "linux":
-        return f"forking is not reliable on {sys.platform}"
+def unsafe_to_fork() -> bool:
+    """Return True if workers cannot be forked from this process: it has threads, or has used CUDA."""
+    if sys.platform != "linux":  # forking is not reliable on macOS
+        return True
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        return "this process has already initialized CUDA"
-    threads = sum(name not in FORK_SAFE_THREADS for name in _thread_names()) - 1
-    if threads > 0:
-        return f"this process already has {threads} other thread{'s' * (threads > 1)}"
+        return True
+    if sum(name not in FORK_SAFE_THREADS for name in _thread_names()) > 1:
+        return True
     if torch is not None and torch.backends.cuda.is_built():
         from mlx_runtime.distributed.torch_private import cuda_survives_fork
 
-        if not cuda_survives_fork():
-            return "this process has already counted GPUs with CUDA"
-    return None
+        return not cuda_survives_fork()
+    return False
 
 
 def _thread_names() -> Iterator[str]:
@@ -92,42 +90,15 @@ def kill_group(process: Any) -> None:
     process.kill()  # a new interpreter may not lead a process group yet
 
 
-def memory_kills() -> int:
-    """Return how many processes the kernel has killed to free memory; 0 if it does not report that.
-
-    Those of this process's cgroup, a container for example, or else of the machine.
-    """
-    for file in (*memory_events(), Path("/proc/vmstat")):
-        with contextlib.suppress(OSError):
-            for line in file.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-def memory_events() -> Iterator[Path]:
-    """Yield the files in which version 1 or 2 of cgroups may count them."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield Path(f"/sys/fs/cgroup{path}/memory.events")
-            elif "memory" in controllers.split(","):
-                yield Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-
-
-def exit_reason(code: int | None, *, starved: bool = False) -> str:
-    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended.
-
-    `starved` means that the kernel has killed processes to free memory.
-    """
+def exit_reason(code: int | None) -> str:
+    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended."""
     if code is None:
         return "closed its connection"
     if code >= 0:
         return f"exited with code {code}"
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory?)"
     try:
-        name = signal.Signals(-code).name
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:  # only two of the real-time signals have names
-        name = f"signal {-code}"
-    memory = ": the kernel reports that memory ran out" if starved and name == "SIGKILL" else ""
-    return f"was killed by {name}{memory}"
+        return f"was killed by signal {-code}"

@@ -1,9 +1,9 @@
 """The fork server: a process that starts other processes, workers or trials, on request, and reports their exit codes.
 
 It is forked from the driver as soon as the driver has imported the experiment, so that workers start with torch and
-`src` loaded. If forking the driver is not safe, as in a notebook, the server is a new interpreter. On request, it
-imports the experiment and forks workers; otherwise, workers are new interpreters, too. The server never trains and has
-a single thread.
+`src` loaded. If forking the driver is not safe, as in a notebook, the server is a new interpreter, which imports what
+workers need and forks them. On macOS, and if `MLX_START_METHOD=spawn`, workers are new interpreters, too. The server
+never trains and has a single thread.
 """
 
 import atexit
@@ -75,27 +75,22 @@ class Kill:
 class ForkServer:
     """The driver's handle of the server. The constructor starts it.
 
-    `spawns` is the reason why workers are new interpreters; None if they are forks.
-
     Args:
-        fresh: Start the server as a new interpreter that forks workers, even if this process has threads. Call
-            `preload` with all modules that workers should have imported. Linux only.
+        fresh: Start the server as a new interpreter, even if this process could fork it.
     """
 
     def __init__(self, *, fresh: bool = False) -> None:
-        fresh = fresh and sys.platform == "linux" and not Settings.read().spawn
-        self.spawns = "MLX_START_METHOD=spawn" if Settings.read().spawn else None if fresh else unsafe_to_fork()
-        forked = not fresh and not self.spawns
+        forked = not (fresh or Settings.read().spawn or unsafe_to_fork())
         context = multiprocessing.get_context("fork" if forked else "spawn")
         if forked:
             gc.freeze()  # so that workers share the memory of imported modules
         self._control, servers_end = context.Pipe()
-        arguments = (servers_end, self._control if forked else None, not self.spawns)
+        arguments = (servers_end, self._control if forked else None)
         self._process: Any = cast(Any, context).Process(target=serve, args=arguments, name="fork server")
         if not forked:  # otherwise it starts during `start`, and unblocks signals
             resource_tracker.ensure_running()
-        variables = FORKABLE if fresh else {}
-        main = _another_main() if fresh else contextlib.nullcontext()
+        variables = {} if forked else FORKABLE
+        main = contextlib.nullcontext() if forked else _another_main()
         with main, held_signals(), environment(variables, replace=True), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
             self._process.start()
@@ -182,11 +177,12 @@ def _another_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", forks: bool) -> None:
+def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None") -> None:
     """Run the server until the driver closes its end of `control`, which a fork has inherited."""
     if drivers_end is not None:
         drivers_end.close()  # otherwise the server would not notice when the driver closes it
     leave_the_terminal()
+    forks = sys.platform == "linux" and not Settings.read().spawn
     context = multiprocessing.get_context("fork" if forks else "spawn")
     workers: dict[int, Any] = {}
 

@@ -306,7 +306,7 @@ def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tup
 class InProcess:
     """The engine for `cfg.start_workers=0`. It is also its own group, without workers: polling it trains."""
 
-    notice, inbox = None, NoWorkers
+    inbox = NoWorkers
 
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> None:
