@@ -8,6 +8,7 @@ never trains and has a single thread.
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -15,26 +16,21 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from mlx_runtime.errors import USER_ERRORS, MlxError
 from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import FORKABLE, Settings, environment
-from mlx_runtime.workers.children import (
-    die_with_parent,
-    exit_reason,
-    kill_group,
-    leave_the_terminal,
-    unsafe_to_fork,
-)
-from mlx_runtime.workers.stop_requests import held_signals
+from mlx_runtime.workers.stop_requests import DRIVER_SIGNALS, held_signals
 
 Channel = Connection  # takes type parameters since Python 3.13
 
@@ -46,6 +42,11 @@ CHECK_S = 0.5
 
 EXIT_S = 10.0
 """Time limit for the exit of the server."""
+
+FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Threads that survive a fork; importing pyarrow starts one."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -212,23 +213,14 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None")
                         for worker in map(workers.get, numbers):
                             if worker is not None:
                                 kill_group(worker)
-            for ended in [number for number, worker in workers.items() if worker.sentinel in ready or _exited(worker)]:
+            # Its sentinel also waits for the processes that a worker has forked.
+            for ended in [number for number, worker in workers.items() if worker.exitcode is not None]:
                 worker = workers.pop(ended)
                 kill_group(worker)  # and the processes that it has started
                 worker.join()
                 control.send((ended, worker.exitcode))
     except (EOFError, OSError):
         end()
-
-
-def _exited(worker: Any) -> bool:
-    """Return True once a worker has ended. Its sentinel also waits for the processes that it has forked."""
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return False
-    try:  # WNOWAIT: its process id is not reused before its process group is killed
-        return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # multiprocessing has reaped it while starting another
-        return True
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -278,3 +270,87 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
     if control is None:  # a new interpreter ends as a fork does: gloo's threads can abort one that is finalizing
         atexit.register(os._exit, code or 0)
     sys.exit(code)
+
+
+def unsafe_to_fork() -> bool:
+    """Return True if workers cannot be forked from this process: it has threads, or has used CUDA."""
+    if sys.platform != "linux":  # forking is not reliable on macOS
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    if sum(name not in FORK_SAFE_THREADS for name in _thread_names()) > 1:
+        return True
+    if torch is not None and torch.backends.cuda.is_built():
+        from mlx_runtime.distributed.torch_private import cuda_survives_fork
+
+        return not cuda_survives_fork()
+    return False
+
+
+def _thread_names() -> Iterator[str]:
+    """Yield the names of this process's threads, including those of native libraries."""
+    for entry in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            yield (Path("/proc/self/task") / entry / "comm").read_text().strip()
+
+
+def leave_the_terminal() -> None:
+    """Ignore signals that the driver handles. Processes started from here handle them as usual."""
+    for number in DRIVER_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DRIVER_SIGNALS)
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing. Programs started from here would inherit SIG_IGN, but do not inherit a handler."""
+
+
+def _restore_signals() -> None:
+    for number in DRIVER_SIGNALS:
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
+    """Call `end` in the main thread when the parent is gone, even by SIGKILL; without `end`, kill this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if sys.platform == "linux":
+        number = signal.SIGRTMIN if end else signal.SIGKILL
+        if end:
+            # The kernel also sends the signal when only the thread ends that has started this process.
+            signal.signal(number, lambda *_: end() if os.getppid() != parent.pid else None)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent.pid:  # it ended before the call
+            os.kill(os.getpid(), number)
+    elif end is None:  # a process with `end` notices that its connection is closed
+        threading.Thread(target=_kill_after, args=(parent.sentinel,), name="parent", daemon=True).start()
+
+
+def _kill_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_group(process: Any) -> None:
+    """Kill a `multiprocessing.Process` together with all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # a new interpreter may not lead a process group yet
+
+
+def exit_reason(code: int | None) -> str:
+    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended."""
+    if code is None:
+        return "closed its connection"
+    if code >= 0:
+        return f"exited with code {code}"
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory?)"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # only two of the real-time signals have names
+        return f"was killed by signal {-code}"

@@ -21,9 +21,8 @@ from mlx_runtime.events import WorkerOutput
 from mlx_runtime.loop.job import Cluster, Handle, StopAsked, backend_of
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import LogFile, log_name
-from mlx_runtime.workers.children import exit_reason
 from mlx_runtime.workers.connections import Pipes
-from mlx_runtime.workers.fork_server import ForkServer
+from mlx_runtime.workers.fork_server import ForkServer, exit_reason
 from mlx_runtime.workers.placement import changing_size, this_machine
 from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied
 

@@ -33,7 +33,7 @@ from mlx_runtime.loop.job import Cluster, backend_of
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.sections import Elastic
-from mlx_runtime.workers import children as processes
+from mlx_runtime.workers import fork_server as processes
 from mlx_runtime.workers import process as worker
 from mlx_runtime.workers.fork_server import ForkServer
 from mlx_runtime.workers.local import CHUNK_BYTES, LocalGroup, Output
@@ -538,7 +538,7 @@ class TestStart:
         """Importing it sets the environment before any other import."""
         code = (
             "import runpy, sys; runpy.run_path('main.py', run_name='main'); "
-            "from mlx_runtime.workers.children import unsafe_to_fork; sys.exit(unsafe_to_fork())"
+            "from mlx_runtime.workers.fork_server import unsafe_to_fork; sys.exit(unsafe_to_fork())"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=acts, env=environment, capture_output=True, text=True, timeout=120

@@ -24,7 +24,6 @@ from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
-from mlx_runtime.workers.children import die_with_parent, unsafe_to_fork
 from mlx_runtime.workers.placement import JOB_FLAG
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated, sigterm_stops
 
@@ -125,6 +124,7 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
     """
     prepare_fork()
     import mlx_runtime.config.binding  # noqa: F401 - imports torch once for both processes
+    from mlx_runtime.workers.fork_server import die_with_parent, unsafe_to_fork
 
     if unsafe_to_fork():
         return None
@@ -139,6 +139,8 @@ def bind_first(kind: Kind, folder: Path) -> None:
     if (folder / CONF).exists():
         return
     prepare_fork()
+    from mlx_runtime.workers.fork_server import unsafe_to_fork
+
     print(f"no {CONF} yet: binding first", flush=True)
     context: Any = multiprocessing.get_context("spawn" if unsafe_to_fork() else "fork")
     process = context.Process(target=_bind_and_print, args=(kind,))
@@ -151,6 +153,8 @@ def bind_first(kind: Kind, folder: Path) -> None:
 
 
 def _bind_and_print(kind: Kind) -> None:
+    from mlx_runtime.workers.fork_server import die_with_parent
+
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # the parent process reports them

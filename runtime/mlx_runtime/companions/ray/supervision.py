@@ -27,8 +27,8 @@ from mlx_runtime.runs.folder import RunFolder, attempt_name, named_run
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.workers.children import exit_reason
 from mlx_runtime.workers.deadlocks import answer_request
+from mlx_runtime.workers.fork_server import exit_reason
 
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 """Pause before another driver starts, doubled after each one that ends within `STEADY_S`, and its maximum."""
