@@ -46,6 +46,9 @@ EXIT_S = 10.0
 FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
 """Threads that survive a fork; importing pyarrow starts one."""
 
+TERMINAL_SIGNALS = (*DRIVER_SIGNALS, signal.SIGQUIT)
+"""Signals that a terminal sends to all of its processes; they end the driver, and with it its workers."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -192,8 +195,6 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None")
             kill_group(worker)
         os._exit(0)  # a worker that is starting dies with this process
 
-    if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:  # the signal ends the driver, too
-        signal.signal(signal.SIGQUIT, end)
     if sys.platform == "linux":
         signal.signal(signal.SIGRTMIN + 1, end)  # sent by `close`; `die_with_parent` uses SIGRTMIN
     die_with_parent(end)
@@ -250,8 +251,6 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
         control.close()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if sys.platform == "linux":  # the server's handlers, which kill its workers
         for real_time in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
             signal.signal(real_time, signal.SIG_DFL)
@@ -296,8 +295,8 @@ def _thread_names() -> Iterator[str]:
 
 
 def leave_the_terminal() -> None:
-    """Ignore signals that the driver handles. Processes started from here handle them as usual."""
-    for number in DRIVER_SIGNALS:
+    """Ignore signals that end the driver. Processes started from here handle them as usual."""
+    for number in TERMINAL_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DRIVER_SIGNALS)
@@ -309,7 +308,7 @@ def _ignore(*_: Any) -> None:
 
 
 def _restore_signals() -> None:
-    for number in DRIVER_SIGNALS:
+    for number in TERMINAL_SIGNALS:
         if signal.getsignal(number) is _ignore:
             signal.signal(number, signal.SIG_DFL)
 

@@ -18,14 +18,16 @@ MAX_PENDING = 256
 """Maximum number of unauthenticated connections; larger than the number of workers that connect at the same time."""
 
 
-class Listener:
-    """Accepts TCP connections, and serves those that authenticate, each in a thread.
+class Receiver(Pipes):
+    """Receives the events of all workers, including replacements, wherever they connect from.
 
     Anyone on the network can connect. A connection has to authenticate within `HANDSHAKE_S`; if more than `MAX_PENDING`
     are unauthenticated, the oldest are closed.
     """
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, key: bytes = b"") -> None:
+        super().__init__()
+        self.key = key or secrets.token_bytes(16)
         self._listener = socket.create_server((host, port), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self.pending: dict[socket.socket, float] = {}
@@ -35,11 +37,13 @@ class Listener:
 
     def authenticate(self, connection: "Connection[Any, Any]") -> Any:
         """Raise an exception unless the peer has the key. The result is passed to `serve`."""
-        raise NotImplementedError
+        deliver_challenge(connection, self.key)
+        self.readers.append(threading.current_thread())  # before the peer can send anything
+        answer_challenge(connection, self.key)
 
     def serve(self, connection: "Connection[Any, Any]", peer: Any) -> None:
         """Serve an authenticated connection until it is closed."""
-        raise NotImplementedError
+        self.read(connection)
 
     def close(self) -> None:
         self._closed.set()
@@ -85,20 +89,3 @@ class Listener:
             if in_time:
                 with contextlib.suppress(EOFError):
                     self.serve(connection, identity)
-
-
-class Receiver(Listener, Pipes):
-    """Receives the events of all workers, including replacements, wherever they connect from."""
-
-    def __init__(self, host: str) -> None:
-        Pipes.__init__(self)
-        self.key = secrets.token_bytes(16)
-        super().__init__(host)
-
-    def authenticate(self, connection: "Connection[Any, Any]") -> None:
-        deliver_challenge(connection, self.key)
-        self.readers.append(threading.current_thread())  # before the peer can send anything
-        answer_challenge(connection, self.key)
-
-    def serve(self, connection: "Connection[Any, Any]", peer: None) -> None:
-        self.read(connection)

@@ -769,10 +769,10 @@ class TestRefusals:
             (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.start_workers=20 needs 20 GPUs"),
             pytest.param(
                 ["cfg.use_gpu=true", "cfg.start_workers=0"],
-                "cfg.use_gpu=true needs 1 GPUs for this process, of 0; leave it at null",
+                "cfg.start_workers=0 needs 1 GPUs; this machine has room for 0; lower ",
                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
             ),
-            (["cfg.cpus_per_worker=100000"], "cfg.cpus_per_worker=100000, but this machine has "),
+            (["cfg.cpus_per_worker=100000"], "cfg.start_workers=2 needs 100000 CPUs; this machine has room for "),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, list) else "",
     )

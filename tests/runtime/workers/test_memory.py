@@ -10,10 +10,9 @@ import pytest
 import torch
 from conftest import Mlx
 
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.torch_private import recorded_allocations
 from mlx_runtime.errors import ConfigError, WorkerLoopError
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, memory_advice, out_of_memory
+from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, out_of_memory
 
 FULL = 1 << 50
 """Bytes that no machine has."""
@@ -54,34 +53,27 @@ class TestErrors:
         assert not out_of_memory(first)
 
     def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
-        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, lambda: "To save memory: …"):
+        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path):
             torch.empty(FULL)
         first, *_, ways = str(error.value).splitlines()
         assert "tried to allocate" in first
         assert first.endswith("(raised on rank 1)")
-        assert ways == "To save memory: …"
+        assert ways == SAVE_MEMORY
 
     def test_other_messages_are_as_they_were(self, tmp_path: Path) -> None:
-        with pytest.raises(WorkerLoopError, match=r"^ValueError: x \(raised on rank 0\)"):  # noqa: SIM117
-            with loop_errors(0, tmp_path, lambda: pytest.fail("asked for what is needed")):
-                raise ValueError("x")
+        with pytest.raises(WorkerLoopError) as error, loop_errors(0, tmp_path):
+            raise ValueError("x")
+        assert SAVE_MEMORY not in str(error.value)
 
 
 @pytest.mark.pure
-def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, gpu = RunFolder(tmp_path / "digits" / "run_001"), Topology(1, 2, torch.device("cuda", 1))
-    assert memory_advice(folder, Topology(0, 1, torch.device("cpu"))) == SAVE_MEMORY
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_text("snapshot"))
-    line = memory_advice(folder, gpu).splitlines()[1]
-    (file,) = tmp_path.rglob("*.pickle")
-    assert file.read_text() == "snapshot"
-    assert (file.name, line.rsplit(": ", 1)[1]) == ("memory_rank_1.pickle", f"{file}")
-
-    def fail(file: str) -> None:
-        raise OSError(28, "No space left on device", file)
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
-    assert "could not be stored: " in memory_advice(folder, gpu)
+def test_allocations_on_a_gpu_are_stored_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, file = list[Any](), tmp_path / "profile" / "memory_rank_1.pickle"
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(f"{recorded}"))
+    with pytest.raises(torch.OutOfMemoryError), recorded_allocations(file):
+        raise torch.OutOfMemoryError
+    assert (file.read_text(), recorded) == ("['all']", ["all", None])
 
 
 @pytest.mark.process
