@@ -31,7 +31,6 @@ class Receiver(Pipes):
         self._listener = socket.create_server((host, port), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self.pending: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()  # guards `pending`
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
 
@@ -62,20 +61,18 @@ class Receiver(Pipes):
                 continue
             if peer is not None:
                 peer.settimeout(None)
-                with self._lock:
-                    self.pending[peer] = time.monotonic()
+                self.pending[peer] = time.monotonic()
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
             self._drop_pending(MAX_PENDING)
 
     def _drop_pending(self, limit: int) -> None:
         """Close connections that did not authenticate in time, and the oldest beyond `limit`."""
-        with self._lock:
-            excess, deadline = len(self.pending) - limit, time.monotonic() - HANDSHAKE_S
-            for index, (peer, since) in enumerate(list(self.pending.items())):
-                if index < excess or since < deadline:
-                    del self.pending[peer]
-                    with contextlib.suppress(OSError):
-                        peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
+        excess, deadline = len(self.pending) - limit, time.monotonic() - HANDSHAKE_S
+        for index, (peer, since) in enumerate(list(self.pending.items())):
+            late = index < excess or since < deadline
+            if late and self.pending.pop(peer, None) is not None:  # otherwise it has authenticated by now
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
 
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
@@ -84,8 +81,7 @@ class Receiver(Pipes):
             except Exception:  # a peer without the key, or one that hung up
                 return
             finally:
-                with self._lock:
-                    in_time = self.pending.pop(peer, None) is not None
+                in_time = self.pending.pop(peer, None) is not None
             if in_time:
                 with contextlib.suppress(EOFError):
                     self.serve(connection, identity)
