@@ -41,8 +41,8 @@ class Debug(Section):
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
         overfit_batches: read only this many batches of each dataset, training datasets in the same order every epoch;
             a model that does not fit them has a bug.
-        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
-            snapshot of its memory then includes the lines of code that allocated it.
+        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. On GPUs, each worker
+            also records the lines of code that allocate memory, for https://pytorch.org/memory_viz.
         watch_gradients: number of updates between records of each layer's gradient and weight norms; 0 means never.
         stop_on_nan: check all gradients before each update, and end the run at the first NaN or infinity.
     """

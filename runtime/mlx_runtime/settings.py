@@ -36,8 +36,6 @@ FORKABLE = {
 }
 """Keeps a driver that imports torch and the experiment able to fork its workers."""
 
-_set_here: set[str] = set()
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -75,16 +73,7 @@ def prepare_ray() -> None:
 def prepare_fork() -> None:
     """Set the variables that keep this process able to fork workers, except those that the user has set."""
     for name, value in FORKABLE.items():
-        if name not in os.environ:
-            os.environ[name] = value
-            _set_here.add(name)
-
-
-def release_threads() -> None:
-    """Undo the thread limits of `prepare_fork`: this process has read them, and its children do not need them."""
-    for name in _set_here & {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}:
-        os.environ.pop(name, None)
-    _set_here.clear()
+        os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,6 @@ PAD = "Pad them with a `collate` of the dataset, like DataCollatorWithPadding(to
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
-_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types in place of types that NumPy lacks, by bytes per element."""
-
 
 class AdoptedDataset:
     """A dataset made by this package from an object of the user, its `owner`, whose attributes it has."""
@@ -96,7 +93,7 @@ def stack(rows: Sequence[Any], numbers: Sequence[int], name: str) -> dict[str, A
             )
         if row.keys() != rows[0].keys():
             raise DatasetError(
-                f"datasets.{name}: row {number} has {_keys_of(row)}, but row {numbers[0]} has {_keys_of(rows[0])}; "
+                f"datasets.{name}: row {number} has the keys {[*row]}, but row {numbers[0]} has {[*rows[0]]}; "
                 "return the same keys for all rows, or add a `collate`"
             )
     batch = {}
@@ -137,10 +134,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
         return tuple(torch.as_tensor(value).shape)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-
-
-def _keys_of(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, row)) or "nothing"
 
 
 def _tensors(batch: Any, rows: int, subject: str) -> Batch:
@@ -252,10 +245,7 @@ def row_lengths(dataset: Any, lengths: Any, name: str) -> torch.Tensor:
     if isinstance(dataset, IterableDataset) or hasattr(dataset, "to_ray"):
         raise DatasetError(f"{title} has no effect on a stream, whose rows come in their own order; remove it")
     if isinstance(lengths, str) and hasattr(dataset, "lengths_of"):
-        if lengths not in dataset.source.column_names:
-            known = ", ".join(dataset.source.column_names)
-            raise DatasetError(f"{title} is {lengths!r}, but the columns are {known}")
-        lengths = dataset.lengths_of(lengths)
+        lengths = dataset.lengths_of(lengths, title)
     try:
         made = torch.as_tensor(lengths() if callable(lengths) else lengths).long()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -269,15 +259,6 @@ def row_lengths(dataset: Any, lengths: Any, name: str) -> torch.Tensor:
 def dtype_name(column: torch.Tensor) -> str:
     """Return the name of a tensor's type, like `float32`."""
     return str(column.dtype).removeprefix("torch.")
-
-
-def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
-    """Return a tensor as stored: in C order, with types that NumPy lacks as integers of the same size."""
-    column = column.detach().cpu().contiguous()
-    try:
-        return column.numpy()
-    except TypeError:
-        return column.view(_STAND_INS[column.element_size()]).numpy()
 
 
 def check(cls: type, key: str) -> None:

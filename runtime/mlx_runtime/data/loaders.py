@@ -119,11 +119,6 @@ class DatasetShard:
         """True if each epoch has a different order: the attribute `shuffle`, by default True for training datasets."""
         return not self.options.repeats and bool(self.attribute("shuffle", self.training))
 
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of batches in a pass; None means all."""
-        return self.options.limit
-
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the dataset, without constructing it if it is prepared."""
         if self.subset is not None and name in self.subset.attributes:
@@ -186,7 +181,6 @@ class DatasetShard:
         *,
         drop_last: bool | None = None,
         prefetch_batches: int | None = None,
-        **unsupported: Any,
     ) -> "Loader":
         """Return the loader of this dataset: `{name: tensor (batch_size, ...)}` on this worker's device.
 
@@ -201,30 +195,8 @@ class DatasetShard:
             drop_last: Drop a last batch that is smaller than the others; by default the dataset's attribute
                 `drop_last`, or False.
             prefetch_batches: Batches that each reading process reads ahead; by default `cfg.prefetch_batches`.
-            unsupported: Other arguments of Ray Data's method of this name.
-
-        Raises:
-            DatasetError: An argument that this loader does not support.
         """
-        if unsupported:
-            name = next(iter(unsupported))
-            cure = _INSTEAD.get(name, "it takes batch_size, drop_last and prefetch_batches")
-            raise DatasetError(f"iter_torch_batches({name}=...) is not supported; {cure}")
-        if prefetch_batches is not None and (type(prefetch_batches) is not int or prefetch_batches < 0):
-            given = f"iter_torch_batches(prefetch_batches={prefetch_batches!r})"
-            raise DatasetError(f"{given} of datasets.{self.name}: write a number of batches, 0 or more")
         return self.follow(Loader(self, batch_size, drop_last, prefetch_batches))
-
-
-_INSTEAD = {
-    "collate_fn": "write it as ray_map_batches of the dataset",
-    "device": "batches are on the worker's device",
-    "dtypes": "convert in ray_map_batches of the dataset",
-    "local_shuffle_buffer_size": "each epoch shuffles a whole training set; set its attribute `shuffle` to change that",
-    "local_shuffle_seed": "cfg.seed determines the order",
-    "pin_memory": "batches for a GPU are always pinned",
-}
-"""Alternatives to the unsupported arguments of Ray Data's method."""
 
 
 class DatasetShards:
@@ -305,7 +277,7 @@ class Loader:
         shard, size, drop_last = self.shard, self.batch_size, self.asked[1]
         if drop_last is None:
             drop_last = bool(shard.attribute("drop_last", False))
-        workers, limit = shard.topology.data_parallel_size, shard.limit
+        workers, limit = shard.topology.data_parallel_size, shard.options.limit
         if limit is not None:  # each remaining worker reads the batches of lost ones, too
             limit *= max(1, self.accumulate // shard.options.accumulate) * size * workers
         chunk = max(1, self.reader.window_rows // size)

@@ -31,10 +31,6 @@ class Reader(Protocol):
 
     window_rows: int  # consecutive rows per worker, within which a stream is shuffled; 1 for random access
 
-    @property
-    def advice(self) -> str | None:
-        """Advice for faster reading; None if there is none."""
-
     def rows(self) -> int:
         """Return the number of rows in one pass. Raises DatasetError if the dataset has no length."""
 
@@ -66,30 +62,24 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Result of a reading process in place of a batch if reading raised an exception.
+def _failure(error: Exception, name: str) -> DatasetError:
+    """Return the error of a reading process, which yields it in place of a batch.
 
     The exception itself may not survive pickling, and a DataLoader would put its traceback into the message.
     """
-
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception, name: str) -> "_Failure":
-        if isinstance(error, DatasetError):
-            return cls(str(error))
-        notes = "".join(f" ({text})" for text in getattr(error, "__notes__", []))
-        frames = [item for item in traceback.extract_tb(error.__traceback__) if "site-packages" not in item.filename]
-        where = f'\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}'
-        return cls(f"datasets.{name} cannot be read: {type(error).__name__}: {short_message(error)}{notes}{where}")
+    if isinstance(error, DatasetError):
+        return DatasetError(str(error))  # without its cause, which may not survive either
+    notes = "".join(f" ({text})" for text in getattr(error, "__notes__", []))
+    frames = [item for item in traceback.extract_tb(error.__traceback__) if "site-packages" not in item.filename]
+    where = f'\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}'
+    return DatasetError(f"datasets.{name} cannot be read: {type(error).__name__}: {short_message(error)}{notes}{where}")
 
 
 def _receive(loader: DataLoader[Any]) -> Iterator[Batch]:
     """Yield the batches of reading processes. Raises DatasetError if reading failed."""
     for batch in loader:
-        if isinstance(batch, _Failure):
-            raise DatasetError(batch.message)
+        if isinstance(batch, DatasetError):
+            raise batch
         yield batch
 
 
@@ -107,13 +97,6 @@ class MapReader:
         self._dataset, self._name, self._processes = dataset, name, processes
         self._batches = _MapBatches(BatchReader(dataset, name))
         self._idle: tuple[_Sampler, DataLoader[Any]] | None = None  # processes waiting for the next pass
-
-    @property
-    def advice(self) -> str | None:
-        more = f"cfg.loader=workers={max(2, 2 * self._processes.count)}"
-        if getattr(self._dataset, "prepare", True):
-            return "prepare it once with --prepare-batches" + (f", or try {more}" if self._processes.count else "")
-        return f"try {more}" if self._processes.count else f"read in parallel with {more}"
 
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)
@@ -166,13 +149,13 @@ class _MapBatches(Dataset[Any]):
             seed_generators(self._generators, mix_seeds(seed, rows[0]))
         return self._batches.read(rows)
 
-    def __getitem__(self, item: tuple[int, int, list[int]]) -> "Batch | _Failure":
+    def __getitem__(self, item: tuple[int, int, list[int]]) -> "Batch | DatasetError":
         _, seed, rows = item
         set_seed(mix_seeds(seed, rows[0]))  # so that random samples do not depend on the process
         try:
             return self.read(*item)
         except Exception as error:
-            return _Failure.of(error, self._batches.name)
+            return _failure(error, self._batches.name)
 
 
 class IterableReader:
@@ -185,10 +168,6 @@ class IterableReader:
 
     def __init__(self, dataset: Any, name: str, processes: ReadingProcesses) -> None:
         self._dataset, self._name, self._processes = dataset, name, processes
-
-    @property
-    def advice(self) -> str | None:
-        return None if self._processes.count else "read it in a separate process with cfg.loader=workers=1"
 
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)
@@ -206,14 +185,14 @@ class _IterableBatches(IterableDataset[Any]):
     def __init__(self, dataset: Any, name: str, part: WorkerPass) -> None:
         self.dataset, self.name, self.part = dataset, name, part
 
-    def __iter__(self) -> "Iterator[Batch | _Failure]":
+    def __iter__(self) -> "Iterator[Batch | DatasetError]":
         from mlx_runtime.distributed.torch_private import outside_data_loader  # here, because few runs need it
 
         try:
             with outside_data_loader():  # which would change the order of Hugging Face's streams
                 yield from self.read(alone=True)
         except Exception as error:
-            yield _Failure.of(error, self.name)
+            yield _failure(error, self.name)
 
     def read(self, *, alone: bool = False) -> Iterator[Batch]:
         """Yield the batches; `alone` in a process that does nothing else."""

@@ -6,8 +6,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,16 @@ def cuda_survives_fork() -> bool:
 
 
 @contextmanager
-def recorded_allocations() -> Iterator[None]:
-    """Record allocations of GPU memory in the block, for `dump_memory`."""
-    record = partial(torch.cuda.memory._record_memory_history, stacks="python", max_entries=100_000)
-    record("all")
+def recorded_allocations(file: Path) -> Iterator[None]:
+    """Record allocations of GPU memory in the block, for https://pytorch.org/memory_viz, also if memory runs out."""
+    torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=100_000)
     try:
         yield
     finally:
-        record(None)
-
-
-def dump_memory(file: Path) -> None:
-    """Write a snapshot of GPU memory for https://pytorch.org/memory_viz."""
-    torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(None)
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:

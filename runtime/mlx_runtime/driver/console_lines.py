@@ -88,14 +88,12 @@ class ConsoleLines:
             self._print("          to keep a secret out of it, read it from an environment variable: ${oc.env:NAME}")
 
     def _workers(self) -> None:
-        cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
+        cluster, cfg = self._plan.cluster, self._plan.config.cfg
         number, (fewest, most) = cfg.start_workers, self._sizes
         elastic = f"{fewest} to " if fewest < most else ""
         strategy = STRATEGIES.get(cfg.strategy, cfg.strategy).rpartition(".")[2]
         workers = f"{elastic}{plural(most, f'{strategy} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({cluster.why})' if cluster.why else ''}")
-        if engine.notice:
-            self._print(f"          {engine.notice}")
         if cfg.use_gpu is None and cluster.gpus and not cluster.use_gpu:
             gpus, fit = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)}", int(cluster.gpus) // cfg.gpus_per_worker
             hint = f"cfg.start_workers={fit} trains on GPUs; cfg.use_gpu=false selects CPUs"

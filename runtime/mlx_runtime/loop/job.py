@@ -68,7 +68,7 @@ def backend_of(*, use_gpu: bool) -> str:
     return "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
 
 
-def lost(why: str, max_failures: int, advice: str = "") -> WorkerLostError:
-    """Return the error for a lost worker that is not replaced. `advice` is a separate line."""
+def lost(why: str, max_failures: int) -> WorkerLostError:
+    """Return the error for a lost worker that is not replaced."""
     used = f"; no replacements are left (cfg.elastic.max_failures={max_failures})" if max_failures > 0 else ""
-    return WorkerLostError(f"a worker was lost: {why}{used}\n{advice}".rstrip())
+    return WorkerLostError(f"a worker was lost: {why}{used}")

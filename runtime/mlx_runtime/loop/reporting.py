@@ -177,8 +177,9 @@ class Reporter:
         loader: Loader = item.loader
         self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
         self._input_speed["row_counts"] = item.part.row_counts
-        if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
-            self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
+        if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.shard.prepared is None:
+            cure = "try cfg.loader=workers=N, or prepare it once with --prepare-batches"
+            self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {cure}")
 
     def end_epoch(self, values: Mapping[str, float], epoch: int | None = None) -> None:
         """Report the numbers recorded since the end of the last epoch, if any.

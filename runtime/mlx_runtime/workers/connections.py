@@ -1,9 +1,7 @@
 """The channel between a driver and its workers: pipes that workers inherit, or connections to a `Receiver`."""
 
 import contextlib
-import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,16 +41,8 @@ class Remote:
     def stop_asked(self) -> bool:
         return self._stop.is_set()
 
-    def close(self) -> None:
-        with self._sending:
-            if self._connection is not None:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
-                    peer.shutdown(socket.SHUT_WR)  # `_listen` keeps the connection open until the driver ends it
-                self._connection.close()
-                self._connection = None
-
     def _listen(self, connection: "Connection[Any, Any]") -> None:
-        with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed while this thread was waiting
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 order = connection.recv_bytes()
                 if order == STOP:
@@ -96,18 +86,10 @@ class Pipes(NoWorkers):
                 timeout_s = 0.0
 
     def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
-        """Yield the remaining events until all workers have closed their ends or have sent none for `timeout_s`.
-
-        After five times as long, give up on workers that keep sending.
-        """
+        """Yield the remaining events, until all workers have closed their ends or `timeout_s` have passed."""
         until = time.monotonic() + timeout_s
-        limit = until + 4 * timeout_s
         for thread in list(self.readers):
-            while thread.is_alive() and (left_s := until - time.monotonic()) > 0:
-                received = self._messages.qsize()
-                thread.join(left_s)
-                if self._messages.qsize() > received:
-                    until = min(time.monotonic() + timeout_s, limit)
+            thread.join(max(0.0, until - time.monotonic()))
         yield from self.events(timeout_s=0.01)
 
     def broadcast(self, order: bytes) -> None:

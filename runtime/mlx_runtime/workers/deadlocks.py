@@ -137,8 +137,7 @@ class DeadlockDetector:
 
     def __init__(self, ask: Callable[[], None], timeout_s: float) -> None:
         self._ask, self._busy_s = ask, min(ANSWER_S, timeout_s / 2)
-        self._positions: dict[int, WorkerPosition] = {}
-        self._requested: dict[int, WorkerPosition] = {}  # by `locate`, in another thread
+        self._positions: dict[int, WorkerPosition] = {}  # answers to the latest request
         self._world_size = 0
         self._deadline = math.inf
         self._stalled_s = 0.0
@@ -146,20 +145,23 @@ class DeadlockDetector:
     def handle(self, event: Event) -> None:
         match event:
             case WorkerStalled(seconds) if self._deadline == math.inf:
-                self._positions, self._stalled_s = {}, seconds
-                self._deadline = time.monotonic() + ANSWER_S
-                self._ask()
+                self._stalled_s, self._deadline = seconds, time.monotonic() + ANSWER_S
+                self._request()
             case WorkerPosition(rank):
-                self._positions[rank] = self._requested[rank] = event
+                self._positions[rank] = event
+
+    def _request(self) -> dict[int, WorkerPosition]:
+        """Ask the workers for their positions. Return those that arrive."""
+        self._positions = {}
+        self._ask()
+        return self._positions
 
     def locate(self, folder: RunFolder) -> None:
         """Answer a request for the positions of all workers. Called in a thread of its own."""
-        self._requested.clear()
-        self._ask()
-        deadline = time.monotonic() + ANSWER_S
-        while len(self._requested) < self._world_size and time.monotonic() < deadline:
+        found, deadline = self._request(), time.monotonic() + ANSWER_S
+        while len(found) < self._world_size and time.monotonic() < deadline:
             time.sleep(0.05)
-        answer_request(folder, [self._requested[rank] for rank in sorted(self._requested)], self._world_size)
+        answer_request(folder, [found[rank] for rank in sorted(found)], self._world_size)
 
     def check(self, world_size: int) -> None:
         """Raise a `HangError` if the workers are deadlocked, after all have answered or the time is over."""

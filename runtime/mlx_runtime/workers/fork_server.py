@@ -1,13 +1,14 @@
 """The fork server: a process that starts other processes, workers or trials, on request, and reports their exit codes.
 
 It is forked from the driver as soon as the driver has imported the experiment, so that workers start with torch and
-`src` loaded. If forking the driver is not safe, as in a notebook, the server is a new interpreter. On request, it
-imports the experiment and forks workers; otherwise, workers are new interpreters, too. The server never trains and has
-a single thread.
+`src` loaded. If forking the driver is not safe, as in a notebook, the server is a new interpreter, which imports what
+workers need and forks them. On macOS, and if `MLX_START_METHOD=spawn`, workers are new interpreters, too. The server
+never trains and has a single thread.
 """
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -15,26 +16,21 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from mlx_runtime.errors import USER_ERRORS, MlxError
 from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import FORKABLE, Settings, environment
-from mlx_runtime.workers.children import (
-    die_with_parent,
-    exit_reason,
-    kill_group,
-    leave_the_terminal,
-    unsafe_to_fork,
-)
-from mlx_runtime.workers.stop_requests import held_signals
+from mlx_runtime.workers.stop_requests import DRIVER_SIGNALS, held_signals
 
 Channel = Connection  # takes type parameters since Python 3.13
 
@@ -46,6 +42,14 @@ CHECK_S = 0.5
 
 EXIT_S = 10.0
 """Time limit for the exit of the server."""
+
+FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Threads that survive a fork; importing pyarrow starts one."""
+
+TERMINAL_SIGNALS = (*DRIVER_SIGNALS, signal.SIGQUIT)
+"""Signals that a terminal sends to all of its processes; they end the driver, and with it its workers."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -75,27 +79,22 @@ class Kill:
 class ForkServer:
     """The driver's handle of the server. The constructor starts it.
 
-    `spawns` is the reason why workers are new interpreters; None if they are forks.
-
     Args:
-        fresh: Start the server as a new interpreter that forks workers, even if this process has threads. Call
-            `preload` with all modules that workers should have imported. Linux only.
+        fresh: Start the server as a new interpreter, even if this process could fork it.
     """
 
     def __init__(self, *, fresh: bool = False) -> None:
-        fresh = fresh and sys.platform == "linux" and not Settings.read().spawn
-        self.spawns = "MLX_START_METHOD=spawn" if Settings.read().spawn else None if fresh else unsafe_to_fork()
-        forked = not fresh and not self.spawns
+        forked = not (fresh or Settings.read().spawn or unsafe_to_fork())
         context = multiprocessing.get_context("fork" if forked else "spawn")
         if forked:
             gc.freeze()  # so that workers share the memory of imported modules
         self._control, servers_end = context.Pipe()
-        arguments = (servers_end, self._control if forked else None, not self.spawns)
+        arguments = (servers_end, self._control if forked else None)
         self._process: Any = cast(Any, context).Process(target=serve, args=arguments, name="fork server")
         if not forked:  # otherwise it starts during `start`, and unblocks signals
             resource_tracker.ensure_running()
-        variables = FORKABLE if fresh else {}
-        main = _another_main() if fresh else contextlib.nullcontext()
+        variables = {} if forked else FORKABLE
+        main = contextlib.nullcontext() if forked else _another_main()
         with main, held_signals(), environment(variables, replace=True), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
             self._process.start()
@@ -182,11 +181,12 @@ def _another_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", forks: bool) -> None:
+def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None") -> None:
     """Run the server until the driver closes its end of `control`, which a fork has inherited."""
     if drivers_end is not None:
         drivers_end.close()  # otherwise the server would not notice when the driver closes it
     leave_the_terminal()
+    forks = sys.platform == "linux" and not Settings.read().spawn
     context = multiprocessing.get_context("fork" if forks else "spawn")
     workers: dict[int, Any] = {}
 
@@ -195,8 +195,6 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
             kill_group(worker)
         os._exit(0)  # a worker that is starting dies with this process
 
-    if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:  # the signal ends the driver, too
-        signal.signal(signal.SIGQUIT, end)
     if sys.platform == "linux":
         signal.signal(signal.SIGRTMIN + 1, end)  # sent by `close`; `die_with_parent` uses SIGRTMIN
     die_with_parent(end)
@@ -216,23 +214,14 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                         for worker in map(workers.get, numbers):
                             if worker is not None:
                                 kill_group(worker)
-            for ended in [number for number, worker in workers.items() if worker.sentinel in ready or _exited(worker)]:
+            # Its sentinel also waits for the processes that a worker has forked.
+            for ended in [number for number, worker in workers.items() if worker.exitcode is not None]:
                 worker = workers.pop(ended)
                 kill_group(worker)  # and the processes that it has started
                 worker.join()
                 control.send((ended, worker.exitcode))
     except (EOFError, OSError):
         end()
-
-
-def _exited(worker: Any) -> bool:
-    """Return True once a worker has ended. Its sentinel also waits for the processes that it has forked."""
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return False
-    try:  # WNOWAIT: its process id is not reused before its process group is killed
-        return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # multiprocessing has reaped it while starting another
-        return True
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -262,8 +251,6 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
         control.close()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if sys.platform == "linux":  # the server's handlers, which kill its workers
         for real_time in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
             signal.signal(real_time, signal.SIG_DFL)
@@ -282,3 +269,87 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
     if control is None:  # a new interpreter ends as a fork does: gloo's threads can abort one that is finalizing
         atexit.register(os._exit, code or 0)
     sys.exit(code)
+
+
+def unsafe_to_fork() -> bool:
+    """Return True if workers cannot be forked from this process: it has threads, or has used CUDA."""
+    if sys.platform != "linux":  # forking is not reliable on macOS
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    if sum(name not in FORK_SAFE_THREADS for name in _thread_names()) > 1:
+        return True
+    if torch is not None and torch.backends.cuda.is_built():
+        from mlx_runtime.distributed.torch_private import cuda_survives_fork
+
+        return not cuda_survives_fork()
+    return False
+
+
+def _thread_names() -> Iterator[str]:
+    """Yield the names of this process's threads, including those of native libraries."""
+    for entry in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            yield (Path("/proc/self/task") / entry / "comm").read_text().strip()
+
+
+def leave_the_terminal() -> None:
+    """Ignore signals that end the driver. Processes started from here handle them as usual."""
+    for number in TERMINAL_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DRIVER_SIGNALS)
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing. Programs started from here would inherit SIG_IGN, but do not inherit a handler."""
+
+
+def _restore_signals() -> None:
+    for number in TERMINAL_SIGNALS:
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
+    """Call `end` in the main thread when the parent is gone, even by SIGKILL; without `end`, kill this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if sys.platform == "linux":
+        number = signal.SIGRTMIN if end else signal.SIGKILL
+        if end:
+            # The kernel also sends the signal when only the thread ends that has started this process.
+            signal.signal(number, lambda *_: end() if os.getppid() != parent.pid else None)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent.pid:  # it ended before the call
+            os.kill(os.getpid(), number)
+    elif end is None:  # a process with `end` notices that its connection is closed
+        threading.Thread(target=_kill_after, args=(parent.sentinel,), name="parent", daemon=True).start()
+
+
+def _kill_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_group(process: Any) -> None:
+    """Kill a `multiprocessing.Process` together with all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # a new interpreter may not lead a process group yet
+
+
+def exit_reason(code: int | None) -> str:
+    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended."""
+    if code is None:
+        return "closed its connection"
+    if code >= 0:
+        return f"exited with code {code}"
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (out of memory?)"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # only two of the real-time signals have names
+        return f"was killed by signal {-code}"

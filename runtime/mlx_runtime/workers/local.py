@@ -5,8 +5,6 @@ import contextlib
 import multiprocessing
 import os
 import queue
-import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -23,10 +21,8 @@ from mlx_runtime.events import WorkerOutput
 from mlx_runtime.loop.job import Cluster, Handle, StopAsked, backend_of
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import LogFile, log_name
-from mlx_runtime.settings import Settings
-from mlx_runtime.workers.children import exit_reason, memory_kills, unsafe_to_fork
 from mlx_runtime.workers.connections import Pipes
-from mlx_runtime.workers.fork_server import ForkServer
+from mlx_runtime.workers.fork_server import ForkServer, exit_reason
 from mlx_runtime.workers.placement import changing_size, this_machine
 from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied
 
@@ -46,17 +42,13 @@ _warm_server: ForkServer | None = None
 def warm_up(*modules: str) -> None:
     """Start the fork server early, right after the driver has imported the experiment and while forking is safe.
 
-    With the `modules` of the experiment, it starts even if forking is not safe, as a new interpreter that imports them.
-    This pays off if several processes are started.
+    If several processes are started, it pays off that the server imports the `modules` of the experiment, too.
     """
     global _warm_server
-    if _warm_server is not None or Settings.read().spawn:
-        return
-    if not unsafe_to_fork():
+    if _warm_server is None:
         _warm_server = ForkServer()
-    elif modules:
-        _warm_server = ForkServer(fresh=True)
-        _warm_server.preload(*modules)
+        if modules:
+            _warm_server.preload(*modules)
 
 
 def take_server() -> ForkServer:
@@ -92,11 +84,6 @@ class Local:
         self.server = take_server()
         self.server.preload(*strategy_class(cfg.strategy).preloads, *(RAY_TRAIN if "ray.train" in sys.modules else ()))
 
-    @property
-    def notice(self) -> str | None:
-        why = self.server.spawns
-        return f"started as new interpreters, which takes longer than forking: {why}" if why else None
-
     def inbox(self) -> Pipes:
         """Return the driver's end of the pipes that workers inherit."""
         self.pipes = Pipes()
@@ -116,7 +103,7 @@ class LocalGroup(RestartingGroup):
         super().__init__(engine.cfg, handle)
         self._engine, self._job = engine, job
         self._ranks = range(engine.cfg.start_workers)
-        self._scratch = Scratch("mlx-local-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="mlx-local-", ignore_cleanup_errors=True)
         self._output = Output(job.folder, len(self._ranks))
         self._attempt: Attempt | None = None
         self._number = -1  # of the attempt
@@ -133,7 +120,7 @@ class LocalGroup(RestartingGroup):
         assert attempt is not None, "it was started"
         self._collect_exits(attempt)
         self._forward_output()
-        died = {rank: ProcessDied(rank, code, attempt.starved) for rank, code in attempt.codes.items()}
+        died = {rank: WorkerDied(f"rank {rank} {exit_reason(code)}") for rank, code in attempt.codes.items()}
         # Stored results are more specific than exit codes.
         ended = {**died, **attempt.lost, **load_results(attempt.results)}
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
@@ -152,7 +139,7 @@ class LocalGroup(RestartingGroup):
             self._kill()
         self._output.close()
         self._forward_output()
-        self._scratch.close()
+        self._scratch.cleanup()
 
     def _start(self) -> None:
         # Each attempt gets a new store, because the old one contains addresses of lost workers.
@@ -162,7 +149,7 @@ class LocalGroup(RestartingGroup):
     def _begin_attempt(self) -> Path:
         """Return the folder for the results of a new attempt."""
         self._number += 1
-        results = self._scratch.path / str(self._number)
+        results = Path(self._scratch.name, str(self._number))
         results.mkdir()
         self._attempt = Attempt(results)
         return results
@@ -254,28 +241,18 @@ class Attempt:
     results: Path  # folder with the result or error of each worker
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
     lost: dict[int, BaseException] = field(default_factory=dict)  # workers of lost machines, by rank
-    memory_kills: int = field(default_factory=memory_kills)  # before the attempt
     finished_at: float | None = None
-
-    @property
-    def starved(self) -> bool:
-        """True if the kernel has killed a process to free memory."""
-        return memory_kills() > self.memory_kills
-
-
-class ProcessDied(WorkerDied):
-    """A worker ended without storing a result."""
-
-    def __init__(self, rank: int, code: int, starved: bool) -> None:
-        super().__init__(f"rank {rank} {exit_reason(code, starved=starved)}", starved and code == -signal.SIGKILL)
 
 
 CHUNK_BYTES = 65_536
 """Bytes to read at once: the capacity of a pipe."""
 
+CHILD_S = 1.0
+"""Time to read the remaining output; a child process of a worker may never stop printing."""
+
 
 class Output:
-    """Pipes in place of the workers' stdout and stderr, and a thread that reads them.
+    """Pipes in place of the workers' stdout and stderr, each read by a thread.
 
     Messages of native libraries, which write to the file descriptors, arrive as well. Each complete line is written to
     the log immediately, and kept until the driver reads it. `writers` are the workers' ends: stdout and stderr by rank.
@@ -284,15 +261,9 @@ class Output:
     def __init__(self, folder: RunFolder, workers: int) -> None:
         self._lines: queue.SimpleQueue[WorkerOutput] = queue.SimpleQueue()
         self._logs = [LogFile(folder, log_name(rank)) for rank in range(workers)]
-        self._readers: list[_Reader] = []
-        self.writers: list[tuple[Any, Any]] = []
-        for log in self._logs:
-            (stdout, stdouts_writer), (stderr, stderrs_writer) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
-            self._readers += [_Reader(stdout, log, self._lines, False), _Reader(stderr, log, self._lines, True)]
-            self.writers.append((stdouts_writer, stderrs_writer))
-        self._closed, self._close = multiprocessing.Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._read, name="output", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        self.writers = [(self._writer(log, to_stderr=False), self._writer(log, to_stderr=True)) for log in self._logs]
 
     def lines(self) -> Iterator[WorkerOutput]:
         """Yield the lines that arrived before this call."""
@@ -301,58 +272,39 @@ class Output:
 
     def close(self) -> None:
         """Read the remaining output, for a last call of `lines`. The workers must have ended."""
-        self._close.close()
-        self._thread.join()
-        for end in (*(reader.end for reader in self._readers), *(end for pair in self.writers for end in pair)):
-            end.close()
+        for stdout, stderr in self.writers:
+            stdout.close()
+            stderr.close()
+        until = time.monotonic() + CHILD_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._closed = True
         for log in self._logs:
             log.close()
 
-    def _read(self) -> None:
-        by_end: dict[Any, _Reader] = {reader.end: reader for reader in self._readers}
-        while self._closed not in (ready := connection.wait([*by_end, self._closed])):
-            for end in ready:
-                by_end[end].take()
-        for reader in self._readers:  # once: a child process of a worker may never stop printing
-            reader.take()
-            reader.complete()
-        self._closed.close()
+    def _writer(self, log: LogFile, *, to_stderr: bool) -> "connection.Connection[Any, Any]":
+        """Return the end of a new pipe for a worker."""
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        self._threads.append(threading.Thread(target=self._read, args=(ours, log, to_stderr), daemon=True))
+        self._threads[-1].start()
+        return theirs
 
+    def _read(self, end: "connection.Connection[Any, Any]", log: LogFile, to_stderr: bool) -> None:
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        rest: list[str] = []  # of an incomplete line
 
-class _Reader:
-    """One pipe, and its incomplete last line."""
+        def pass_on(text: str) -> None:
+            lines = "".join([*rest, text])
+            rest.clear()
+            log.write(f"{lines}\n")
+            self._lines.put(WorkerOutput(lines, to_stderr))
 
-    def __init__(self, end: Any, log: LogFile, lines: "queue.SimpleQueue[WorkerOutput]", to_stderr: bool) -> None:
-        os.set_blocking(end.fileno(), False)
-        self.end, self._log, self._lines, self._to_stderr = end, log, lines, to_stderr
-        self._rest: list[str] = []
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def take(self) -> None:
-        """Read from the pipe, and pass on complete lines."""
-        with contextlib.suppress(BlockingIOError):
-            self._pass_on(self._decode(os.read(self.end.fileno(), CHUNK_BYTES)))
-
-    def complete(self) -> None:
-        """Pass on an incomplete last line."""
-        if self._rest:
-            self._pass_on("\n")
-
-    def _pass_on(self, text: str) -> None:
-        lines, newline, rest = text.rpartition("\n")
-        if newline:
-            lines, self._rest = "".join([*self._rest, lines]), []
-            self._log.write(lines + newline)
-            self._lines.put(WorkerOutput(lines, self._to_stderr))
-        if rest:
-            self._rest.append(rest)
-
-
-class Scratch:
-    """A folder that only this user can open, until `close`."""
-
-    def __init__(self, prefix: str) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        with end:
+            while (content := os.read(end.fileno(), CHUNK_BYTES)) and not self._closed:
+                lines, newline, last = decode(content).rpartition("\n")
+                if newline:
+                    pass_on(lines)
+                if last:
+                    rest.append(last)
+            if rest:
+                pass_on("")

@@ -65,18 +65,17 @@ def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> 
     Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores, within `WORKERS_PER_CORE`.
     """
     name = "cfg.elastic.min_workers" if cfg.elastic.min_workers else "cfg.start_workers"
-    workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
-    if cfg.cpus_per_worker > cpus and not cluster:
-        return f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but this machine has {cpus:g} cores; lower it"
-    if cfg.use_gpu and not cfg.start_workers and cfg.gpus_per_worker > gpus:
-        return f"cfg.use_gpu=true needs {cfg.gpus_per_worker} GPUs for this process, of {gpus:g}; leave it at null"
-    where, cpus = ("the cluster", cpus) if cluster else ("this machine", cpus * WORKERS_PER_CORE)
-    for kind, each, room, cure in (
-        ("CPUs", cfg.cpus_per_worker if cluster else 1, cpus, f"lower {name} or cfg.cpus_per_worker"),
-        ("GPUs", cfg.gpus_per_worker * bool(cfg.use_gpu), gpus, f"lower {name}, or leave cfg.use_gpu at null"),
+    value = cfg.elastic.min_workers or cfg.start_workers
+    workers = max(1, value)
+    cores = workers * cfg.cpus_per_worker if cluster else max(cfg.cpus_per_worker, -(-workers // WORKERS_PER_CORE))
+    devices = workers * cfg.gpus_per_worker * bool(cfg.use_gpu)
+    where = "the cluster" if cluster else "this machine"
+    for kind, needed, room, cure in (
+        ("CPUs", cores, cpus, f"lower {name} or cfg.cpus_per_worker"),
+        ("GPUs", devices, gpus, f"lower {name}, or leave cfg.use_gpu at null"),
     ):
-        if workers * each > room:
-            return f"{name}={workers} needs {workers * each} {kind}; {where} has room for {room:g}; {cure}"
+        if needed > room:
+            return f"{name}={value} needs {needed} {kind}; {where} has room for {room:g}; {cure}"
     return None
 
 

@@ -22,10 +22,6 @@ class Group(Protocol):
 class Engine(Protocol):
     """Starts the workers of one run."""
 
-    @property
-    def notice(self) -> str | None:
-        """A line about the start of workers, to print at the start of a run, or None."""
-
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
         """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""
 

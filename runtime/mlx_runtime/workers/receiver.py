@@ -18,28 +18,31 @@ MAX_PENDING = 256
 """Maximum number of unauthenticated connections; larger than the number of workers that connect at the same time."""
 
 
-class Listener:
-    """Accepts TCP connections, and serves those that authenticate, each in a thread.
+class Receiver(Pipes):
+    """Receives the events of all workers, including replacements, wherever they connect from.
 
     Anyone on the network can connect. A connection has to authenticate within `HANDSHAKE_S`; if more than `MAX_PENDING`
     are unauthenticated, the oldest are closed.
     """
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, key: bytes = b"") -> None:
+        super().__init__()
+        self.key = key or secrets.token_bytes(16)
         self._listener = socket.create_server((host, port), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self.pending: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()  # guards `pending`
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
 
     def authenticate(self, connection: "Connection[Any, Any]") -> Any:
         """Raise an exception unless the peer has the key. The result is passed to `serve`."""
-        raise NotImplementedError
+        deliver_challenge(connection, self.key)
+        self.readers.append(threading.current_thread())  # before the peer can send anything
+        answer_challenge(connection, self.key)
 
     def serve(self, connection: "Connection[Any, Any]", peer: Any) -> None:
         """Serve an authenticated connection until it is closed."""
-        raise NotImplementedError
+        self.read(connection)
 
     def close(self) -> None:
         self._closed.set()
@@ -58,20 +61,18 @@ class Listener:
                 continue
             if peer is not None:
                 peer.settimeout(None)
-                with self._lock:
-                    self.pending[peer] = time.monotonic()
+                self.pending[peer] = time.monotonic()
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
             self._drop_pending(MAX_PENDING)
 
     def _drop_pending(self, limit: int) -> None:
         """Close connections that did not authenticate in time, and the oldest beyond `limit`."""
-        with self._lock:
-            excess, deadline = len(self.pending) - limit, time.monotonic() - HANDSHAKE_S
-            for index, (peer, since) in enumerate(list(self.pending.items())):
-                if index < excess or since < deadline:
-                    del self.pending[peer]
-                    with contextlib.suppress(OSError):
-                        peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
+        excess, deadline = len(self.pending) - limit, time.monotonic() - HANDSHAKE_S
+        for index, (peer, since) in enumerate(list(self.pending.items())):
+            late = index < excess or since < deadline
+            if late and self.pending.pop(peer, None) is not None:  # otherwise it has authenticated by now
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
 
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
@@ -80,25 +81,7 @@ class Listener:
             except Exception:  # a peer without the key, or one that hung up
                 return
             finally:
-                with self._lock:
-                    in_time = self.pending.pop(peer, None) is not None
+                in_time = self.pending.pop(peer, None) is not None
             if in_time:
                 with contextlib.suppress(EOFError):
                     self.serve(connection, identity)
-
-
-class Receiver(Listener, Pipes):
-    """Receives the events of all workers, including replacements, wherever they connect from."""
-
-    def __init__(self, host: str) -> None:
-        Pipes.__init__(self)
-        self.key = secrets.token_bytes(16)
-        super().__init__(host)
-
-    def authenticate(self, connection: "Connection[Any, Any]") -> None:
-        deliver_challenge(connection, self.key)
-        self.readers.append(threading.current_thread())  # before the peer can send anything
-        answer_challenge(connection, self.key)
-
-    def serve(self, connection: "Connection[Any, Any]", peer: None) -> None:
-        self.read(connection)

@@ -15,11 +15,7 @@ UNWIND_S = 5.0
 
 
 class WorkerDied(Exception):  # noqa: N818 - describes a worker, not an error of this process
-    """A worker ended without a result. `starved` is True if it was killed to free memory."""
-
-    def __init__(self, why: str, starved: bool = False) -> None:
-        super().__init__(why)
-        self.starved = starved
+    """A worker ended without a result."""
 
 
 class RestartingGroup:
@@ -51,12 +47,10 @@ class RestartingGroup:
             self._replace(origins or errors)
 
     def _replace(self, errors: dict[int, BaseException]) -> None:
-        from mlx_runtime.workers.worker import SAVE_MEMORY
-
         first, most = next(iter(errors.values())), self._cfg.elastic.max_failures
         why = short_message(first)
         if 0 <= most <= self._failures:
-            raise lost(why, most, SAVE_MEMORY if getattr(first, "starved", False) else "")
+            raise lost(why, most)
         self._handle(WorkersLost(tuple(errors), why))
         self._kill()
         self._failures += 1

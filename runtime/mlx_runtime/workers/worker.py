@@ -24,7 +24,6 @@ from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
 from mlx_runtime.errors import (
     MlxError,
-    StorageError,
     WorkerLoopError,
     WorkerLostError,
     note,
@@ -45,10 +44,8 @@ from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.runs.checkpoints.groups import members
-from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import environment
-from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.trackers import ReportWriter
 from mlx_runtime.workers.placement import changing_size, this_machine
 
@@ -78,7 +75,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             stack.enter_context(Log(job.folder, topology.rank))
         if not isinstance(sink, Direct):
             ignore_breakpoints(sink.send)
-        with loop_errors(topology.rank, job.project, partial(memory_advice, job.folder, topology)):
+        with loop_errors(topology.rank, job.project):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             topology = stack.enter_context(strategy.topology.entered())
@@ -93,7 +90,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         session = Session(context, strategy, sink, tracking, hooks)
         attach(experiment, session)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(memory_advice, job.folder, topology)):
+        with loop_errors(topology.rank, job.project):
             if topology.writes:
                 sink.send(_workers_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
@@ -139,10 +136,8 @@ _NOT_MIXED = (
 
 
 @contextlib.contextmanager
-def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> Iterator[None]:
+def loop_errors(rank: int, project: Path) -> Iterator[None]:
     """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
-
-    `advice` returns further lines for the error if there is no memory left.
 
     Raises:
         WorkerLoopError: user code failed; contains its frames in `project`.
@@ -170,7 +165,7 @@ def loop_errors(rank: int, project: Path, advice: Callable[[], str] = str) -> It
             error.args = (f"{error}\n{user_traceback(error, project)}".rstrip(),)
         if not out_of_memory(error):
             raise
-        raise type(error)(f"{error}\n{advice()}".rstrip()) from None
+        raise type(error)(f"{error}\n{SAVE_MEMORY}") from None
 
 
 SAVE_MEMORY = (
@@ -191,23 +186,6 @@ def out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def memory_advice(folder: RunFolder, topology: Topology) -> str:
-    """Return the settings that save memory. Store a snapshot of the memory of a GPU, and return its path, too."""
-    if topology.device.type != "cuda":
-        return SAVE_MEMORY
-    from mlx_runtime.distributed.torch_private import dump_memory
-
-    file = folder.path / "profile" / f"memory_rank_{topology.rank}.pickle"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        dump_memory(file)
-        folder.push(file, must=True)
-    except (OSError, RuntimeError, StorageError) as error:
-        return f"{SAVE_MEMORY}\nA snapshot of the GPU's memory could not be stored: {short_message(error)}"
-    location = join_path(folder.location, "profile", file.name)
-    return f"{SAVE_MEMORY}\nSnapshot of the GPU's memory, for https://pytorch.org/memory_viz: {location}"
 
 
 def ignore_breakpoints(send: Callable[[Event], None], why: str = NO_TERMINAL) -> None:
@@ -247,7 +225,9 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     if cfg.debug.profile and topology.device.type == "cuda":
         from mlx_runtime.distributed.torch_private import recorded_allocations
 
-        stack.enter_context(recorded_allocations())
+        file = job.folder.path / "profile" / f"memory_rank_{topology.rank}.pickle"
+        stack.callback(job.folder.push, file)
+        stack.enter_context(recorded_allocations(file))
     if cfg.debug.profile and topology.writes:
         from mlx_runtime.loop.profiling import trace
 
@@ -306,7 +286,7 @@ def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tup
 class InProcess:
     """The engine for `cfg.start_workers=0`. It is also its own group, without workers: polling it trains."""
 
-    notice, inbox = None, NoWorkers
+    inbox = NoWorkers
 
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> None:

@@ -59,7 +59,7 @@ def test_a_first_row_that_is_empty_does_not_hide_the_values_of_others(first: lis
         ({"x": [1, 2]}, r"datasets.train: row 9 has 'x' of shape \(2,\), but row 3 has \(3,\). Pad them with a `coll"),
         ({"x": torch.ones(2)}, r"row 9 has 'x' of shape \(2,\), but row 3 has \(3,\)"),
         ({"x": 1}, r"row 9 has 'x' of shape \(\), but row 3 has \(3,\)"),
-        ({"y": [1, 2, 3]}, "row 9 has y, but row 3 has x; return the same keys for all rows"),
+        ({"y": [1, 2, 3]}, r"row 9 has the keys \['y'\], but row 3 has \['x'\]; return the same keys for all rows"),
         (([1, 2, 3], 1), "datasets.train has no ray_map_batches, and row 9 is a tuple. Return a dict, or add"),
     ],
 )

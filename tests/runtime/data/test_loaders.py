@@ -184,12 +184,6 @@ def test_reading_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch, dataset: D
     assert read(shard(dataset, processes=processes).iter_torch_batches()) == wanted
 
 
-def test_a_number_of_batches_to_read_ahead_must_be_one() -> None:
-    message = r"iter_torch_batches\(prefetch_batches=-1\) of datasets.train: write a number of batches, 0 or more"
-    with pytest.raises(DatasetError, match=message):
-        shard(Rows()).iter_torch_batches(prefetch_batches=-1)
-
-
 def test_a_stream_that_ends_early_is_told() -> None:
     message = r"datasets.train: Numbers ended after \d+ samples, but __len__\(\) is 37"
     with pytest.raises(DatasetError, match=message):

@@ -317,15 +317,6 @@ def test_another_batch_size_applies_from_the_next_pass(loop) -> None:
     assert [len(batch["x"]) for batch in loop.shards.train.iter_torch_batches(2, drop_last=True)] == [2]
 
 
-@pytest.mark.parametrize(
-    ("name", "cure"),
-    [("local_shuffle_buffer_size", "each epoch shuffles"), ("shufle", "it takes batch_size, drop_last and pref")],
-)
-def test_what_a_loader_does_not_take_is_refused(loop, name: str, cure: str) -> None:
-    with pytest.raises(MlxError, match=rf"iter_torch_batches\({name}=...\) is not supported; {cure}"):
-        loop.shards.train.iter_torch_batches(**{name: 5})
-
-
 class TestRecords:
     """Passes that end early, and loops over data that the runtime does not know."""
 

@@ -194,7 +194,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
     cfg = TrainConfig(start_workers=4, use_gpu=asked)
     screen, copy = io.StringIO(), io.StringIO()
     cluster = Cluster("on 8 cores", 8, gpus, engine="local", use_gpu=use_gpu)
-    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
+    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, None), tmp_path)
     lines = ConsoleLines(Display(screen, copy.write, quiet=True), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
     for text in (screen.getvalue(), copy.getvalue()):
@@ -209,7 +209,7 @@ def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> 
     cfg = TrainConfig(start_workers=4, elastic=Elastic(min_workers=1))
     screen = io.StringIO()
     cluster = Cluster("in Ray cluster with 4 CPUs", 4, 0, engine="ray", shares_cores=False)
-    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
+    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, None), tmp_path)
     lines = ConsoleLines(Display(screen), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
     lines.handle(WorkersWaiting("1 CPUs, 0 free"))
@@ -227,9 +227,7 @@ def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> 
 def test_a_run_from_a_checkpoint_prints_the_changed_values_and_the_trained_parameters(tmp_path: Path) -> None:
     screen = io.StringIO()
     config = RunConfig({}, {}, TrainConfig(), changes=(Change("optimizers.adam.lr", 0.1, 0.2),))
-    lines = ConsoleLines(
-        Display(screen), RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, Unremarkable), tmp_path)
-    )
+    lines = ConsoleLines(Display(screen), RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, None), tmp_path))
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
     lines.handle(WorkersStarted("cpu", 1_000, 1, trained=10))
     assert "changed   optimizers.adam.lr: 0.1 → 0.2\n" in screen.getvalue()
@@ -242,14 +240,8 @@ def test_a_quiet_run_prints_the_last_value_of_every_metric(tmp_path: Path, monke
         monkeypatch.setenv("MLX_QUIET", quiet)
         screen = io.StringIO()
         config = RunConfig({}, {}, TrainConfig(monitor=None))
-        plan = RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, Unremarkable), tmp_path)
+        plan = RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, None), tmp_path)
         lines = ConsoleLines(Display(screen, quiet=quiet == "1"), plan)
         lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
         lines.handle(RunEnded("SUCCEEDED", {"train/loss": 0.25}))
         assert ("train/loss   0.2500" in screen.getvalue()) is shown, screen.getvalue()
-
-
-class Unremarkable:
-    """An engine."""
-
-    notice = None

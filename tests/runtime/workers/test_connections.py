@@ -75,7 +75,6 @@ def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callab
     assert heard(receiver) == WorkerConnected(0)
     receiver.broadcast(STOP)
     wait_for(worker.stop_asked, PATIENCE_S)
-    worker.close()
     for connection in strangers:
         connection.close()
 
@@ -196,19 +195,6 @@ def test_a_worker_that_goes_on_sending_is_left(receiver: Receiver) -> None:
     worker.join()
 
 
-def test_a_worker_that_closes_its_end_is_not_waited_for(receiver: Receiver) -> None:
-    """Although one of its threads waits for orders."""
-    worker = Remote(receiver.address, receiver.key, rank=0)
-    assert heard(receiver) == WorkerConnected(0)
-    receiver.broadcast(STOP)
-    wait_for(worker.stop_asked, PATIENCE_S)
-    time.sleep(0.1)  # until that thread waits again; otherwise this test shows nothing
-    worker.close()
-    (reader,) = receiver.readers
-    reader.join(PATIENCE_S)
-    assert not reader.is_alive()
-
-
 def test_a_worker_inherits_a_pipe() -> None:
     pipes = Pipes()
     theirs = pipes.add()
@@ -217,7 +203,3 @@ def test_a_worker_inherits_a_pipe() -> None:
     assert [next(pipes.events(PATIENCE_S)), next(pipes.events(PATIENCE_S))] == [WorkerConnected(3), Notice("here")]
     pipes.broadcast(STOP)
     wait_for(worker.stop_asked, PATIENCE_S)
-    worker.close()
-    (reader,) = pipes.readers
-    reader.join(PATIENCE_S)
-    assert not reader.is_alive()

@@ -7,21 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.exceptions
 import torch
 from conftest import Mlx
 
-from mlx_runtime.companions.ray.failures import failure_of
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.errors import ConfigError, WorkerLoopError, WorkerLostError
-from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.sections import Elastic
-from mlx_runtime.workers import children as processes
-from mlx_runtime.workers.children import memory_kills
-from mlx_runtime.workers.local import ProcessDied
-from mlx_runtime.workers.recovery import RestartingGroup
-from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, memory_advice, out_of_memory
+from mlx_runtime.distributed.torch_private import recorded_allocations
+from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, out_of_memory
 
 FULL = 1 << 50
 """Bytes that no machine has."""
@@ -62,75 +53,27 @@ class TestErrors:
         assert not out_of_memory(first)
 
     def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
-        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, lambda: "To save memory: …"):
+        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path):
             torch.empty(FULL)
         first, *_, ways = str(error.value).splitlines()
         assert "tried to allocate" in first
         assert first.endswith("(raised on rank 1)")
-        assert ways == "To save memory: …"
+        assert ways == SAVE_MEMORY
 
     def test_other_messages_are_as_they_were(self, tmp_path: Path) -> None:
-        with pytest.raises(WorkerLoopError, match=r"^ValueError: x \(raised on rank 0\)"):  # noqa: SIM117
-            with loop_errors(0, tmp_path, lambda: pytest.fail("asked for what is needed")):
-                raise ValueError("x")
+        with pytest.raises(WorkerLoopError) as error, loop_errors(0, tmp_path):
+            raise ValueError("x")
+        assert SAVE_MEMORY not in str(error.value)
 
 
 @pytest.mark.pure
-def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, gpu = RunFolder(tmp_path / "digits" / "run_001"), Topology(1, 2, torch.device("cuda", 1))
-    assert memory_advice(folder, Topology(0, 1, torch.device("cpu"))) == SAVE_MEMORY
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_text("snapshot"))
-    line = memory_advice(folder, gpu).splitlines()[1]
-    (file,) = tmp_path.rglob("*.pickle")
-    assert file.read_text() == "snapshot"
-    assert (file.name, line.rsplit(": ", 1)[1]) == ("memory_rank_1.pickle", f"{file}")
-
-    def fail(file: str) -> None:
-        raise OSError(28, "No space left on device", file)
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
-    assert "could not be stored: " in memory_advice(folder, gpu)
-
-
-@pytest.mark.pure
-class TestKilledWorkers:
-    """The kernel or Ray kills a process of a machine that has no memory left."""
-
-    @pytest.mark.parametrize(
-        ("code", "starved", "end"),
-        [
-            (-9, True, "SIGKILL: the kernel reports that memory ran out"),
-            (-9, False, "SIGKILL"),
-            (-11, True, "SIGSEGV"),
-        ],
-    )
-    def test_the_kernel_reports_it(self, code: int, starved: bool, end: str) -> None:
-        died = ProcessDied(1, code, starved)
-        assert str(died) == f"rank 1 was killed by {end}"
-        assert died.starved is (code == -9 and starved)
-
-    def test_its_count_is_that_of_the_cgroup(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """`memory.events` of version 2; version 1 has the same line. Without either, the machine counts."""
-        events = tmp_path / "memory.events"
-        monkeypatch.setattr(processes, "memory_events", lambda: [tmp_path / "missing", events])
-        assert f"oom_kill {memory_kills()}\n" in Path("/proc/vmstat").read_text()
-        events.write_text("low 0\nhigh 0\nmax 7\noom 4\noom_kill 30517\noom_group_kill 0\n")
-        assert memory_kills() == 30517
-
-    def test_the_cgroup_of_this_process_has_a_file_for_it(self) -> None:
-        files = [file for file in processes.memory_events() if file.exists()]
-        if not files:
-            pytest.skip("the root of all cgroups has none, and not all containers show theirs")
-        assert any("oom_kill " in file.read_text() for file in files)
-
-    @pytest.mark.parametrize("cause", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.NodeDiedError("gone")])
-    def test_ray_reports_it(self, cause: ray.exceptions.RayError) -> None:
-        group = RestartingGroup(TrainConfig(elastic=Elastic(max_failures=0)), lambda event: None)
-        with pytest.raises(WorkerLostError) as raised:
-            group.handle_failure({1: failure_of(1, cause)}, all_ended=False)
-        message = str(raised.value)
-        assert message.startswith(f"a worker was lost: {cause!s}")
-        assert message.endswith(SAVE_MEMORY) is isinstance(cause, ray.exceptions.OutOfMemoryError)
+def test_allocations_on_a_gpu_are_stored_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, file = list[Any](), tmp_path / "profile" / "memory_rank_1.pickle"
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(f"{recorded}"))
+    with pytest.raises(torch.OutOfMemoryError), recorded_allocations(file):
+        raise torch.OutOfMemoryError
+    assert (file.read_text(), recorded) == ("['all']", ["all", None])
 
 
 @pytest.mark.process

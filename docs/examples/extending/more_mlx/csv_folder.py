@@ -24,7 +24,6 @@ class CSVFolder:
 
 class CSVReader:
     window_rows = 1  # rows can be read in any order
-    advice = None  # no advice on faster reading
 
     def __init__(self, path, target):
         rows = [row for file in sorted(path.glob("*.csv")) for row in csv.DictReader(file.open())]

@@ -13,8 +13,6 @@ from mlx_runtime.engines import WorkerJob, load_results, lost, run_worker, this_
 
 
 class Subprocesses:
-    notice = None  # no additional line at the start of a run
-
     @staticmethod
     def refusal(cfg, *, in_job):
         if in_job:

@@ -18,7 +18,6 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.settings import Settings, prepare_fork
-from mlx_runtime.workers.children import die_with_parent, unsafe_to_fork
 from mlx_runtime.workers.placement import JOB_FLAG
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated, sigterm_stops
 
@@ -119,6 +118,7 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
     """
     prepare_fork()
     import mlx_runtime.config.binding  # noqa: F401 - imports torch once for both processes
+    from mlx_runtime.workers.fork_server import die_with_parent, unsafe_to_fork
 
     if unsafe_to_fork():
         return None

@@ -102,8 +102,11 @@ class HFRows(_OwnedDataset, Dataset[Any]):
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         return self.source.__getitems__(list(rows))  # type: ignore[no-any-return]
 
-    def lengths_of(self, column: str) -> list[int]:
-        """Return the numbers in a column, or the lengths of the lists in it, by row."""
+    def lengths_of(self, column: str, title: str) -> list[int]:
+        """Return the numbers in a column, or the lengths of the lists in it, by row. `title` begins an error."""
+        if column not in self.source.column_names:
+            known = ", ".join(self.source.column_names)
+            raise DatasetError(f"{title} is {column!r}, but the columns are {known}")
         tables = self.source.select_columns([column]).with_format("arrow").iter(batch_size=10_000)
         chunks = (chunk for table in tables for chunk in table.column(column).chunks)
         return [

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.workers.fork_server import ForkServer
-from mlx_runtime.workers.local import Scratch, start_workers
+from mlx_runtime.workers.local import start_workers
 from mlx_runtime.workers.process import WorkerJob
 
 AGAIN_S = 1.0
@@ -72,7 +73,7 @@ class Agent:
     def __init__(self, address: tuple[str, int], key: bytes, name: str | None, source: str | None) -> None:
         self._head, self._key, self._name, self._source = address, key, name, source
         self._process = uuid.uuid4().hex
-        self._scratch = Scratch("mlx-node-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="mlx-node-", ignore_cleanup_errors=True)
         self._channel: Channel | None = None
         self._server: ForkServer | None = None
         self._code, self._project = "", Path()
@@ -99,7 +100,7 @@ class Agent:
             self._server.close()
         if self._channel is not None:
             self._channel.close()
-        self._scratch.close()
+        self._scratch.cleanup()
 
     def _join(self, wait_s: float) -> Channel:
         """Return a connection to the first machine, once that has admitted this one."""
@@ -165,7 +166,7 @@ class Agent:
             kind, *facts = channel.receive()
         if hashlib.sha256(facts[0]).hexdigest() != offer["code"]:
             raise MlxError("the code that arrived is not the code of the run")
-        copy = self._scratch.path / "code"
+        copy = Path(self._scratch.name, "code")
         copy.mkdir()
         (copy / snapshots.CODE).write_bytes(facts[0])
         folder = snapshots.unpack(RunFolder(copy))
@@ -208,7 +209,7 @@ class Agent:
     @property
     def _storage(self) -> Path:
         """Folder in place of the storage, if this machine does not see it."""
-        return self._scratch.path / "storage"
+        return Path(self._scratch.name, "storage")
 
     def _clear_storage(self) -> None:
         if self._outdated:
@@ -233,7 +234,7 @@ class Agent:
         if (self._storage / RESTORED).is_dir():
             tree = tree | {"cfg": tree["cfg"] | {"restore_checkpoint_path": str(self._storage / RESTORED)}}
         root = job.root if self._sees_storage else str(self._storage)
-        results = self._scratch.path / uuid.uuid4().hex
+        results = Path(self._scratch.name, uuid.uuid4().hex)
         results.mkdir()
         shared = WorkerJob(
             dataclasses.replace(job, project=self._project, root=root, tree=tree),

@@ -14,6 +14,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions import is_remote
@@ -187,11 +188,12 @@ class NodesGroup(LocalGroup):
 
     def _open(self) -> None:
         engine, job = self._engine, self._job
-        key_file = self._scratch.path / "join.key"
+        scratch = Path(self._scratch.name)
+        key_file = scratch / "join.key"
         key_file.touch(0o600)
         key_file.write_text(f"{engine.key}\n")
-        snapshots.store(job.project, RunFolder(self._scratch.path))
-        self._code = self._scratch.path / snapshots.CODE
+        snapshots.store(job.project, RunFolder(scratch))
+        self._code = scratch / snapshots.CODE
         gpus = job.cluster.gpus_per_worker if engine.use_gpu else 0
         try:
             self._rendezvous = Rendezvous(self._nodes, job.cluster.host, engine.key.encode(), self._offer(), gpus)
@@ -321,7 +323,7 @@ class NodesGroup(LocalGroup):
         for node in missing:
             if node.ssh is None or node.name in rendezvous.members:
                 continue
-            log = self._scratch.path / f"{node.name}.log"
+            log = Path(self._scratch.name, f"{node.name}.log")
             starter = self._starters.get(node.name)
             if starter is not None and starter.poll() is None:
                 continue

@@ -16,7 +16,7 @@ from mlx_runtime.companions.nodes.channel import BEAT_S, LOST_S, Channel, admit
 from mlx_runtime.companions.nodes.roster import Node
 from mlx_runtime.companions.nodes.store import Values
 from mlx_runtime.errors import MlxError, short_message, suggest
-from mlx_runtime.workers.receiver import Listener
+from mlx_runtime.workers.receiver import Receiver
 
 PREPARE_S = 600.0
 """Time for a machine that has joined to fetch and import the code."""
@@ -78,7 +78,7 @@ class Member:
             self.channel.close()
 
 
-class Rendezvous(Listener):
+class Rendezvous(Receiver):
     """Listens for the other machines of a run, and for the workers of all machines, which meet in a store.
 
     Args:
@@ -89,13 +89,13 @@ class Rendezvous(Listener):
     """
 
     def __init__(self, nodes: list[Node], host: str, key: bytes, offer: dict[str, Any], gpus: float) -> None:
-        self.key, self.members = key, dict[str, Member]()
+        self.members = dict[str, Member]()
         self.stores: dict[int, Values] = {}  # by number of the attempt
         self._nodes, self._offer, self._gpus = {node.name: node for node in nodes[1:]}, offer, gpus
         self._addresses = {node.name: _resolved(node.host) for node in nodes}
         self._joining = threading.Lock()  # guards `members`
         self._received: queue.SimpleQueue[tuple[Member | None, Message]] = queue.SimpleQueue()
-        super().__init__(host, nodes[0].port)
+        super().__init__(host, nodes[0].port, key)
 
     def missing(self) -> list[Node]:
         """Return the machines that have not joined, or are not ready yet."""

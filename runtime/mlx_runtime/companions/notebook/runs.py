@@ -24,7 +24,7 @@ from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, Run
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.queries.reader import Run, open_run
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.workers.children import exit_reason
+from mlx_runtime.workers.fork_server import exit_reason
 
 Listener = Callable[[Event], None]
 

@@ -182,8 +182,6 @@ class ShardLoader(Loader):
 class _Rows(AdoptedDataset, Dataset[Any]):
     """A dataset whose samples may be anything, for loaders of batches that are dicts."""
 
-    prepare = False  # so that no line advises it
-
     def __init__(self, source: Any, *, as_samples: bool = False) -> None:
         self.owner = self.source = source
         self._as_samples = as_samples

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mlx_runtime.companions.prepared.store import MANIFEST, Manifest, PreparedSet, Store
-from mlx_runtime.data.batches import Batch, as_numpy, device_copies, dtype_name
+from mlx_runtime.data.batches import Batch, device_copies, dtype_name
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
@@ -25,6 +25,18 @@ from mlx_runtime.storage.publishing import Publication, recover
 
 CHUNK_BYTES = 1 << 20
 """Number of bytes gathered at once: one gather serves many small batches, and a chunk fits in the cache of a CPU."""
+
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types in place of types that NumPy lacks, by bytes per element."""
+
+
+def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """Return a tensor as stored: in C order, with types that NumPy lacks as integers of the same size."""
+    column = column.detach().cpu().contiguous()
+    try:
+        return column.numpy()
+    except TypeError:
+        return column.view(_STAND_INS[column.element_size()]).numpy()
 
 
 class ColumnWriter:
@@ -111,7 +123,6 @@ class PreparedReader:
     """Reader of a prepared dataset. The batches of a chunk are disjoint parts of its memory, which they keep alive."""
 
     window_rows = 1
-    advice = None
 
     def __init__(self, prepared: PreparedSet, device: torch.device) -> None:
         self._prepared, self._device = prepared, device

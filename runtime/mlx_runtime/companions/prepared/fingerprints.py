@@ -21,10 +21,11 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
+from mlx_runtime.companions.prepared.columns import as_numpy
 from mlx_runtime.companions.prepared.store import Manifest
 from mlx_runtime.companions.ray.streams import make_dataset, stream_of
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, dtype_name, rows_of
 from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.errors import DatasetError
 

@@ -15,11 +15,11 @@ import ray
 import ray.data
 import torch
 
-from mlx_runtime.companions.prepared.columns import ColumnWriter
+from mlx_runtime.companions.prepared.columns import ColumnWriter, as_numpy
 from mlx_runtime.companions.prepared.fingerprints import Candidate, Schema, format_schema, schema_of, some_rows
 from mlx_runtime.companions.prepared.store import Manifest, Store
 from mlx_runtime.companions.ray.streams import columns_of, keep_order, rows_of_stream, stream_blocks, stream_of
-from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, rows_of
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.storage import documents
 

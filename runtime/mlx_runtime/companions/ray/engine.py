@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 class OnRay:
     """The engine for clusters and for Ray embedded in the driver."""
 
-    notice = None
-
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> str | None:
         return None

@@ -17,7 +17,7 @@ def failure_of(rank: int, error: ray.exceptions.RayError) -> MlxError | WorkerDi
         lines = [line for line in full_message(cause).splitlines() if line.strip()]
         why = short_message(cause) if len(lines) < 2 else f"{short_message(cause)} {lines[-1].strip()}"
         return MlxError(f"rank {rank} failed on Ray: {type(cause).__name__}: {why}")
-    return WorkerDied(_problem(error), isinstance(error, ray.exceptions.OutOfMemoryError))
+    return WorkerDied(_problem(error))
 
 
 def _problem(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from mlx_runtime.companions.ray.autoscaler import Room, room
 from mlx_runtime.errors import ClusterError, ConfigError, short_message
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
+from mlx_runtime.settings import FORKABLE, QUIET_WORKERS, Settings, environment
 from mlx_runtime.workers.placement import JOB_FLAG, check_room, uses_gpus
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ def _start_embedded(cpus: int, level: str) -> None:
 
     if not Settings.read().quiet:
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)
-    release_threads()  # processes of Ray are not limited to the cores of this one
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # for Ray's processes, which are not forks
+        if os.environ.get(name) == FORKABLE[name]:
+            del os.environ[name]
     # Ray places workers by logical CPUs: with more of them than cores, any number of workers runs on a laptop.
     # Some are for Ray Data.
     cpus = max(os.cpu_count() or 1, cpus + 2)

@@ -187,7 +187,6 @@ class StreamReader:
     """
 
     window_rows = WINDOW_ROWS
-    advice = "prepare it once with --prepare-batches"
 
     def __init__(self, assigner: Any, name: str, copy: int = 0) -> None:
         self._assigner, self._name, self._copy = assigner, name, copy

@@ -27,8 +27,8 @@ from mlx_runtime.runs.folder import RunFolder, attempt_name, named_run
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.workers.children import exit_reason, memory_kills
 from mlx_runtime.workers.deadlocks import answer_request
+from mlx_runtime.workers.fork_server import exit_reason
 
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0
 """Pause before another driver starts, doubled after each one that ends within `STEADY_S`, and its maximum."""
@@ -109,11 +109,11 @@ class Supervisor:
             signal.signal(number, self._stop)
         while True:
             before, claimed = _patiently(self._stored), _patiently(self._folder.attempts)
-            started, kills = time.monotonic(), memory_kills()
+            started = time.monotonic()
             if self._stopping:
                 return self._close(DriverEnd(128 + signal.SIGTERM, "PENDING"), "the job was stopped")
             pid, code = self._drive()
-            why = f"the driver {exit_reason(code, starved=memory_kills() > kills)}"
+            why = f"the driver {exit_reason(code)}"
             end = _patiently(lambda: self._end_of(pid, code, claimed, before))  # noqa: B023 - called at once
             if end is None:
                 return self._give_up(code)

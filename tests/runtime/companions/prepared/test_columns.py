@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlx_runtime.companions.prepared.columns import ColumnWriter, PreparedReader, load_columns
+from mlx_runtime.companions.prepared.columns import ColumnWriter, PreparedReader, as_numpy, load_columns
 from mlx_runtime.companions.prepared.store import Manifest, PreparedSet, Store
-from mlx_runtime.data.batches import as_numpy
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass
 from mlx_runtime.errors import StorageError
 

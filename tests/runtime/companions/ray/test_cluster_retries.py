@@ -26,11 +26,11 @@ class TestRetries:
         os.kill(user.record(name="killed")["pid"], signal.SIGKILL)
         log = user.types("xp", "logs", "killed", "run_001")  # follows both drivers
         assert log.returncode == 0, log.stdout + log.stderr
-        assert "retry     the driver was killed by SIGKILL; retry 1 of 1 begins at " in log.stdout
+        assert "retry     the driver was killed by SIGKILL (out of memory?); retry 1 of 1 begins at " in log.stdout
         record, runs = user.record(name="killed"), user.folder / "runs"
         assert (record["status"], record["attempt"], record["epoch"]) == ("SUCCEEDED", 2, 2)
         (first,) = json.loads(user.types("xp", "ls", "killed", "--json").stdout)[0]["attempts"]
-        assert (first["status"], first["error"]) == ("FAILED", "the driver was killed by SIGKILL")
+        assert (first["status"], first["error"]) == ("FAILED", "the driver was killed by SIGKILL (out of memory?)")
         assert first["job"] == record["job"]
         assert differences(final_state(trained), final_state(runs / "killed/run_001")) == []
 

@@ -107,7 +107,7 @@ def history(record: dict[str, Any]) -> list[tuple[str, str | None]]:
     return [(item["status"], item["error"]) for item in record["attempts"]]
 
 
-KILLED = ("FAILED", "the driver was killed by SIGKILL")
+KILLED = ("FAILED", "the driver was killed by SIGKILL (out of memory?)")
 
 
 def test_a_driver_that_dies_is_followed_by_another(run: RunFolder) -> None:
@@ -115,14 +115,14 @@ def test_a_driver_that_dies_is_followed_by_another(run: RunFolder) -> None:
     assert (code, record["status"], record["attempt"], history(record)) == (0, "SUCCEEDED", 3, [KILLED, KILLED])
     log = (run.path / "logs" / "driver.log").read_text().splitlines()
     assert [line.partition(" begins")[0] for line in log] == [
-        f"retry     the driver was killed by SIGKILL; retry {number} of 2" for number in (1, 2)
+        f"retry     the driver was killed by SIGKILL (out of memory?); retry {number} of 2" for number in (1, 2)
     ]
 
 
 def test_it_gives_up_after_the_last_retry(run: RunFolder) -> None:
     code, record = supervise(run, 1, "die()")
     assert (code, record["status"], history(record)) == (137, "FAILED", [KILLED])
-    assert record["error"] == "the driver was killed by SIGKILL, after 1 of 1 retries"
+    assert record["error"] == "the driver was killed by SIGKILL (out of memory?), after 1 of 1 retries"
 
 
 def test_errors_and_requests_of_users_end_it(run: RunFolder) -> None:
@@ -158,7 +158,7 @@ def test_it_stops_during_a_pause(run: RunFolder, monkeypatch: pytest.MonkeyPatch
     assert (run.attempts(), run.STOP in run.names()) == (1, False)
     assert seen["status"] == "WAITING"
     assert seen["waits_for"].startswith("retry 1 of 1 at ")
-    assert seen["waits_for"].endswith(" UTC: the driver was killed by SIGKILL")
+    assert seen["waits_for"].endswith(" UTC: the driver was killed by SIGKILL (out of memory?)")
     assert records.status_of(seen, "RUNNING") == "WAITING"
 
 

@@ -297,7 +297,8 @@ def test_a_killed_worker_is_reported(slow: Path, run: str, start: Start, tmp_pat
     assert process.returncode == 1
     line = stderr.splitlines()[-1]
     assert line in {
-        f"error: worker {rank} was killed by SIGKILL; to continue, type the same command again" for rank in (0, 1)
+        f"error: worker {rank} was killed by SIGKILL (out of memory?); to continue, type the same command again"
+        for rank in (0, 1)
     }
     assert parts_of(output)
 

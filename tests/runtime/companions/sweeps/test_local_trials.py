@@ -165,7 +165,7 @@ class TestTrials:
 
     def test_a_trial_that_is_killed_has_failed(self, found: dict[str, Any], mlx: Mlx, folder: Path) -> None:
         said, record = outcome(found, "mixed", 4)
-        why = "its process was killed by SIGKILL"
+        why = "its process was killed by SIGKILL (out of memory?)"
         assert (said["status"], said["error"]) == ("FAILED", why)
         assert (record["status"], record["error"]) == ("FAILED", why)
         assert Path(said["run"], "logs", "driver.log").read_text().endswith(f"error: {why}\n")

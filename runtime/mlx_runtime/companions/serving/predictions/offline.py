@@ -28,8 +28,7 @@ from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.queries.reader import open_run
 from mlx_runtime.runs.tables import format_duration, plural
 from mlx_runtime.settings import Settings
-from mlx_runtime.workers.children import exit_reason
-from mlx_runtime.workers.fork_server import ForkServer
+from mlx_runtime.workers.fork_server import ForkServer, exit_reason
 from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
 BATCH_SIZE = 256

@@ -20,7 +20,7 @@ from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.logs import LogFile, log_name
-from mlx_runtime.workers.children import exit_reason
+from mlx_runtime.workers.fork_server import exit_reason
 from mlx_runtime.workers.local import cool_down, take_server, warm_up
 from mlx_runtime.workers.placement import shortage
 
