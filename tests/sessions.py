@@ -9,9 +9,9 @@ import torch
 
 from mlx_runtime import BaseModule
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.loop.channel import Direct
 from mlx_runtime.loop.context import Groups, RunContext
 from mlx_runtime.loop.experiment import attach as attach_session
+from mlx_runtime.loop.job import Direct
 from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.strategies import DDP, Strategy
 from mlx_runtime.runs.folder import RunFolder

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.errors import suggest
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
-from mlx_runtime.loop.channel import Sink
 from mlx_runtime.loop.context import RunContext
+from mlx_runtime.loop.job import Sink
 from mlx_runtime.loop.passes import Pass
 from mlx_runtime.tracking.trackers import ReportWriter
 

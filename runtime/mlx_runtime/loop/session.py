@@ -31,9 +31,9 @@ from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport, WarningNotice
-from mlx_runtime.loop.channel import Sink
 from mlx_runtime.loop.checkpointer import Checkpointer
 from mlx_runtime.loop.context import RunContext, params_of
+from mlx_runtime.loop.job import Sink
 from mlx_runtime.loop.metric_recording import MetricRecorder
 from mlx_runtime.loop.optimization import Optimization, prepare_models
 from mlx_runtime.loop.passes import Pass, PassTracker
