@@ -374,6 +374,12 @@ class TestRecords:
         loop.session.metrics.flush()
         assert len([item for item in recorded if item[0]]) == 1
 
+    def test_what_is_saved_after_an_evaluation_is_of_its_pass(self, loop) -> None:
+        list(loop.train)
+        with loop.module.evaluation():
+            list(loop.val)
+        assert loop.log() == ("val", 3)
+
     def test_evaluation_after_training_is_recorded_once(self, loop, recorded) -> None:
         self.read(loop, [1.0, 2.0, 6.0], loader=loop.train)
         self.read(loop, [5.0, 7.0], stage="val")
