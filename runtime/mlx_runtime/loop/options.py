@@ -27,7 +27,7 @@ from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies import StrategyClass
+    from mlx_runtime.loop.strategies import DDP
 
 ENGINES = {
     "in_process": "mlx_runtime.workers.worker.InProcess",
@@ -208,10 +208,10 @@ def minimums() -> dict[str, float]:
     return {name: item.metadata["minimum"] for name, item in items.items() if "minimum" in item.metadata}
 
 
-def strategy_class(name: str) -> "StrategyClass":
+def strategy_class(name: str) -> "type[DDP]":
     """Return the class of a strategy, given its name or import path; raise ConfigError if there is none."""
     needs = ("refusal", "multiple_of", "model_parallel_size", "build", "consolidate")
-    found: StrategyClass = named_class("strategy", name, STRATEGIES, needs)
+    found: type[DDP] = named_class("strategy", name, STRATEGIES, needs)
     return found
 
 
