@@ -454,7 +454,6 @@ class Session:
         self.metrics.flush()
         self.passes.close()
         self.log(metrics, epoch)
-        self.reporter.check_monitor(epoch)
         interrupted = self.passes.training
         finished = interrupted is None
         if interrupted is not None:
@@ -465,6 +464,7 @@ class Session:
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
             self.end_epoch(epoch=epoch if own else None)
+            self.reporter.check_monitor()
             self._warn_of_differences()
         self._store(epoch, finished=finished)
         if own:
