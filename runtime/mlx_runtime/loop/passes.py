@@ -191,7 +191,7 @@ class PassTracker:
         self._scopes[-1].latest = None
 
     @contextmanager
-    def scope(self, name: str | None = None, *, training: bool = False) -> Iterator[None]:
+    def scope(self, name: str | None, *, training: bool) -> Iterator[None]:
         """Give the same name to all passes that begin within the scope. None trains in a scope that does not train.
 
         Without a name, as in an evaluation, what is saved after the scope may belong to its last pass.

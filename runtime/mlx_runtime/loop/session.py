@@ -417,19 +417,17 @@ class Session:
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
     @contextmanager
-    def stage(self, name: str, *, training: bool) -> Iterator[None]:
-        """Give the same name to all passes in a block, which train only if `training` is True."""
+    def stage(self, name: str | None, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes in a block, which train only if `training` is True.
+
+        None is for an evaluation, with the buffers of rank 0 on all workers.
+        """
         self.metrics.flush()
+        if name is None:
+            self._sync_buffers()
         with self.passes.scope(name, training=training):
             yield
             self.metrics.flush()
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Let nothing in a block train, with the buffers of rank 0 on all workers."""
-        self._sync_buffers()
-        with self.passes.scope():
-            yield
 
     def every(self, steps: int | None) -> bool:
         """Return True if the current training step completes a multiple of `steps`; see `BaseModule.every`."""
@@ -469,8 +467,6 @@ class Session:
         self._store(epoch, finished=finished)
         if own:
             self.progress.epoch = epoch + 1
-            if self.context.steps_left == 0:
-                self._finish(None, finished=True)
         if not in_last_step and self.stopping.vote():
             self.stop()
 
