@@ -46,8 +46,7 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     if not topology.writes:
-        # of missing and unexpected weights, which rank 0 reports
-        logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+        silence_load_reports()
     groups: dict[str, Any] = {"cfg": cfg}
     set_seed(cfg.seed)
     for name, node in job.tree.items():
@@ -66,6 +65,11 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
         groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
         strategy.prepare_optimizers(members(groups["optimizers"], Optimizer))
     return groups, cls(**groups)
+
+
+def silence_load_reports() -> None:
+    """Silence transformers' reports of missing and unexpected weights here; another worker prints the same ones."""
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
 
 
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
