@@ -62,7 +62,7 @@ SECTIONS = {
         *("mlx_runtime.engines.TrialJob", "mlx_runtime.engines.run_trial", "mlx_runtime.engines.record_end"),
         "mlx_runtime.engines.Link",
         *("mlx_runtime.storages.Storage", "mlx_runtime.storages.Stored", "mlx_runtime.storages.storage_at"),
-        *("mlx_runtime.strategies.StrategyClass", "mlx_runtime.strategies.Strategy", "mlx_runtime.strategies.DDP"),
+        "mlx_runtime.strategies.DDP",
         *("mlx_runtime.strategies.data_parallel_group", "mlx_runtime.strategies.gather"),
         *("mlx_runtime.driver.planning.RunExtension", "mlx_runtime.driver.planning.AccompaniedRun"),
     ),

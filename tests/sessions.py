@@ -9,11 +9,11 @@ import torch
 
 from mlx_runtime import BaseModule
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.loop.channel import Direct
 from mlx_runtime.loop.context import Groups, RunContext
 from mlx_runtime.loop.experiment import attach as attach_session
+from mlx_runtime.loop.job import Direct
 from mlx_runtime.loop.session import Session
-from mlx_runtime.loop.strategies import DDP, Strategy
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 
 ALONE = Topology(0, 1, torch.device("cpu"))
@@ -35,7 +35,7 @@ def attach(
     sink: Events | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     topology: Topology = ALONE,
-    strategy: Strategy | None = None,
+    strategy: DDP | None = None,
 ) -> Session:
     """Give an experiment a session of its own, as a worker does before its loop runs."""
     context = RunContext(RunFolder(folder), topology, module.cfg, Groups(module))

@@ -3,6 +3,6 @@
 from mlx_runtime.distributed.collectives import data_parallel_group, gather
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.loop.strategies import DDP, Strategy, StrategyClass
+from mlx_runtime.loop.strategies import DDP
 
-__all__ = ["DDP", "ConfigError", "Strategy", "StrategyClass", "Topology", "data_parallel_group", "gather"]
+__all__ = ["DDP", "ConfigError", "Topology", "data_parallel_group", "gather"]

@@ -25,7 +25,7 @@ class Topology:
     world_size: int
     device: torch.device  # of the models and batches of this worker
     local_rank: int = 0  # among the workers on this machine
-    model_parallel_size: int = 1  # number of ranks that share a replica of the model, or the most; see `Strategy`
+    model_parallel_size: int = 1  # number of ranks that share a replica of the model, or the most; see `DDP`
     replica_ranks: tuple[tuple[int, ...], ...] = ()  # of each replica; by default, consecutive ones
     replicate: Callable[..., torch.nn.Module] = DistributedDataParallel  # called by `prepare_model`
 

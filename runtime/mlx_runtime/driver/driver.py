@@ -12,8 +12,7 @@ from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.driver.planning import AccompaniedRun, Listener, RunExtension, RunPlan, may_be_prepared
 from mlx_runtime.driver.run_recorder import RunRecorder, claim
 from mlx_runtime.errors import USER_ERRORS, MlxError, StorageError, located, short_message
-from mlx_runtime.loop.channel import LOCATE, STOP, Inbox
-from mlx_runtime.loop.job import Job
+from mlx_runtime.loop.job import LOCATE, STOP, Inbox, Job
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated

@@ -26,10 +26,10 @@ from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies import Strategy
+    from mlx_runtime.loop.strategies import DDP
 
 
-def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "Strategy") -> tuple[dict[str, Any], BaseModule]:
+def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") -> tuple[dict[str, Any], BaseModule]:
     """Build the groups of conf.yaml, and return them and the experiment that contains them.
 
     Raises:
@@ -81,7 +81,7 @@ def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any])
 
 
 def dataset_shards(
-    cfg: TrainConfig, datasets: Any, job: Job, strategy: "Strategy", follow: Callable[[Loader], Loader]
+    cfg: TrainConfig, datasets: Any, job: Job, strategy: "DDP", follow: Callable[[Loader], Loader]
 ) -> DatasetShards:
     """Return one shard per argument of `Datasets`, in order. Every worker must call this.
 

@@ -1,6 +1,5 @@
 """`BaseModule`: the base class of experiments, with all methods that user code calls during training."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
@@ -218,8 +217,9 @@ class BaseModule:
 
         Args:
             name: first part of the names, like `probe` in `probe/accuracy`.
-            training: count the steps of the block as training steps. Otherwise, steps are not counted, and a training
-                dataset that the block reads keeps its order and position for later training.
+            training: count the steps of the block as training steps, unless a block around it does not train.
+                Otherwise, steps are not counted, and a training dataset that the block reads keeps its order and
+                position for later training.
         """
         return self._session.stage(name, training=training)
 
@@ -241,7 +241,7 @@ class BaseModule:
         for model in models:
             model.eval()
         try:
-            with torch.no_grad(), contextlib.nullcontext() if self._run is None else self._run.evaluation():
+            with torch.no_grad(), self._session.stage(None, training=False):
                 yield
         finally:
             for part, mode in modes.items():

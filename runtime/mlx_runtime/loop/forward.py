@@ -1,18 +1,16 @@
-"""Wrappers of the `forward` of a module: half precision, recomputation and compilation.
+"""Wrappers of the `forward` of a module: half precision and compilation.
 
 Modules are changed in place, so that the names of their states stay the same.
 """
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from mlx_runtime.errors import ConfigError, short_message
 
@@ -28,37 +26,7 @@ def in_half_precision(model: nn.Module, device: torch.device, precision: str) ->
             output = forward(*args, **kwargs)
         return tree_map(_in_float32, output)
 
-    _wrap_forward(model, in_half)
-
-
-def recompute(module: nn.Module) -> None:
-    """Store only the inputs of a module's `forward`, and run it again in the backward pass.
-
-    Running statistics count each batch once.
-    """
-    norms = [item for item in module.modules() if isinstance(item, nn.modules.batchnorm._NormBase)]
-
-    def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if norms and not torch.compiler.is_compiling():  # a compiled graph updates the statistics outside of the region
-            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_statistics(norms))
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    _wrap_forward(module, twice)
-
-
-@contextlib.contextmanager
-def _without_statistics(norms: Iterable[Any]) -> Iterator[None]:
-    """Keep the running statistics of normalizations unchanged, by giving the batch no weight in them."""
-    before = [(item.momentum, item.num_batches_tracked) for item in norms]
-    for item in norms:
-        item.momentum, item.num_batches_tracked = 0.0, None
-    try:
-        yield
-    finally:
-        for item, (momentum, count) in zip(norms, before, strict=True):
-            item.momentum, item.num_batches_tracked = momentum, count
+    wrap_forward(model, in_half)
 
 
 def compile_forward(module: nn.Module, how: bool | str | Mapping[str, Any]) -> None:
@@ -74,7 +42,7 @@ def compile_forward(module: nn.Module, how: bool | str | Mapping[str, Any]) -> N
         raise ConfigError(f"cfg.compile is {how!r}, but torch.compile says: {short_message(error)}") from error
 
 
-def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
     """Call `around(forward, ...)` instead of a module's `forward(...)`."""
     before = module.forward
     function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function

@@ -39,9 +39,10 @@ class GradientMonitor:
         return self._report is not None and self._every > 0 and step % self._every == 0
 
     def inspect(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
-        """Inspect the gradients of an optimizer that is about to step; with `stop_on_nan`, all must be finite."""
-        if not self.wants(step):
-            return
+        """Inspect the gradients of an optimizer that is about to step, if this step is wanted.
+
+        With `stop_on_nan`, all must be finite.
+        """
         params = [param for param in params if param.grad is not None]
         gradients: Any = [param.grad for param in params]
         if not params or (not self._records(step) and total_norm(gradients).isfinite()):

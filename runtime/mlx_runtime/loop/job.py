@@ -1,9 +1,14 @@
-"""Objects that engines and the runtime exchange: a cluster, a job for its workers, and the error for a lost worker."""
+"""Objects that drivers, engines and workers exchange: a cluster, a job, and the channel between driver and workers.
 
-from collections.abc import Callable
+Workers send events for the driver to display, because Ray delivers the output of workers late and line by line: a
+progress bar would be unreadable, and the last lines could arrive after the end.
+"""
+
+import socket
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_runtime.errors import WorkerLostError
 from mlx_runtime.events import Event, RunInfo
@@ -18,6 +23,9 @@ Handle = Callable[[Event], None]
 
 StopAsked = Callable[[], bool]
 """Returns True once the run should save a checkpoint and end; polled by the in-process engine."""
+
+STOP, LOCATE = b"stop", b"locate"
+"""Orders from the driver to its workers: save a checkpoint and end; report your position."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,51 @@ class Job:
         from mlx_runtime.runs.folder import run_folder  # here: the fork server of spawned workers loads little
 
         return run_folder(self.root, self.run.experiment, self.run.name)
+
+
+class Sink(Protocol):
+    """A worker's end of the channel."""
+
+    def send(self, event: Event) -> None: ...
+
+    def stop_asked(self) -> bool:
+        """Return True once the driver wants this worker to stop."""
+        ...
+
+
+class Direct:
+    """A sink in the driver's own process."""
+
+    def __init__(self, handle: Callable[[Event], None], stop_asked: Callable[[], bool]) -> None:
+        self.send, self.stop_asked = handle, stop_asked
+
+
+class Inbox:
+    """The driver's end of the channel. This one is of a driver that trains itself, so that no worker connects."""
+
+    address: tuple[str, int] = ("127.0.0.1", 9)
+    key = b""
+
+    def events(self, timeout_s: float) -> Iterable[Event]:
+        """Yield the events that have arrived, waiting up to `timeout_s` for the first."""
+        return ()
+
+    def drain(self) -> Iterable[Event]:
+        """Yield the remaining events, once the workers are done."""
+        return ()
+
+    def broadcast(self, order: bytes) -> None:
+        """Send an order to every connected worker."""
+
+    def close(self) -> None:
+        """End the channel."""
+
+
+def address_towards(peer: tuple[str, int]) -> str:
+    """Return the address of this machine in the network of a peer. Sends nothing."""
+    with socket.socket(socket.AF_INET6 if ":" in peer[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)
+        return str(probe.getsockname()[0])
 
 
 def backend_of(*, use_gpu: bool) -> str:

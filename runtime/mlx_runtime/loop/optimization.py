@@ -19,7 +19,7 @@ from mlx_runtime.runs.checkpoints.groups import members
 
 if TYPE_CHECKING:
     from mlx_runtime.loop.gradients import GradientMonitor
-    from mlx_runtime.loop.strategies import Strategy
+    from mlx_runtime.loop.strategies import DDP
     from mlx_runtime.loop.weighting import Weight, WeightedLosses
 
 
@@ -41,7 +41,7 @@ class Accumulation:
 class Optimization:
     """Gradients and updates of one worker."""
 
-    def __init__(self, context: RunContext, reporter: Reporter, strategy: "Strategy") -> None:
+    def __init__(self, context: RunContext, reporter: Reporter, strategy: "DDP") -> None:
         cfg, debug = context.cfg, context.cfg.debug
         self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()

@@ -1,6 +1,5 @@
 """Settings of every experiment."""
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
@@ -27,7 +26,7 @@ from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies import StrategyClass
+    from mlx_runtime.loop.strategies import DDP
 
 ENGINES = {
     "in_process": "mlx_runtime.workers.worker.InProcess",
@@ -46,55 +45,8 @@ STRATEGIES = {
 """Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""
 
 
-class CheckedSettings:
-    """Settings whose values have ranges."""
-
-    @staticmethod
-    def out_of_range(cfg: Any) -> list[str]:
-        """Return one line per setting that is out of range. A user's own class of `cfg` may lack settings."""
-        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
-        for name, minimum in minimums().items():
-            value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
-            if value is not None and value < minimum:
-                problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
-            elif value is not None and value >= LARGEST:
-                problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
-        least, most = (size or cfg.start_workers for size in (cfg.elastic.min_workers, cfg.elastic.max_workers))
-        if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
-            limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
-            problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
-        engines = ("auto", *(name for name in ENGINES if name != "in_process"))
-        problems += _name_problems("engine", cfg.engine, engines)
-        if (strategy := getattr(cfg, "strategy", None)) in STRATEGIES:
-            if find_spec("torch") is not None:  # otherwise, the job checks it
-                problems += strategy_problems(cfg)
-        elif strategy is not None:  # that of another package is checked later
-            problems += _name_problems("strategy", strategy, STRATEGIES)
-        clip = getattr(cfg, "gradient_clip", None)
-        if clip is not None and not clip > 0:  # NaN is refused, too
-            problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
-        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation() and find_spec("torch") is not None:
-            problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
-        for kind, hooks in HOOKS.items():
-            for name, item in (getattr(cfg, kind, None) or {}).items():
-                if item is not None and not any(hasattr(item, hook) for hook in hooks):
-                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
-                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
-        start, epochs = (getattr(cfg, name, 0) for name in ("start_epoch", "num_epochs"))
-        if 0 < epochs <= start:
-            problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
-        return problems
-
-
-def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
-    """Return a line if a setting is neither a known word nor an import path."""
-    if name in known or "." in name:
-        return []
-    return [f"cfg.{setting} is {name!r}; write {', '.join(known)}, or an import path.{suggest(name, known)}"]
-
-
 @dataclass
-class TrainConfig(CheckedSettings):
+class TrainConfig:
     """Settings of a run, `cfg` in conf.yaml. Add your own by inheriting in `src/config.py`.
 
     Attributes:
@@ -199,19 +151,61 @@ class TrainConfig(CheckedSettings):
     replicas: Replicas = Replicas()
     sharding: Sharding = Sharding()
 
+    @staticmethod
+    def out_of_range(cfg: Any) -> list[str]:
+        """Return one line per setting that is out of range; `cfg` may be of another class with all these settings."""
+        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
+        for name, minimum in minimums().items():
+            value = attrgetter(name)(cfg)
+            if value is not None and value < minimum:
+                problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
+            elif value is not None and value >= LARGEST:
+                problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
+        least, most = (size or cfg.start_workers for size in (cfg.elastic.min_workers, cfg.elastic.max_workers))
+        if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
+            limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
+            problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
+        engines = ("auto", *(name for name in ENGINES if name != "in_process"))
+        problems += _name_problems("engine", cfg.engine, engines)
+        problems += _name_problems("strategy", cfg.strategy, STRATEGIES)
+        clip = cfg.gradient_clip
+        if clip is not None and not clip > 0:  # NaN is refused, too
+            problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
+        if find_spec("torch") is not None:  # otherwise, the job checks the rest
+            if cfg.strategy in STRATEGIES:  # that of another package is checked later
+                problems += strategy_problems(cfg)
+            if cfg.cross_validation != CrossValidation():
+                problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
+        for kind, hooks in HOOKS.items():
+            for name, item in getattr(cfg, kind).items():
+                if item is not None and not any(hasattr(item, hook) for hook in hooks):
+                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
+                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
+        if 0 < cfg.num_epochs <= cfg.start_epoch:
+            epochs = f"cfg.num_epochs={cfg.num_epochs}"
+            problems.append(f"cfg.start_epoch is {cfg.start_epoch}, so {epochs} leaves nothing to train; raise it")
+        return problems
+
 
 def minimums() -> dict[str, float]:
-    """Return the minimum of each setting that has one, by its key below `cfg`; a data job has some of them."""
+    """Return the minimum of each setting that has one, by its key below `cfg`."""
     items = {item.name: item for item in fields(TrainConfig)}
     for name, section in [(name, item.default) for name, item in items.items() if isinstance(item.default, Section)]:
         items |= {f"{name}.{item.name}": item for item in fields(cast(Any, section))}
     return {name: item.metadata["minimum"] for name, item in items.items() if "minimum" in item.metadata}
 
 
-def strategy_class(name: str) -> "StrategyClass":
+def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
+    """Return a line if a setting is neither a known word nor an import path."""
+    if name in known or "." in name:
+        return []
+    return [f"cfg.{setting} is {name!r}; write {', '.join(known)}, or an import path.{suggest(name, known)}"]
+
+
+def strategy_class(name: str) -> "type[DDP]":
     """Return the class of a strategy, given its name or import path; raise ConfigError if there is none."""
     needs = ("refusal", "multiple_of", "model_parallel_size", "build", "consolidate")
-    found: StrategyClass = named_class("strategy", name, STRATEGIES, needs)
+    found: type[DDP] = named_class("strategy", name, STRATEGIES, needs)
     return found
 
 

@@ -53,9 +53,9 @@ class Pass:
 
 @dataclass
 class Scope:
-    """The passes within one `with self.stage(name)`, or in the loop outside any such scope."""
+    """The passes within one `with self.stage(name)` or `with self.evaluation()`, or in the loop outside of these."""
 
-    name: str | None = None  # name of all passes in the scope; None outside any scope
+    name: str | None = None  # name of all passes in the scope; None for the names of their datasets
     training: bool = True  # False if no step in it counts as a training step
     stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
     latest: Pass | None = None  # the last one that led
@@ -65,9 +65,8 @@ class Scope:
 class PassTracker:
     """Applies the rules of this module to passes over datasets, identified by their names."""
 
-    def __init__(self) -> None:
-        self._scopes = [Scope()]
-        self.evaluating = False  # within `with self.evaluation()`, or in a run that only evaluates
+    def __init__(self, *, training: bool = True) -> None:
+        self._scopes = [Scope(training=training)]
         self._outside: dict[str, Pass | None] = {}  # the pass that led when a loader was iterated, by dataset
         self._latest: dict[tuple[str, bool], Pass] = {}  # by dataset, and whether they train
 
@@ -76,12 +75,12 @@ class PassTracker:
     @property
     def trains(self) -> bool:
         """True if a pass over a training dataset that begins now trains."""
-        return self._scopes[-1].training and not self.evaluating
+        return self._scopes[-1].training
 
     @property
     def declared(self) -> bool:
         """True if user code has said whether it trains, by `with self.stage(...)` or `with self.evaluation()`."""
-        return len(self._scopes) > 1 or self.evaluating
+        return len(self._scopes) > 1 or not self.trains
 
     @property
     def leading(self) -> Pass | None:
@@ -91,7 +90,8 @@ class PassTracker:
     @property
     def latest(self) -> Pass | None:
         """The pass that leads or, between passes, the last one that led."""
-        return self.leading or self._scopes[-1].latest or self._scopes[-1].unknown
+        found = (next(reversed(item.stack), item.latest or item.unknown) for item in reversed(self._scopes))
+        return next((item for item in found if item is not None), None)
 
     @property
     def training(self) -> Pass | None:
@@ -191,23 +191,20 @@ class PassTracker:
         self._scopes[-1].latest = None
 
     @contextmanager
-    def scope(self, name: str, *, training: bool) -> Iterator[None]:
-        """Give the same name to all passes that begin within the scope."""
-        self._scopes.append(Scope(name, training))
-        try:
-            yield
-        finally:
-            for item in self._scopes.pop().stack:
-                item.active = False
+    def scope(self, name: str | None, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes that begin within the scope. None trains in a scope that does not train.
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Let nothing train that begins within the block."""
-        before, self.evaluating = self.evaluating, True
+        Without a name, as in an evaluation, what is saved after the scope may belong to its last pass.
+        """
+        self._scopes.append(Scope(name, training and self.trains))
         try:
             yield
         finally:
-            self.evaluating = before
+            scope = self._scopes.pop()
+            for item in scope.stack:
+                item.active = False
+            if name is None and scope.latest is not None:
+                self._scopes[-1].latest = scope.latest
 
     # -- records
 

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.errors import suggest
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
-from mlx_runtime.loop.channel import Sink
 from mlx_runtime.loop.context import RunContext
+from mlx_runtime.loop.job import Sink
 from mlx_runtime.loop.passes import Pass
 from mlx_runtime.tracking.trackers import ReportWriter
 
@@ -144,33 +144,23 @@ class Reporter:
         if not names or self._not_finite:
             return
         self._not_finite = True  # later ones would be reported again and again
-        monitor = self._context.cfg.monitor
-        text = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite at step {step} of epoch {epoch + 1}"
-        best = f"; checkpoints without a finite {monitor} are never the best" if monitor in names else ""
-        self.events.send(
-            WarningNotice(f"{text}{best}. cfg.debug.stop_on_nan=true ends a run at the first such gradient")
-        )
+        text = f"not finite at step {step} of epoch {epoch + 1}: {', '.join(names)}. Checkpoints without a finite "
+        text += "cfg.monitor are never the best; cfg.debug.stop_on_nan=true ends a run at the first such gradient"
+        self.events.send(WarningNotice(text))
 
-    def check_monitor(self, epoch: int) -> None:
-        """Print a warning if no recorded metric can determine the best checkpoint, or if the worst would be chosen.
-
-        A metric of a stage that the first epoch lacks may still come.
-        """
+    def check_monitor(self) -> None:
+        """Warn if no recorded number can determine the best checkpoint, or if the worst would be chosen."""
         monitor, mode = self._context.cfg.monitor, self._context.cfg.mode
-        metric = self._context.groups.members("metrics").get((monitor or "").rpartition("/")[2])
+        if monitor is None:
+            return
+        metric = self._context.groups.members("metrics").get(monitor.rpartition("/")[2])
         if getattr(metric, "higher_is_better", None) is (mode == "min"):
-            better, cure = ("high", "max") if mode == "min" else ("low", "min")
-            text = (
-                f"cfg.mode={mode} takes the worst {monitor} for the best: {better} values are good; set cfg.mode={cure}"
-            )
+            cure = "max" if mode == "min" else "min"
+            text = f"cfg.mode={mode} takes the worst {monitor} for the best; set cfg.mode={cure}"
             self.events.send_once(WarningNotice(text))
-        if monitor is not None and monitor not in self.latest:
-            same = [name for name in self.latest if name.rpartition("/")[0] == monitor.rpartition("/")[0]]
-            if not same and epoch <= self._context.cfg.start_epoch:
-                return
-            names = suggest(monitor, same) if same else f" Recorded: {', '.join(sorted(self.latest)) or 'nothing'}."
-            text = f"cfg.monitor is {monitor!r}, which is not recorded yet; the newest checkpoints are kept.{names}"
-            self.events.send_once(WarningNotice(text))
+        if monitor not in self.latest:
+            kept = f"not recorded yet; the newest checkpoints are kept.{suggest(monitor, self.latest)}"
+            self.events.send_once(WarningNotice(f"cfg.monitor is {monitor!r}, which is {kept}"))
 
     def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:
         """Keep the reading speed of a training pass, for the line of the epoch."""

@@ -26,14 +26,14 @@ from torch.optim import Optimizer
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.collectives import agree, gather
+from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
-from mlx_runtime.events import FunctionReport, WarningNotice
-from mlx_runtime.loop.channel import Sink
+from mlx_runtime.events import WarningNotice
 from mlx_runtime.loop.checkpointer import Checkpointer
 from mlx_runtime.loop.context import RunContext, params_of
+from mlx_runtime.loop.job import Sink
 from mlx_runtime.loop.metric_recording import MetricRecorder
 from mlx_runtime.loop.optimization import Optimization, prepare_models
 from mlx_runtime.loop.passes import Pass, PassTracker
@@ -43,7 +43,7 @@ from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.trackers import ReportWriter
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies import Strategy
+    from mlx_runtime.loop.strategies import DDP
 
 
 class Session:
@@ -55,15 +55,14 @@ class Session:
     def __init__(
         self,
         context: RunContext,
-        strategy: "Strategy",
+        strategy: "DDP",
         sink: Sink,
         tracking: ReportWriter | None = None,
         hooks: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.context, self.progress, self.send = context, context.progress, sink.send
         self.progress.epoch = context.cfg.start_epoch
-        self.passes = PassTracker()
-        self.passes.evaluating = context.evaluates
+        self.passes = PassTracker(training=not context.evaluates)
         self.reporter = Reporter(context, EventSender(context, sink), tracking)
         self.metrics = MetricRecorder(context, self.reporter)
         self.optimization = Optimization(context, self.reporter, strategy)
@@ -78,15 +77,13 @@ class Session:
         )
         self._call = hooks_in_workers(context.cfg.callbacks | hooks, context.groups.experiment, notice)
         self.replicated = topology.data_parallel_size == topology.world_size > 1  # the models of all workers are equal
-        self.counts_updates = True  # in a loop that reads no loaders
+        self.counts_updates: bool | None = None  # as steps, because no loader reads a training set; None is unknown
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
-        self._reads_training_set: bool | None = None  # one of the loaders is of a training dataset; None is unknown
         self._without_update: Pass | None = None  # the last training pass, until an optimizer updates the models
         self._stepped: set[int] = set()  # ids of the optimizers in the current step of a loop that reads no loader
         self._epoch_ended_at = 0  # global step
         self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
-        self._calls_every = False  # user code has called `self.every`
         self._compared = False  # the models and tools of all workers
 
     # -- the run
@@ -115,7 +112,7 @@ class Session:
         if not self.stopping.stopped:  # otherwise, a restart may resume an interrupted pass
             self._warn_of_missing_update()
             self.metrics.flush()
-            self._end_epoch()
+            self.end_epoch()
             self._explain_end()
         self.checkpoints.wait()
         return self.reporter.latest
@@ -142,7 +139,7 @@ class Session:
             loader.epoch = known.epoch
         elif name in self.checkpoints.positions:
             loader.load_state_dict(self.checkpoints.positions[name])
-        loader.observer, self._reads_training_set = self, None
+        loader.observer, self.counts_updates = self, None
         self.checkpoints.loaders[name] = loader
         return loader
 
@@ -246,7 +243,7 @@ class Session:
         if self.context.steps_left == 0:
             self._finish(item, finished=False)
         if self.stopping.agreed:
-            self._stop()
+            self.stop()
 
     def pass_left(self, item: Pass) -> None:
         if item.active:
@@ -309,11 +306,11 @@ class Session:
     @property
     def reads_no_loader(self) -> bool:
         """True if the loop trains on its own data, or on none."""
-        if not self.counts_updates or self.passes.leading is not None or not self.passes.trains:
+        if self.passes.leading is not None or not self.passes.trains:
             return False
-        if self._reads_training_set is None:
-            self._reads_training_set = any(loader.shard.training for loader in self.checkpoints.loaders.values())
-        return not self._reads_training_set
+        if self.counts_updates is None:
+            self.counts_updates = not any(loader.shard.training for loader in self.checkpoints.loaders.values())
+        return self.counts_updates
 
     def _begin_own_update(self, optimizer: Optimizer | None) -> None:
         """Begin a step with an update. Several optimizers that step one after another take one step."""
@@ -360,7 +357,7 @@ class Session:
 
     def begin_epoch(self, epoch: int) -> None:
         if not self.progress.interrupted:
-            self._end_epoch()
+            self.end_epoch()
             self.progress.epoch = epoch
         if self.context.topology.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.context.topology.device)
@@ -370,7 +367,7 @@ class Session:
         """Note the epoch of the loop, and in a loop that reads no loader, end the previous one."""
         if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
             (expected, _), self._begins_at = self._begins_at, None
-            if epoch != expected and self.counts_updates:
+            if epoch != expected and self.context.cfg.num_epochs > 0:  # 0: a training function counts them
                 self.reporter.events.notice(
                     f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
                     "write range(cfg.start_epoch, cfg.num_epochs)"
@@ -379,10 +376,7 @@ class Session:
             self._end_own_epoch()
             self.begin_epoch(epoch)
 
-    def _end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
-        trains = (self.optimization.knows_steps or self._stepped) and not self.context.evaluates
-        if self.context.cfg.evaluate_every_steps is not None and trains and not self._calls_every:
-            self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
+    def end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
         for name, loss in self.context.groups.members("losses").items():
             if getattr(loss, "grows", False):
                 cure = 'if it returns the sum over a batch, pass reduction="sum" to losses.Mean, and bind again'
@@ -403,10 +397,7 @@ class Session:
         self.progress.epoch = epoch
         if item.loader is None:  # the loop counts from 0, even after a restart
             if item.training and not self._stepped and batch_idx + 1 != item.step:
-                if self.reads_no_loader:
-                    self._begin_own_step()
-                else:
-                    self.progress.global_step += 1
+                self._begin_own_step()
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
 
@@ -425,39 +416,21 @@ class Session:
             numbers = {name: float(item) for name, item in plain.items()}
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
-    def report(self, values: Mapping[str, float], facts: Mapping[str, Any], *, may_stop: bool) -> None:
-        """Record the numbers of an epoch in a loop that reads no loaders; see `functions.report`.
-
-        `facts` are in results only. With `may_stop`, no checkpoint is about to follow, so the run may stop here.
-        """
-        self.beat()
-        self.progress.global_step += 1
-        self._end_epoch({name: float(value) for name, value in values.items() if name != "epoch"})
-        of_all = gather({**values, **facts})
-        if of_all is not None:
-            self.reporter.events.send(FunctionReport(tuple(of_all)))
-        self.stopping.step()
-        if may_stop and self.stopping.vote():
-            self._stop()
-
     @contextmanager
-    def stage(self, name: str, *, training: bool) -> Iterator[None]:
-        """Give the same name to all passes in a block, which train only if `training` is True."""
+    def stage(self, name: str | None, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes in a block, which train only if `training` is True.
+
+        None is for an evaluation, with the buffers of rank 0 on all workers.
+        """
         self.metrics.flush()
+        if name is None:
+            self._sync_buffers()
         with self.passes.scope(name, training=training):
             yield
             self.metrics.flush()
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Let nothing in a block train, with the buffers of rank 0 on all workers."""
-        self._sync_buffers()
-        with self.passes.evaluation():
-            yield
-
     def every(self, steps: int | None) -> bool:
         """Return True if the current training step completes a multiple of `steps`; see `BaseModule.every`."""
-        self._calls_every = True
         if steps is None:
             return False
         if steps < 1:
@@ -479,24 +452,23 @@ class Session:
         self.metrics.flush()
         self.passes.close()
         self.log(metrics, epoch)
-        self.reporter.check_monitor(epoch)
-        finished = self.passes.training is None
-        if self.passes.training is not None:
-            self.metrics.restore(self.passes.training)
-        if not finished and not self.optimization.accumulation.last:
-            self.checkpoints.requested = True  # gradients are not part of checkpoints
-            return
+        interrupted = self.passes.training
+        finished = interrupted is None
+        if interrupted is not None:
+            self.metrics.restore(interrupted)
+            if not self.optimization.accumulation.last:
+                self.checkpoints.requested = True  # gradients are not part of checkpoints
+                return
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
-            self._end_epoch(epoch=epoch if own else None)
+            self.end_epoch(epoch=epoch if own else None)
+            self.reporter.check_monitor()
             self._warn_of_differences()
         self._store(epoch, finished=finished)
         if own:
             self.progress.epoch = epoch + 1
-            if self.context.steps_left == 0:
-                self._finish(None, finished=True)
         if not in_last_step and self.stopping.vote():
-            self._stop()
+            self.stop()
 
     def _sync_buffers(self) -> None:
         """Give all workers the buffers of rank 0, which are those that a checkpoint contains."""
@@ -530,7 +502,8 @@ class Session:
             self._end_pass(item)
         raise LoopStopped
 
-    def _stop(self) -> NoReturn:
+    def stop(self) -> NoReturn:
+        """Leave the loop, as all workers have agreed."""
         self.stopping.stopped = True
         self.checkpoints.wait()
         raise LoopStopped

@@ -1,11 +1,11 @@
-"""Strategies, which distribute the models of a run across its workers; here `DDP`, which replicates them.
+"""The strategy of a run, which distributes its models across the workers; here `DDP`, which replicates them.
 
 The guide "Extending mlx" explains the protocol, and has an example of another strategy.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -22,88 +22,27 @@ from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.sections import Fragments
 
 
-class Strategy(Protocol):
-    """Distributes models across the workers. Every worker must make each of these calls."""
-
-    topology: Topology
-    """The position of this worker, as passed to the constructor."""
-
-    notice: str | None
-    """A line for the user, or None."""
-
-    shards: bool
-    """See `StrategyClass`."""
-
-    def model_parallel_size(self, cfg: Any, workers: int) -> int:
-        """See `StrategyClass`."""
-        ...
-
-    def build(self, node: Mapping[str, Any]) -> Any:
-        """Build the group `models` from its node in conf.yaml, with models distributed across the workers."""
-        ...
-
-    def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
-        """Enable or disable the synchronization of gradients in the following backward passes."""
-        ...
-
-    def drop_gradients(self, models: Iterable[object]) -> None:
-        """Drop the unsynchronized gradients of an abandoned update."""
-        ...
-
-    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Clip the norm of gradients over all parts of a model, and return the norm before clipping."""
-        ...
-
-    def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
-        """Return the scaler of losses and gradients for `cfg.precision=fp16`."""
-        ...
-
-    def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Prepare optimizers for the parameters of these models."""
-        ...
-
-    def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of whole models on rank 0, given this worker's states by group and name."""
-        ...
-
-    def described(self) -> tuple[str, ...]:
-        """Return a line about each sharded model, with its layout and the bytes per worker."""
-        ...
-
-
-class StrategyClass(Protocol):
-    """A class of strategies, named by `cfg.strategy`. Its methods here are static."""
-
-    shards: bool
-    """True if workers hold different parts of models, so that norms and states need collectives of all workers."""
-
-    preloads: tuple[str, ...]
-    """Modules that are slow to import, to be imported before workers are forked."""
-
-    def refusal(self, cfg: Any) -> str | None:
-        """Return the reason why the strategy cannot train with these settings, or None."""
-        ...
-
-    def multiple_of(self, cfg: Any) -> int:
-        """Return a number that must divide the number of workers."""
-        ...
-
-    def model_parallel_size(self, cfg: Any, workers: int) -> int:
-        """Return the number of workers with consecutive ranks that share one replica of the models."""
-        ...
-
-    def __call__(self, cfg: Any, topology: Topology) -> Strategy: ...
-
-
 class DDP:
-    """Averages the gradients of replicas. User code applies the wrapper, with `prepare_model`."""
+    """Averages the gradients of replicas, to which user code applies the wrapper, with `prepare_model`.
+
+    It is the base class of strategies, whose methods all workers call. Those before the constructor are static.
+
+    Attributes:
+        shards: True if workers hold different parts of models, so that norms and states need collectives.
+        preloads: modules that are slow to import, to be imported before workers are forked.
+        needs: settings without which models cannot have this strategy.
+        notice: a line for the user, or None.
+        topology: the position of this worker.
+    """
 
     shards = False
     preloads: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()  # settings without which models cannot have this strategy
+    needs: tuple[str, ...] = ()
+    notice: str | None = None
 
     @staticmethod
     def refusal(cfg: Any) -> str | None:
+        """Return the reason why the strategy cannot train with these settings, or None."""
         if cfg.sharding.offload != "none":
             return f"cfg.sharding.offload={cfg.sharding.offload} is for sharded models; use cfg.strategy=fsdp or hsdp"
         size = cfg.sharding.shard_size
@@ -111,17 +50,19 @@ class DDP:
 
     @staticmethod
     def multiple_of(cfg: Any) -> int:
+        """Return a number that must divide the number of workers."""
         return 1
 
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
+        """Return the number of workers with consecutive ranks that share one replica of the models."""
         return 1
 
-    def __init__(self, cfg: Any, topology: Topology, notice: str | None = None) -> None:
-        unused = "cfg.fragments has no effect without cfg.strategy=pipeline" if cfg.fragments != Fragments() else None
-        self.cfg, self.topology, self.notice = cfg, topology, notice or unused
+    def __init__(self, cfg: Any, topology: Topology) -> None:
+        self.cfg, self.topology = cfg, topology
 
     def build(self, node: Mapping[str, Any]) -> Any:
+        """Build the group `models` from its node in conf.yaml, with models distributed across the workers."""
         kind, recomputed = object_at(node["_target_"]), self.cfg.activation_checkpointing
         if recomputed or hasattr(kind, "deferred_init") or hasattr(kind, "strategies"):
             group = companions.part("sharding.building").build_replicated(node, recomputed)
@@ -131,31 +72,36 @@ class DDP:
         return group
 
     def place(self, models: Mapping[str, nn.Module]) -> None:
-        """Move whole models to the device."""
+        """Move models that were built whole to the device."""
         for model in models.values():
             model.to(self.topology.device)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
+        """Enable or disable the synchronization of gradients in the following backward passes."""
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = enabled  # like `no_sync`, which is a context manager
 
     def drop_gradients(self, models: Iterable[object]) -> None:
-        pass  # DDP keeps none besides those of the parameters
+        """Drop the unsynchronized gradients of an abandoned update. DDP has none besides those of the parameters."""
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clip the norm of gradients over all parts of a model, and return the norm before clipping."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
+        """Return the scaler of losses and gradients for `cfg.precision=fp16`."""
         return torch.amp.GradScaler(self.topology.device.type, enabled=enabled)
 
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        pass
+        """Prepare optimizers for the parameters of these models."""
 
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return the states of whole models on rank 0, given this worker's states by group and name."""
         return states
 
     def described(self) -> tuple[str, ...]:
+        """Return a line about each sharded model, with its layout and the bytes per worker."""
         return ()
 
 
@@ -166,14 +112,19 @@ def strategy_names(cfg: Any, node: Mapping[str, Any] | None) -> set[str]:
     return {cfg.strategy, *companions.part("sharding.building").own_strategies(node, cfg).values()}
 
 
-def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> Strategy:
+def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> DDP:
     """Return the strategy of a run. `node` is the group `models` in conf.yaml, or None without such a group."""
     kinds = {name: strategy_class(name) for name in sorted(strategy_names(cfg, node))}
     others = " and ".join(name for name, kind in kinds.items() if kind is not DDP)
-    if not torch.distributed.is_initialized():
-        return DDP(cfg, topology, f"without workers, models are whole: {others} has no effect" if others else None)
-    kind = next((item for item in kinds.values() if item.shards), kinds[cfg.strategy])
-    topology = replace(topology, model_parallel_size=kind.model_parallel_size(cfg, topology.world_size))
-    if cfg.replicas.every or cfg.replicas.traffic:
-        topology = companions.part("fragments.replicas").topology_of(cfg, topology)
-    return kind(cfg, topology)
+    if torch.distributed.is_initialized():
+        kind = next((item for item in kinds.values() if item.shards), kinds[cfg.strategy])
+        topology = replace(topology, model_parallel_size=kind.model_parallel_size(cfg, topology.world_size))
+        if cfg.replicas.every or cfg.replicas.traffic:
+            topology = companions.part("fragments.replicas").topology_of(cfg, topology)
+        made = kind(cfg, topology)
+    else:
+        made = DDP(cfg, topology)
+        made.notice = f"without workers, models are whole: {others} has no effect" if others else None
+    if cfg.fragments != Fragments() and "pipeline" not in kinds:
+        made.notice = "cfg.fragments has no effect without cfg.strategy=pipeline"
+    return made

@@ -10,7 +10,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from mlx_runtime.events import Event, WorkerConnected, WorkerPosition, decode, encode
-from mlx_runtime.loop.channel import LOCATE, STOP, NoWorkers
+from mlx_runtime.loop.job import LOCATE, STOP, Inbox
 
 
 class Remote:
@@ -51,7 +51,7 @@ class Remote:
                     self.send(self.position())
 
 
-class Pipes(NoWorkers):
+class Pipes(Inbox):
     """The driver's end of the channel: receives the events of all workers, including replacements."""
 
     def __init__(self) -> None:

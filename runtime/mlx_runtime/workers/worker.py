@@ -34,11 +34,10 @@ from mlx_runtime.errors import (
 from mlx_runtime.events import Event, LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
-from mlx_runtime.loop.channel import Direct, NoWorkers, Sink, address_towards
 from mlx_runtime.loop.context import Groups, RunContext
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.experiment import BaseModule, attach
-from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked
+from mlx_runtime.loop.job import Cluster, Direct, Handle, Inbox, Job, Sink, StopAsked, address_towards
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
@@ -286,7 +285,7 @@ def _workers_started(groups: Mapping[str, Any], topology: Topology, sharded: tup
 class InProcess:
     """The engine for `cfg.start_workers=0`. It is also its own group, without workers: polling it trains."""
 
-    inbox = NoWorkers
+    inbox = Inbox
 
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> None:

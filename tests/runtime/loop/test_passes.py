@@ -19,51 +19,12 @@ from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.events import Notice
-from mlx_runtime.loop.passes import PassTracker
 from mlx_runtime.loop.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
 
 ROWS = {"train": 3, "extra": 5, "val": 2, "one": 1}
 """Datasets by name, and their number of steps."""
-
-
-class Tracked:
-    """Loaders that report to a `PassTracker` and to nothing else."""
-
-    def __init__(self) -> None:
-        self.tracker, self.steps = PassTracker(), 0
-        for name in ROWS:
-            setattr(self, name, TrackedLoader(self, name))
-
-    def log(self, name: str | None = None) -> tuple[str, int]:
-        item = self.tracker.to_record(name, evaluation=name == "val")
-        return item.name, self.steps
-
-    def reset(self) -> None:
-        self.tracker.close()
-
-
-class TrackedLoader:
-    def __init__(self, loop: Tracked, name: str) -> None:
-        self.loop, self.name = loop, name
-
-    def __iter__(self) -> Iterator[int]:
-        self.loop.tracker.iterate(self.name)
-        return self.read()
-
-    def read(self) -> Iterator[int]:
-        tracker, name = self.loop.tracker, self.name
-        item = tracker.begin(name, training=name != "val", steps=ROWS[name], loader=self)
-        try:
-            for number in range(1, ROWS[name] + 1):
-                self.loop.steps += tracker.batch(item, number) and item.training
-                yield number
-                if tracker.leads(item) and item.finished:
-                    tracker.end(item)
-                    item.recorded = True
-        except GeneratorExit:
-            tracker.end(item)
 
 
 class Rows(Dataset):
@@ -82,7 +43,7 @@ class Rows(Dataset):
 
 
 class Real:
-    """The same, of a session in this process; the rows of each dataset are its steps."""
+    """Loaders of a session in this process; the rows of each dataset are its steps."""
 
     def __init__(self, tmp_path) -> None:
         self.module = BaseModule(cfg=TrainConfig(log_every_steps=1), losses=None, metrics=SimpleNamespace())
@@ -107,11 +68,6 @@ def loop(tmp_path) -> Real:
     return Real(tmp_path)
 
 
-@pytest.fixture(params=["tracker", "session"])
-def either(request: pytest.FixtureRequest, tmp_path) -> Tracked | Real:
-    return Tracked() if request.param == "tracker" else Real(tmp_path)
-
-
 def forever(loader) -> Iterator[object]:
     """Batches of a loader again and again, as many loops write it."""
     while True:
@@ -126,145 +82,145 @@ MEANS = [(0.0, 1), (0.5, 2), (1.0, 3)]
 class TestOneAfterTheOther:
     """Passes that do not overlap."""
 
-    def test_each_leads(self, either) -> None:
-        seen = [either.log() for loader in (either.train, either.val, either.train) for _ in loader]
+    def test_each_leads(self, loop) -> None:
+        seen = [loop.log() for loader in (loop.train, loop.val, loop.train) for _ in loader]
         assert [name for name, _ in seen] == ["train"] * 3 + ["val"] * 2 + ["train"] * 3
         assert [step for _, step in seen] == [1, 2, 3, 3, 3, 4, 5, 6]
 
-    def test_a_set_of_one_step_and_no_logging_in_training(self, either) -> None:
-        for _ in either.one:
+    def test_a_set_of_one_step_and_no_logging_in_training(self, loop) -> None:
+        for _ in loop.one:
             pass
-        assert [either.log() for _ in either.val] == [("val", 1)] * 2
+        assert [loop.log() for _ in loop.val] == [("val", 1)] * 2
 
     @pytest.mark.parametrize("number", [1, 2])
-    def test_training_is_left_early(self, either, number: int) -> None:
-        for _ in itertools.islice(either.train, number):
-            either.log()
-        assert [either.log() for _ in either.val] == [("val", number)] * 2
-        assert [either.log() for _ in either.train] == [("train", number + step) for step in (1, 2, 3)]
+    def test_training_is_left_early(self, loop, number: int) -> None:
+        for _ in itertools.islice(loop.train, number):
+            loop.log()
+        assert [loop.log() for _ in loop.val] == [("val", number)] * 2
+        assert [loop.log() for _ in loop.train] == [("train", number + step) for step in (1, 2, 3)]
 
-    def test_steps_counted_by_hand(self, either) -> None:
+    def test_steps_counted_by_hand(self, loop) -> None:
         """The end of the pass is never asked for."""
         for epoch in range(2):
-            batches = iter(either.train)
+            batches = iter(loop.train)
             for step in range(1, 4):
                 next(batches)
-                assert either.log() == ("train", 3 * epoch + step)
-            either.reset()
-            assert [either.log() for _ in either.val] == [("val", 3 * epoch + 3)] * 2
+                assert loop.log() == ("train", 3 * epoch + step)
+            loop.reset()
+            assert [loop.log() for _ in loop.val] == [("val", 3 * epoch + 3)] * 2
 
-    def test_an_iterator_that_is_kept_and_not_read_on(self, either) -> None:
+    def test_an_iterator_that_is_kept_and_not_read_on(self, loop) -> None:
         """The second training pass leads since the loop has reset the metrics."""
-        kept = iter(either.train)
+        kept = iter(loop.train)
         next(kept)
-        either.log()
-        either.reset()
-        assert [either.log() for _ in either.extra] == [("extra", step) for step in range(2, 7)]
+        loop.log()
+        loop.reset()
+        assert [loop.log() for _ in loop.extra] == [("extra", step) for step in range(2, 7)]
 
-    def test_a_loader_that_is_iterated_again_begins_a_new_pass(self, either) -> None:
-        kept = iter(either.train)
+    def test_a_loader_that_is_iterated_again_begins_a_new_pass(self, loop) -> None:
+        kept = iter(loop.train)
         next(kept)
-        assert [either.log() for _ in either.train] == [("train", step) for step in (2, 3, 4)]
+        assert [loop.log() for _ in loop.train] == [("train", step) for step in (2, 3, 4)]
         kept.close()
-        assert [either.log() for _ in either.val] == [("val", 4)] * 2
+        assert [loop.log() for _ in loop.val] == [("val", 4)] * 2
 
 
 class TestSideBySide:
     """Several loaders within one step: the training pass that gave its first batch first leads."""
 
     @pytest.mark.parametrize("longer", [True, False])
-    def test_zip(self, either, longer: bool) -> None:
-        pair = (either.train, either.extra) if longer else (either.extra, either.train)
+    def test_zip(self, loop, longer: bool) -> None:
+        pair = (loop.train, loop.extra) if longer else (loop.extra, loop.train)
         name = "train" if longer else "extra"
-        assert [either.log() for _ in zip(*pair)] == [(name, step) for step in (1, 2, 3)]  # noqa: B905
-        assert [either.log()[0] for _ in either.train] == ["train"] * 3
+        assert [loop.log() for _ in zip(*pair)] == [(name, step) for step in (1, 2, 3)]  # noqa: B905
+        assert [loop.log()[0] for _ in loop.train] == ["train"] * 3
 
     @pytest.mark.parametrize("again", [itertools.cycle, forever])
-    def test_a_smaller_set_again_and_again(self, either, again) -> None:
+    def test_a_smaller_set_again_and_again(self, loop, again) -> None:
         for epoch in range(2):
-            seen = [either.log() for _ in zip(either.extra, again(either.train))]  # noqa: B905
+            seen = [loop.log() for _ in zip(loop.extra, again(loop.train))]  # noqa: B905
             assert seen == [("extra", 5 * epoch + step) for step in range(1, 6)]
 
-    def test_a_smaller_set_restarted_by_hand(self, either) -> None:
-        batches, seen = iter(either.one), []
-        for _ in either.train:
+    def test_a_smaller_set_restarted_by_hand(self, loop) -> None:
+        batches, seen = iter(loop.one), []
+        for _ in loop.train:
             try:
                 next(batches)
             except StopIteration:
-                batches = iter(either.one)
+                batches = iter(loop.one)
                 next(batches)
-            seen.append(either.log())
+            seen.append(loop.log())
         assert seen == TRAIN
 
-    def test_the_first_runs_out_and_the_loop_reads_on(self, either) -> None:
+    def test_the_first_runs_out_and_the_loop_reads_on(self, loop) -> None:
         """`cycle` remembers the batches of a loader, and reads it only once."""
-        seen = [either.log() for _ in zip(itertools.cycle(either.train), either.extra)]
+        seen = [loop.log() for _ in zip(itertools.cycle(loop.train), loop.extra)]
         assert seen == [*TRAIN, ("extra", 4), ("extra", 5)]
 
-    def test_an_iterator_that_is_kept_over_epochs(self, either) -> None:
-        beside, seen = iter(either.extra), []
+    def test_an_iterator_that_is_kept_over_epochs(self, loop) -> None:
+        beside, seen = iter(loop.extra), []
         for _ in range(2):
-            for _ in either.train:
+            for _ in loop.train:
                 next(beside, None)
-                seen.append(either.log())
+                seen.append(loop.log())
         assert seen == [("train", step) for step in range(1, 7)]
 
-    def test_alternating_with_a_reset_and_a_pass_between(self, either) -> None:
+    def test_alternating_with_a_reset_and_a_pass_between(self, loop) -> None:
         """Like a GAN that reads two sets, and is evaluated within its steps."""
-        first, second, seen = iter(either.train), forever(either.one), []
+        first, second, seen = iter(loop.train), forever(loop.one), []
         for _ in range(3):
             next(first)
             next(second)
-            seen.append(either.log())
-            either.reset()
-            assert {either.log()[0] for _ in either.val} == {"val"}
-            either.reset()
+            seen.append(loop.log())
+            loop.reset()
+            assert {loop.log()[0] for _ in loop.val} == {"val"}
+            loop.reset()
             next(second)
-            seen.append(either.log())
+            seen.append(loop.log())
         assert seen == [("train", step) for step in (1, 1, 2, 2, 3, 3)]
 
     @pytest.mark.parametrize("order", [("train", "val"), ("val", "train")])
-    def test_an_evaluation_set_never_leads_beside_a_training_set(self, either, order: tuple[str, str]) -> None:
-        pair = zip(*(getattr(either, name) for name in order))  # noqa: B905 - the shorter ends it
-        assert [either.log() for _ in pair] == [("train", 1), ("train", 2)]
+    def test_an_evaluation_set_never_leads_beside_a_training_set(self, loop, order: tuple[str, str]) -> None:
+        pair = zip(*(getattr(loop, name) for name in order))  # noqa: B905 - the shorter ends it
+        assert [loop.log() for _ in pair] == [("train", 1), ("train", 2)]
 
-    def test_an_evaluation_iterator_that_was_made_before(self, either) -> None:
-        batches, seen = iter(either.val), []
-        for _ in either.train:
+    def test_an_evaluation_iterator_that_was_made_before(self, loop) -> None:
+        batches, seen = iter(loop.val), []
+        for _ in loop.train:
             next(batches, None)
-            seen.append(either.log())
+            seen.append(loop.log())
         assert seen == TRAIN
 
 
 class TestNested:
     """An evaluation set that is iterated within a training step is a pass of its own."""
 
-    def test_evaluation_in_the_middle_of_training(self, either) -> None:
+    def test_evaluation_in_the_middle_of_training(self, loop) -> None:
         seen = []
-        for number, _ in enumerate(either.train):
-            seen.append(either.log())
+        for number, _ in enumerate(loop.train):
+            seen.append(loop.log())
             if number == 1:
-                seen += [either.log() for _ in either.val]
-                seen.append(either.log())
+                seen += [loop.log() for _ in loop.val]
+                seen.append(loop.log())
         assert seen == [("train", 1), ("train", 2), ("val", 2), ("val", 2), ("train", 2), ("train", 3)]
 
-    def test_at_the_first_step_and_before_anything_is_logged(self, either) -> None:
+    def test_at_the_first_step_and_before_anything_is_logged(self, loop) -> None:
         seen = []
-        for number, _ in enumerate(either.train):
+        for number, _ in enumerate(loop.train):
             if number == 0:
-                seen += [either.log() for _ in either.val]
-            seen.append(either.log())
+                seen += [loop.log() for _ in loop.val]
+            seen.append(loop.log())
         assert seen == [("val", 1), ("val", 1), *TRAIN]
 
     @pytest.mark.parametrize("keep", [False, True])
-    def test_evaluation_is_left_early(self, either, keep: bool) -> None:
+    def test_evaluation_is_left_early(self, loop, keep: bool) -> None:
         seen, kept = [], []
-        for _ in either.train:
-            seen.append(either.log())
-            batches = iter(either.val)
+        for _ in loop.train:
+            seen.append(loop.log())
+            batches = iter(loop.val)
             kept += [batches] if keep else []
             next(batches)
-            seen.append(either.log())
+            seen.append(loop.log())
             del batches
         assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
 
@@ -279,10 +235,10 @@ class TestNested:
         assert seen == [("train", 1), ("inner", 2), ("inner", 3), ("train", 4), ("inner", 5), ("inner", 6)]
         assert epochs == [0]
 
-    def test_evaluation_of_data_that_the_runtime_does_not_know(self, either) -> None:
+    def test_evaluation_of_data_that_the_runtime_does_not_know(self, loop) -> None:
         seen = []
-        for _ in either.train:
-            seen += [either.log(), either.log("val")]
+        for _ in loop.train:
+            seen += [loop.log(), loop.log("val")]
         assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
 
 
@@ -364,6 +320,12 @@ class TestRecords:
         assert [item for item in recorded if item[0]] == [({"extra/mean": 1.5}, 2)]
         loop.session.metrics.flush()
         assert len([item for item in recorded if item[0]]) == 1
+
+    def test_what_is_saved_after_an_evaluation_is_of_its_pass(self, loop) -> None:
+        list(loop.train)
+        with loop.module.evaluation():
+            list(loop.val)
+        assert loop.log() == ("val", 3)
 
     def test_evaluation_after_training_is_recorded_once(self, loop, recorded) -> None:
         self.read(loop, [1.0, 2.0, 6.0], loader=loop.train)

@@ -430,14 +430,6 @@ class TestEvery:
             "cfg.debug.limit_batches is 0; the minimum is 1",
         ]
 
-    def test_a_setting_that_no_loop_reads_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        notice = Notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
-        assert notice not in run(Experiment(evaluate_every_steps=50), tmp_path / "read")[1]
-        resumed = Experiment(evaluate_every_steps=50, num_epochs=TrainConfig.num_epochs + 1)
-        assert notice not in run(resumed, tmp_path / "read")[1]  # from the end of an epoch
-        monkeypatch.setattr(Experiment, "every", lambda *_: False)
-        assert notice in run(Experiment(evaluate_every_steps=50), tmp_path / "unread")[1]
-
 
 class TestEvaluationWithinAnEpoch:
     """Metrics of the training pass continue after an evaluation that resets them."""

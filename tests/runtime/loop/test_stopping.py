@@ -3,19 +3,17 @@
 from pathlib import Path
 
 import pytest
-import torch
 from forkserver import Commands
 from sessions import ALONE
 
-from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.loop import stopping
-from mlx_runtime.loop.stopping import MAX_STEPS_PER_VOTE, VOTES_PER_PREEMPTION_CHECK, StopConsensus, StopPoll
+from mlx_runtime.loop.stopping import MAX_STEPS_PER_VOTE, VOTES_PER_PREEMPTION_CHECK, StopPoll
 
 pytestmark = pytest.mark.pure
 
 
 class TestInterval:
-    """Number of steps between two votes."""
+    """Number of steps between two rounds."""
 
     @pytest.fixture
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -25,40 +23,42 @@ class TestInterval:
         return clock
 
     @staticmethod
-    def steps(consensus: StopConsensus, clock: list[float], seconds: float, most: int = 1000) -> int:
-        """Return the number of steps of some duration until a vote is due."""
+    def steps(poll: StopPoll, clock: list[float], seconds: float, most: int = 1000) -> int:
+        """Return the number of steps of some duration until a round."""
+        before = poll._rounds
         for number in range(1, most + 1):
             clock[0] += seconds
-            if consensus.due():
+            poll.step()
+            if poll._rounds > before:
                 return number
         return most
 
     def test_it_comes_about_as_often_however_long_steps_take(self, clock: list[float]) -> None:
         for seconds, wanted in ((0.01, 10), (0.05, 2), (3.0, 1), (1e-6, MAX_STEPS_PER_VOTE)):
-            consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
-            self.steps(consensus, clock, seconds)
-            consensus.vote(0)
-            assert self.steps(consensus, clock, seconds) == pytest.approx(wanted, abs=1)
+            poll = StopPoll(ALONE, lambda: False)
+            assert self.steps(poll, clock, seconds) == 1
+            assert self.steps(poll, clock, seconds) == pytest.approx(wanted, abs=1)
 
     def test_one_that_comes_early_counts_the_steps_that_were_taken(self, clock: list[float]) -> None:
         """As at the end of an epoch, after steps that were slower than the previous ones."""
-        consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
-        self.steps(consensus, clock, 0.002)
-        consensus.vote(0)
-        self.steps(consensus, clock, 0.045, most=20)
-        assert consensus.vote(1) == 1
-        assert self.steps(consensus, clock, 0.045) == 2
+        poll = StopPoll(ALONE, lambda: False)
+        self.steps(poll, clock, 0.002)
+        self.steps(poll, clock, 0.045, most=20)
+        assert not poll.vote()
+        assert self.steps(poll, clock, 0.045) == 2
 
     def test_the_loop_does_not_wait_for_a_round_unless_steps_are_slow(self, clock: list[float]) -> None:
-        consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
-        self.steps(consensus, clock, 0.01)
-        assert consensus.poll(0) == 0  # after the first step, whose duration is not known
-        self.steps(consensus, clock, 0.01)
-        assert [consensus.poll(1), consensus.poll(0), consensus.poll(0)] == [0, 1, 0]
-        assert consensus.vote(1) == 1
-        clock[0] += 60
-        consensus.vote(0)
-        assert consensus.poll(1) == 1
+        requests = [False, True, False]
+        poll, found = StopPoll(ALONE, lambda: requests.pop(0)), []
+        for _ in range(3):
+            self.steps(poll, clock, 0.01)
+            found.append(poll.agreed)
+        assert found == [False, False, True]
+        requests = [False, True]
+        poll = StopPoll(ALONE, lambda: requests.pop(0))
+        self.steps(poll, clock, 60)
+        self.steps(poll, clock, 60)
+        assert poll.agreed
 
 
 STEPS_OF_TWO = """
@@ -104,10 +104,14 @@ class TestPoll:
         assert not poll.stopped
 
     @pytest.mark.parametrize("fewer", [True, False])
-    def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(self, fewer: bool) -> None:
+    def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(
+        self, fewer: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(stopping, "MAX_STEPS_PER_VOTE", 1)
         answers, notices = iter([False]), list[str]()
-        poll = StopPoll(ALONE, preempted=lambda: next(answers, True), resumable_by_fewer=fewer, notice=notices.append)
-        poll.consensus.due = lambda: True
+        poll = StopPoll(
+            ALONE, lambda: False, preempted=lambda: next(answers, True), resumable_by_fewer=fewer, notice=notices.append
+        )
         saves = [poll.step() for _ in range(3 * VOTES_PER_PREEMPTION_CHECK)]
         assert [number for number, save in enumerate(saves, 1) if save] == [2 * VOTES_PER_PREEMPTION_CHECK]
         assert poll.agreed is not fewer

@@ -16,7 +16,7 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.loop.options import strategy_class
-from mlx_runtime.loop.strategies import DDP, Strategy, strategy_of
+from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.sections import Elastic, Fragments
 
 pytestmark = pytest.mark.pure
@@ -61,7 +61,7 @@ TREE = {
 
 
 @pytest.mark.parametrize("strategy", [DDP(CFG, ALONE), Replacing(CFG, ALONE)], ids=lambda item: type(item).__name__)
-def test_optimizers_hold_the_parameters_of_prepared_models(strategy: Strategy, tmp_path: Path) -> None:
+def test_optimizers_hold_the_parameters_of_prepared_models(strategy: DDP, tmp_path: Path) -> None:
     job = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=TREE)
     _, experiment = build_experiment(cast(Any, job), ALONE, CFG, strategy)
     held = [param for group in experiment.optimizers.sgd.param_groups for param in group["params"]]

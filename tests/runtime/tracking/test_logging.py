@@ -151,8 +151,8 @@ def test_the_first_number_that_is_not_finite_is_a_warning_however_quiet(
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
     assert warning == (
-        "warning   train/mse is not finite at step 5 of epoch 1; checkpoints without a finite train/mse are never the "
-        "best. cfg.debug.stop_on_nan=true ends a run at the first such gradient"
+        "warning   not finite at step 5 of epoch 1: train/mse. Checkpoints without a finite cfg.monitor are never the "
+        "best; cfg.debug.stop_on_nan=true ends a run at the first such gradient"
     )
     log = next((folder / "runs").glob("logging/run_001/logs/driver*"))
     assert log.read_text().count("warning ") == 1

@@ -13,7 +13,7 @@ import pytest
 from faults import wait_for
 
 from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
-from mlx_runtime.loop.channel import STOP
+from mlx_runtime.loop.job import STOP
 from mlx_runtime.workers import connections
 from mlx_runtime.workers import receiver as receiving
 from mlx_runtime.workers.connections import Pipes, Remote

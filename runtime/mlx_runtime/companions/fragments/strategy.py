@@ -32,6 +32,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.options import strategy_problems
+from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import size_text
@@ -39,13 +40,12 @@ from mlx_runtime.storage.files import size_text
 _CPU = torch.device("cpu")
 
 
-class Pipeline:
+class Pipeline(DDP):
     """Cuts models into stages, one per worker. A model to which `Models.strategies` gives `ddp` is on the last one."""
 
     shards = True
     stores_shards = False  # rank 0 collects whole models
     preloads = ("mlx_runtime.companions.fragments.pipelined",)
-    needs: tuple[str, ...] = ()
 
     @staticmethod
     def refusal(cfg: Any) -> str | None:
@@ -110,14 +110,14 @@ class Pipeline:
     def __init__(self, cfg: Any, topology: Topology) -> None:
         from mlx_runtime.companions.fragments.planfile import layout_of
 
-        self._cfg, self._layout = cfg, layout_of(cfg.fragments, topology)
+        self._layout = layout_of(cfg.fragments, topology)
         ranks = self._layout.ranks
         for own in ranks if cfg.fragments.plan is not None else ():  # otherwise, `model_parallel_size` has checked it
             _check_microbatches(cfg.fragments, len(own))
         size = max(map(len, ranks))
         if size == 1 and cfg.replicas.every is None:  # `prepare_model` must not average gradients, too
             topology = replace(topology, replicate=_unchanged)
-        self.topology = replace(topology, model_parallel_size=size, replica_ranks=ranks)
+        super().__init__(cfg, replace(topology, model_parallel_size=size, replica_ranks=ranks))
         self.notice = self._layout.notice
         self._lines: list[str] = []
         self._holders: list[Any] = []  # by model
@@ -128,8 +128,8 @@ class Pipeline:
     def _links(self) -> Any:
         from mlx_runtime.companions.fragments.links import Links
 
-        links = Links(self.topology, self._cfg.fragments.traffic)
-        links.syncs = self._cfg.replicas.every is None
+        links = Links(self.topology, self.cfg.fragments.traffic)
+        links.syncs = self.cfg.replicas.every is None
         return links
 
     @cached_property
@@ -137,7 +137,7 @@ class Pipeline:
         """Trains step by step, with a schedule that owns the backward pass; None if autograd does."""
         from mlx_runtime.companions.fragments.schedules import Schedule
 
-        fragments = self._cfg.fragments
+        fragments = self.cfg.fragments
         if fragments.schedule == "gpipe":
             return None
         chunks = chunks_of(fragments)
@@ -157,23 +157,23 @@ class Pipeline:
         _check_same(models, topology)
         _check_unshared(models)
         blocks = blocks_of(group, models)
-        own = own_strategies(node, self._cfg)
-        if found := strategy_problems(replace(self._cfg, strategy="pipeline")):  # it may be that of some models only
+        own = own_strategies(node, self.cfg)
+        if found := strategy_problems(replace(self.cfg, strategy="pipeline")):  # it may be that of some models only
             raise ConfigError(found[0])
         for name, strategy in own.items():
             if strategy not in ("ddp", "pipeline"):
                 raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}; with pipelines, it is ddp or pipeline")
         for name, model in models.items():
-            self._cut(name, model, blocks[name], whole=own.get(name, self._cfg.strategy) == "ddp")
+            self._cut(name, model, blocks[name], whole=own.get(name, self.cfg.strategy) == "ddp")
         if self._layout.model is not None and self._layout.model not in models:
-            raise ConfigError(f"cfg.fragments.plan={self._cfg.fragments.plan} is for another model; see its `model`")
+            raise ConfigError(f"cfg.fragments.plan={self.cfg.fragments.plan} is for another model; see its `model`")
         return group
 
     def _cut(self, name: str, model: nn.Module, blocks: list[str], *, whole: bool) -> None:
         from mlx_runtime.companions.fragments.holders import Holders
         from mlx_runtime.companions.fragments.pipelined import Pipelined
 
-        links, layout, fragments = self._links, self._layout, self._cfg.fragments
+        links, layout, fragments = self._links, self._layout, self.cfg.fragments
         planned = layout.model == name and not whole
         if planned:
             blocks = list(layout.blocks)
@@ -189,7 +189,7 @@ class Pipeline:
         own = kinds[self.topology.data_parallel_rank]
         made, holders = cuts[own], Holders(model, [cuts[kind] for kind in kinds], links)
         self._holders.append(holders)
-        recomputed = self._cfg.activation_checkpointing
+        recomputed = self.cfg.activation_checkpointing
         paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
         shared = next((title for title in loose for path in paths if title.startswith(f"{path}.")), None)
         if shared is not None:
@@ -197,7 +197,7 @@ class Pipeline:
                 f"cfg.activation_checkpointing cannot recompute models.{name}.{shared}, which several stages share; "
                 "name other modules with a pattern, like 'encoder.*'"
             )
-        recompute_blocks({name: model}, {name: blocks}, self._cfg.activation_checkpointing)
+        recompute_blocks({name: model}, {name: blocks}, self.cfg.activation_checkpointing)
         self._distribute(model, made, holders)
         schedule = None if whole or fragments.schedule == "gpipe" else fragments.schedule
         microbatches = 1 if whole else fragments.microbatches
@@ -240,7 +240,7 @@ class Pipeline:
                 tensor.detach().copy_(received)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
-        self._links.syncs = enabled and self._cfg.replicas.every is None  # otherwise, weights are averaged
+        self._links.syncs = enabled and self.cfg.replicas.every is None  # otherwise, weights are averaged
 
     def drop_gradients(self, models: Iterable[object]) -> None:
         pass  # there are none besides those of the parameters
@@ -300,7 +300,7 @@ class Pipeline:
 
     def _sync_buffers(self) -> None:
         """Give all pipelines the buffers of the first, which are those that a checkpoint contains."""
-        if self._links.replicas > 1 and self._cfg.replicas.every is None:
+        if self._links.replicas > 1 and self.cfg.replicas.every is None:
             for holders in self._holders:
                 for name, item in holders.model.named_buffers():
                     if not item.is_meta:

@@ -23,8 +23,7 @@ from mlx_runtime.companions.nodes.roster import KEY_BYTES, Node, nodes_of
 from mlx_runtime.companions.nodes.store import NetworkStore, Values
 from mlx_runtime.errors import ConfigError, MlxError, WorkerLostError
 from mlx_runtime.events import Notice
-from mlx_runtime.loop.channel import address_towards
-from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
+from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, address_towards, backend_of
 from mlx_runtime.loop.options import strategy_class
 from mlx_runtime.loop.strategies import strategy_names
 from mlx_runtime.runs import snapshots

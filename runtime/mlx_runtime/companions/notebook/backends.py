@@ -20,7 +20,7 @@ from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import UsageError, WorkerLostError, short_message
 from mlx_runtime.extras import require
-from mlx_runtime.loop.channel import address_towards
+from mlx_runtime.loop.job import address_towards
 from mlx_runtime.loop.stopping import LoopStopped
 
 BACKENDS = {name: f"{__name__}.{kind}" for name, kind in (("jax", "JAX"), ("tensorflow", "TensorFlow"))}

@@ -24,11 +24,11 @@ from mlx_runtime.companions.notebook.arrays import as_tensors, checkpoint_values
 from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.companions.notebook.shards import FunctionShard, Shards
 from mlx_runtime.data.loaders import DatasetShards
-from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.collectives import agree, gather
 from mlx_runtime.distributed.topology import Topology, current, device_here
 from mlx_runtime.distributed.wrapping import prepare_model, unwrap
 from mlx_runtime.errors import MlxError, short_message
-from mlx_runtime.events import FunctionReturned
+from mlx_runtime.events import FunctionReport, FunctionReturned
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.optimization import prepare_models
@@ -137,7 +137,17 @@ class FunctionExperiment(BaseModule):
     def report(self, values: Mapping[str, float]) -> None:
         with _calling:
             self._begin("report", values.get("epoch"))
-            self._session.report(values, self._facts(), may_stop=not self._saves)
+            session = self._session
+            session.beat()
+            facts = self._facts()
+            session.progress.global_step += 1
+            session.end_epoch({name: float(value) for name, value in values.items() if name != "epoch"})
+            of_all = gather({**values, **facts})
+            if of_all is not None:
+                session.reporter.events.send(FunctionReport(tuple(of_all)))
+            session.stopping.step()
+            if not self._saves and session.stopping.vote():  # no checkpoint is about to follow
+                session.stop()
 
     def _facts(self) -> dict[str, Any]:
         """Return the fields that results have in addition to the reported ones."""

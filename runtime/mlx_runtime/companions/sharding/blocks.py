@@ -1,15 +1,18 @@
 """The blocks of a model: modules that are gathered, and recomputed, one at a time."""
 
+import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mlx_runtime.errors import ConfigError, suggest
-from mlx_runtime.loop.forward import recompute
+from mlx_runtime.loop.forward import wrap_forward
 
 Plan = Iterable[str] | Callable[[nn.Module], Iterable[nn.Module]]
 """Patterns of module paths, like `layers.*`, or a function that returns modules."""
@@ -143,6 +146,36 @@ def recompute_blocks(models: Mapping[str, nn.Module], blocks: Mapping[str, list[
     for name, paths in blocks.items():
         for module in {id(item): item for item in map(models[name].get_submodule, paths)}.values():
             recompute(module)
+
+
+def recompute(module: nn.Module) -> None:
+    """Store only the inputs of a module's `forward`, and run it again in the backward pass.
+
+    Running statistics count each batch once.
+    """
+    norms = [item for item in module.modules() if isinstance(item, nn.modules.batchnorm._NormBase)]
+
+    def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if norms and not torch.compiler.is_compiling():  # a compiled graph updates the statistics outside of the region
+            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_statistics(norms))
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    wrap_forward(module, twice)
+
+
+@contextlib.contextmanager
+def _without_statistics(norms: Iterable[Any]) -> Iterator[None]:
+    """Keep the running statistics of normalizations unchanged, by giving the batch no weight in them."""
+    before = [(item.momentum, item.num_batches_tracked) for item in norms]
+    for item in norms:
+        item.momentum, item.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for item, (momentum, count) in zip(norms, before, strict=True):
+            item.momentum, item.num_batches_tracked = momentum, count
 
 
 def _callable(module: Any) -> bool:

@@ -62,7 +62,7 @@ def own_strategies(node: Mapping[str, Any] | None, cfg: Any) -> dict[str, str]:
         title = f"Models.strategies[{name!r}] is {strategy!r}"
         if strategy not in STRATEGIES:
             raise ConfigError(f"{title}.{suggest(str(strategy), STRATEGIES)}")
-        for setting in strategy_class(strategy).needs:  # type: ignore[attr-defined]  # ours have it
+        for setting in strategy_class(strategy).needs:
             if attrgetter(setting)(cfg) is None:
                 with_it = f"cfg.strategy={strategy} and cfg.{setting}"
                 raise ConfigError(f"{title}, which needs {with_it}; name the others instead")

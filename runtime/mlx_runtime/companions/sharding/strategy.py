@@ -7,7 +7,7 @@ the import takes seconds.
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,20 +48,16 @@ from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.checkpoints.groups import members
 from mlx_runtime.storage.files import size_text
 
-if TYPE_CHECKING:
-    from mlx_runtime.loop.strategies import StrategyClass
-
 _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 
 _CPU = torch.device("cpu")
 
 
-class FSDP:
+class FSDP(DDP):
     """Shards models over all workers. It also builds models to which `Models.strategies` gives another strategy."""
 
     shards = True
     preloads = ("mlx_runtime.companions.sharding.sharing", "torch.distributed.fsdp")
-    needs: tuple[str, ...] = ()
 
     @staticmethod
     def refusal(cfg: Any) -> str | None:
@@ -72,25 +68,15 @@ class FSDP:
         )
 
     @staticmethod
-    def multiple_of(cfg: Any) -> int:
-        return 1
-
-    @staticmethod
-    def model_parallel_size(cfg: Any, workers: int) -> int:
-        return 1  # each worker reads its own rows
-
-    @staticmethod
     def mesh_shape(cfg: Any, workers: int) -> tuple[int, ...]:
         """Return the number of replicas, unless there is only one, and the number of workers that share a replica."""
         return (workers,)
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
-        self._cfg, self.topology = cfg, topology
-        self._ddp = DDP(cfg, topology)
+        super().__init__(cfg, topology)
         self._mesh = cache(self._new_mesh)  # one per strategy
         self._offloads = cfg.sharding.offload == "cpu" and topology.device.type != "cpu"
         self._lines: list[str] = []
-        self.notice = self._ddp.notice
         if cfg.sharding.offload == "cpu" and not self._offloads:
             self.notice = "cfg.sharding.offload=cpu has no effect: models are on the CPU already"
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
@@ -105,10 +91,10 @@ class FSDP:
         whole = contents(models)
         check_same(whole, topology)
         blocks = blocks_of(group, models)
-        recompute_blocks(models, blocks, self._cfg.activation_checkpointing)
+        recompute_blocks(models, blocks, self.cfg.activation_checkpointing)
         blocks = {name: without_shared(model, blocks[name]) for name, model in models.items()}
-        own = own_strategies(node, self._cfg)
-        strategies: dict[str, Any] = {name: strategy_class(own.get(name, self._cfg.strategy)) for name in models}
+        own = own_strategies(node, self.cfg)
+        strategies: dict[str, Any] = {name: strategy_class(own.get(name, self.cfg.strategy)) for name in models}
         _check_unshared(models, blocks, strategies)
         for name, model in models.items():
             if strategies[name].shards and not is_sharded(model):
@@ -136,15 +122,15 @@ class FSDP:
     def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: "type[FSDP]") -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        mesh = self._mesh(strategy.mesh_shape(self._cfg, self.topology.world_size))
-        half = HALF.get(self._cfg.precision)
+        mesh = self._mesh(strategy.mesh_shape(self.cfg, self.topology.world_size))
+        half = HALF.get(self.cfg.precision)
         offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
         inside, outside = (
             MixedPrecisionPolicy(half, torch.float32 if half else None, output) for output in (None, torch.float32)
         )
         parts = [model.get_submodule(path) for path in sorted(blocks, key=lambda path: -path.count("."))]
-        for module in parts or [model] if self._cfg.compile else []:
-            compile_forward(module, self._cfg.compile)
+        for module in parts or [model] if self.cfg.compile else []:
+            compile_forward(module, self.cfg.compile)
         empty = [path for path, param in model.named_parameters() if not param.numel()]
         try:
             if empty:
@@ -174,7 +160,7 @@ class FSDP:
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         models = list(models)
-        self._ddp.sync_gradients(models, enabled)
+        super().sync_gradients(models, enabled)
         for model in models:
             if is_sharded(model):
                 sharded: Any = model
@@ -201,9 +187,6 @@ class FSDP:
             for group in optimizer.param_groups:
                 if len(by_mesh(group["params"])) > 1:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
-
-    def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
-        return states  # each worker stores its own shards
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
@@ -233,7 +216,7 @@ class HSDP(FSDP):
 
 
 def _check_unshared(
-    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: "Mapping[str, StrategyClass]"
+    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: Mapping[str, type[DDP]]
 ) -> None:
     """Check that models to be sharded share no parameter with another model, because each would train its own copy.
 

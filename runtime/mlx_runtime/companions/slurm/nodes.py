@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mlx_runtime.loop.channel import address_towards
+from mlx_runtime.loop.job import address_towards
 from mlx_runtime.settings import prepare_ray
 from mlx_runtime.storage.local import write_atomic
 

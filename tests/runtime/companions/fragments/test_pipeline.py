@@ -37,7 +37,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.loop.context import Groups
 from mlx_runtime.loop.options import strategy_problems
-from mlx_runtime.loop.strategies import Strategy, strategy_of
+from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.loop.weighting import WeightedLosses
 from mlx_runtime.sections import Fragments, Replicas
 
@@ -186,7 +186,7 @@ class CutNet(Models):
     strategies = {"net": "pipeline"}
 
 
-def strategy(rank: int, replicas: Replicas = Replicas(), **fragments: Any) -> Strategy:
+def strategy(rank: int, replicas: Replicas = Replicas(), **fragments: Any) -> DDP:
     size, cut = dist.get_world_size(), Fragments(**fragments)
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=size, fragments=cut, replicas=replicas)
     return strategy_of(cfg, Topology(rank, size, torch.device("cpu"), rank), None)
@@ -197,7 +197,7 @@ def node(net: Any, group: type = Models, **small: Any) -> dict[str, Any]:
     return {"_target_": f"{__name__}.{group.__name__}", **models}
 
 
-def trained(model: Any, made: Strategy | None, rows: torch.Tensor, *, clip: float = 1e9) -> torch.optim.Optimizer:
+def trained(model: Any, made: DDP | None, rows: torch.Tensor, *, clip: float = 1e9) -> torch.optim.Optimizer:
     """Train with momentum for three steps, each of which accumulates two batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if made is not None:
@@ -219,7 +219,7 @@ def tokens(count: int = ROWS) -> torch.Tensor:
     return torch.randint(12, (count, 5), generator=torch.Generator().manual_seed(1))
 
 
-def whole_states(made: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def whole_states(made: DDP, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     states = {"models": {"net": model.state_dict()}, "optimizers": {"sgd": optimizer.state_dict()}}
     return made.consolidate(copy.deepcopy(states))
 
@@ -402,7 +402,7 @@ def averaged_apart(rank: int) -> Any:
 
 
 def session(
-    made: Strategy,
+    made: DDP,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     notice: Callable[[str], None],

@@ -24,7 +24,7 @@ from mlx_runtime.distributed.wrapping import is_sharded, raised_by_sharded_tenso
 from mlx_runtime.errors import MlxError
 from mlx_runtime.loop.gradients import GradientMonitor
 from mlx_runtime.loop.optimization import prepare_models
-from mlx_runtime.loop.strategies import DDP, Strategy, strategy_of
+from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.sections import Sharding
 
 pytestmark = pytest.mark.local
@@ -212,7 +212,7 @@ class Small(nn.Linear):
         super().__init__(7, 5)
 
 
-def sharded(tree: Mapping[str, Any], **settings: Any) -> tuple[Strategy, Any]:
+def sharded(tree: Mapping[str, Any], **settings: Any) -> tuple[DDP, Any]:
     """The strategy and the models of this worker."""
     cfg = TrainConfig(**{"strategy": "fsdp", **settings})
     topology = Topology(dist.get_rank(), WORLD, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Recomputation and compilation of the `forward` of modules."""
+"""Recomputation of the `forward` of modules."""
 
 import copy
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mlx_runtime.loop.forward import compile_forward, recompute
+from mlx_runtime.companions.sharding.blocks import recompute
+from mlx_runtime.loop.forward import compile_forward
 
 pytestmark = pytest.mark.pure
 
