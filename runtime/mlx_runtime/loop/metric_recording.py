@@ -153,10 +153,6 @@ class MetricRecorder:
 
     def check(self) -> None:
         """Raise a ConfigError if metrics cannot be recorded, before any of them is updated."""
-        losses, metrics = map(self._context.groups.members, ("losses", "metrics"))
-        for name in losses.keys() & metrics.keys():
-            if is_metric(losses[name]) and is_metric(metrics[name]):
-                raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
         self._of(("losses", "metrics"))
 
     def begin(self, item: Pass) -> None:
@@ -325,6 +321,8 @@ class MetricRecorder:
         for group in sorted(groups):
             for name, item in self._context.groups.members(group).items():
                 check_metric(f"{group}.{name}", item)  # user code may have replaced it
+                if is_metric(item) and name in found:
+                    raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
                 if is_metric(item):
                     found[name] = item
         return found

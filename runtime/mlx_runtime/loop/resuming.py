@@ -10,7 +10,6 @@ Everything else is refused before anything is written.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,9 +204,10 @@ def _why_refused(change: Change, cfg: type) -> str | None:
     group, _, rest = change.key.partition(".")
     name, _, argument = rest.partition(".")
     if group == "cfg":
-        if name in {field.name for field in dataclasses.fields(TrainConfig)}:
+        if name in TrainConfig.__dataclass_fields__:
             return "it cannot change within a run" if {name, rest} & FIXED else None
-        if any(field.name == name and field.metadata.get("resumable") for field in dataclasses.fields(cfg)):
+        own = getattr(cfg, "__dataclass_fields__", {}).get(name)  # other classes may have the settings, too
+        if own is not None and own.metadata.get("resumable"):
             return None
         return f'not marked as resumable; see field(metadata={{"resumable": True}}) for {name} in the guide to faults'
     if "_target_" not in change.key and MISSING not in (change.before, change.after):

@@ -237,9 +237,9 @@ class TestErrors:
 
     def test_the_name_of_an_optimizer(self, begin: Begin) -> None:
         module = begin()
-        with pytest.raises(MlxError, match=r"optimizer_step\('sdg'\): there is no such .* Did you mean 'sgd'\?"):
+        with pytest.raises(MlxError, match=r"optimizer_step\('sdg'\) needs the name of an optimizer. Did you mean 'sgd'\?"):
             module.optimizer_step("sdg")
-        with pytest.raises(MlxError, match=r"needs the name of an optimizer. Available: adam, sgd."):
+        with pytest.raises(MlxError, match=r"optimizer_step\(\) needs the name of an optimizer. Available: adam, sgd."):
             module.optimizer_step()
         del module.optimizers.adam
         module.backward(module.models.net(torch.ones(1, 3)).sum())
@@ -249,7 +249,7 @@ class TestErrors:
         module = begin(accumulate_grad_batches=4)
         batch = next(iter(loader_of(module, batch_size=2)))
         module.backward(module.models.net(batch["x"]).sum())
-        with pytest.raises(MlxError, match=r"in the middle of an update of 4 steps.*call self.optimizer_step\(\)"):
+        with pytest.raises(MlxError, match=r"in the middle of an update, .*call self.optimizer_step\(\)"):
             module.optimizers.sgd.step()
 
     @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ class TestErrors:
     def test_a_plain_step_with_scaled_gradients(self, begin: Begin) -> None:
         module = begin(precision="fp16")
         module.backward(module.models.net(torch.ones(1, 3)).sum())
-        with pytest.raises(MlxError, match=r"scales gradients for cfg.precision=fp16; call self.optimizer_step\(\)"):
+        with pytest.raises(MlxError, match=r"scales them for cfg.precision=fp16; call self.optimizer_step\(\)"):
             module.optimizers.sgd.step()
 
     def test_a_plain_step_does_not_clip_which_is_noticed_once(self, begin: Begin) -> None:

@@ -110,10 +110,9 @@ def load_into(
     counterpart. `only` names the members to restore. `moved` maps attributes to the devices of their tensors, like
     `{"ema.shadow": cuda:0}`; others stay on the CPU. States are copied unless the members may keep them (`owned`).
     """
-    present = {name: member for name, member in members(group).items() if _has_state(member)}
-    if only is not None:
-        present = {name: member for name, member in present.items() if name in only}
-        saved = {name: state for name, state in saved.items() if name in only}
+    wanted = {*members(group), *saved} if only is None else only
+    present = {name: item for name, item in members(group).items() if _has_state(item) and name in wanted}
+    saved = {name: state for name, state in saved.items() if name in wanted}
     unmatched = sorted(set(present) ^ set(saved))
     if unmatched and title in ("models", "optimizers"):
         sides = ", ".join(f"{name} ({'only in the code' if name in present else 'only there'})" for name in unmatched)
@@ -170,15 +169,13 @@ def load_what_fits(
 
 
 def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
-    """Merge the states of metrics on several ranks, by name, without those that cannot be merged."""
+    """Merge the states of metrics on several ranks, by name, without those of metrics that cannot be merged."""
     states: State = {}
     for name, member in members(group).items():
-        if any(name not in rank for rank in states_of_ranks):
-            continue
-        saved = [rank[name] for rank in states_of_ranks]
-        if not metric_states.is_metric(member):
+        saved = [rank[name] for rank in states_of_ranks if name in rank]
+        if saved and not metric_states.is_metric(member):
             states[name] = saved[0]
-        elif len(saved) == 1 or metric_states.is_mergeable(member):
+        elif saved and metric_states.is_mergeable(member):
             try:
                 states[name] = metric_states.merge_states(member, saved)
             except KeyError:  # saved with other parts, so it cannot be loaded
@@ -427,10 +424,3 @@ def has_unread(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(map(has_unread, value.values() if isinstance(value, dict) else value))
     return isinstance(value, UnreadTensor)
-
-
-def has_placeholders(value: Any) -> bool:
-    """Return True if plain values contain a placeholder, whose tensor is in a shard."""
-    if isinstance(value, dict):
-        return value.keys() == {PLACEHOLDER} or any(map(has_placeholders, value.values()))
-    return isinstance(value, list | tuple) and any(map(has_placeholders, value))
