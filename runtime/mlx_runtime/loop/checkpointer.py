@@ -11,6 +11,7 @@ from mlx_runtime.data.loaders import Loader
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed import randomness
 from mlx_runtime.distributed.collectives import broadcast, gather
+from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.loop.context import RunContext, is_per_worker
@@ -21,14 +22,13 @@ from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
     copy_to_cpu,
-    has_sharded_tensors,
-    has_unread,
     load_into,
     load_what_fits,
     members,
     merge_ranks,
     on_device,
     state_of,
+    tensors,
 )
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import BackgroundSaver
@@ -51,8 +51,7 @@ class _Unfinished(NamedTuple):
     """A restored checkpoint until its first pass begins, when `resume` restores what the loop has made by then."""
 
     state: State  # without models
-    names: dict[str, set[str]]  # members that `restore` found, by group of `MADE_BY_LOOP`
-    regrouped: set[str]  # optimizers to which the loop adds parameter groups before they are restored
+    restored: dict[str, set[str]]  # members that `restore` has restored, by groups to which the loop may have added
 
 
 class Checkpointer:
@@ -91,14 +90,15 @@ class Checkpointer:
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
         writes, strategy = self._context.topology.writes, self._optimization.strategy
-        parts = companions.part("sharding.shards").Parts() if self._has_sharded_tensors() else None
+        sharded = strategy.shards or self._is_sharded()
+        groups = self._group_states() if writes or sharded else {}
+        if sharded:
+            groups = strategy.consolidate(groups)
+        parts = companions.part("sharding.shards").Parts() if any(map(is_sharded, tensors(groups))) else None
         of_rank: State = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             of_rank[name] = state_of(self._context.groups[name])[0]
         of_rank["per_worker"] = self._states("per_worker")
-        groups = self._group_states() if writes or parts is not None or strategy.shards else {}
-        if parts is not None or strategy.shards:
-            groups = strategy.consolidate(groups)
         if parts is not None:
             of_rank, groups = (
                 {name: parts.without(part, name) for name, part in of.items()} for of in (of_rank, groups)
@@ -108,9 +108,6 @@ class Checkpointer:
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         if parts is not None or state is not None:
             self._saver.save(state, checkpoint, parts)
-
-    def _has_sharded_tensors(self) -> bool:
-        return has_sharded_tensors(*(self._context.groups.members(name) for name in SAVED_ONCE))
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0."""
@@ -184,9 +181,10 @@ class Checkpointer:
         for name in SAVED_ONCE:
             others = {*state[name], *context.groups.members(name)} - regrouped if name == "optimizers" else None
             self._load(name, prepared, only=others)
+        restored = {name: set(context.groups.members(name)) for name in (*MADE_BY_LOOP, "optimizers")}
+        restored["optimizers"] -= regrouped
         self._set_group_values(state)
         self._load_per_worker(prepared, self._context.groups.members("per_worker"))
-        names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
         self._reporter.restore(state)
@@ -196,7 +194,7 @@ class Checkpointer:
         for name in self.loaders.keys() & self.positions.keys():
             self.loaders[name].load_state_dict(self.positions[name])
         rest = {name: part for name, part in state.items() if name != "models"}
-        self._unfinished = _Unfinished(rest, names, regrouped)
+        self._unfinished = _Unfinished(rest, restored)
         if context.evaluates:
             context.cfg.start_epoch = state["epoch"] + 1  # also if that epoch had not ended
             progress.epoch, progress.epochs = state["epoch"], 0
@@ -218,21 +216,20 @@ class Checkpointer:
         """
         if self._unfinished is None:
             return
-        state, names_before, regrouped = self._unfinished
+        state, restored = self._unfinished
         begun = {name for name, position in state["loaders"].items() if position.get("steps")}
         if not (state["finished"] or loader in begun or (loader is None and not begun)):
             return
         within = loader is not None and not state["finished"]
         self._unfinished = None
-        added = {name: set(self._context.groups.members(name)) - names_before[name] for name in MADE_BY_LOOP}
-        wanted: dict[str, Collection[str] | None] = {**added}
-        if any(added.values()) or regrouped:
-            wanted["optimizers"] = None
+        wanted = {name: set(self._context.groups.members(name)) - done for name, done in restored.items()}
+        new = wanted["own"] | {f"tools.{item}" for item in wanted["tools"]}
+        if any(wanted.values()):
+            wanted["optimizers"] = set(self._context.groups.members("optimizers"))  # a new scheduler has changed them
         prepared = self._prepare(state, wanted)
         for name, names in wanted.items():
-            only = None if names is None else {*names} & set(state[name])
-            self._load(name, prepared, only=only)
-        if "optimizers" in wanted:
+            self._load(name, prepared, only=names & set(state[name]))
+        if wanted["optimizers"]:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
@@ -243,7 +240,6 @@ class Checkpointer:
             self._reporter.events.notice(
                 f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
             )
-        new = added["own"] | {f"tools.{item}" for item in added["tools"]}
         self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
         if within:
             self._reporter.states |= state["numbers"]["states"]
@@ -255,7 +251,7 @@ class Checkpointer:
             return
         made = {
             f"{group}.{name}".replace("own.", "self.")
-            for group, names in self._unfinished.names.items()
+            for group, names in self._unfinished.restored.items()
             for name in set(self._context.groups.members(group)) - names
             if name in self._unfinished.state[group]
         }
@@ -288,7 +284,7 @@ class Checkpointer:
                 break
             latest = CheckpointInfo(**fields)
             state = saved.load(latest, whole=False) if newest is None else newest[1]
-            self._from_sharded = has_unread(state)
+            self._from_sharded = state["sharded"]
             try:
                 prepared = self._prepare(state)
             except DamagedError as error:
@@ -301,10 +297,9 @@ class Checkpointer:
         if not path:
             return None
         state = store.read(path, whole=False)
-        self._from_sharded = has_unread(state)
+        self._from_sharded = state["sharded"]
         if not self._context.cfg.restore_strict:
-            layouts = self._layouts()
-            options = {} if layouts is None else {"prepared": layouts.of_values_now}
+            options = {"prepared": self._layouts().of_values_now} if self._is_sharded() else {}
             for line in load_what_fits(self._context.groups["models"], state["models"], **options):
                 notice(f"          {line}")
             notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
@@ -314,18 +309,20 @@ class Checkpointer:
 
     def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
         """Return a state in the form that the members of groups load: each worker reads the parts that it holds."""
-        layouts = self._layouts()
-        prepared: State = state if layouts is None else layouts.of_state(state, wanted, self._context.groups)
+        if not self._is_sharded():
+            return state
+        prepared: State = self._layouts().of_state(state, wanted, self._context.groups)
         return prepared
 
     def _is_sharded(self) -> bool:
         """Return True if the checkpoint to restore, or the run, is sharded; then a prepared state is a copy."""
-        return self._from_sharded or self._has_sharded_tensors()
+        models = self._context.groups.modules
+        # FSDP may have gathered the parameters of a model.
+        parts = (part for model in models for part in (*model.modules(), *model.parameters()))
+        return self._from_sharded or any(map(is_sharded, parts))
 
     def _layouts(self) -> Any:
-        """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
-        if not self._is_sharded():
-            return None
+        """Return the layouts of the tensors of a state, if it or the run is sharded."""
         layouts = companions.part("sharding.layouts").Layouts
         return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
 
@@ -350,12 +347,12 @@ class Checkpointer:
     def _with_settings(self, state: State, key: str, part: State) -> State:
         """Return the state of an object, with the settings that the config has changed if it is a tool."""
         group, _, name = key.partition(".")
-        before, now = (config.get("tools") or {} for config in self._configs(state))
-        if group != "tools" or name not in before or name not in now:
+        if group != "tools":
             return part
         from mlx_runtime.loop.resuming import with_settings
 
-        return with_settings(part, before[name], now[name], key)
+        before, now = (config.get("tools") or {} for config in self._configs(state))
+        return with_settings(part, before.get(name), now.get(name), key)
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
         """Restore the objects whose state differs by worker, unless the number of workers has changed."""

@@ -9,7 +9,7 @@ import math
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class MetricSync:
 
         head = encode((message.position, sorted(message.groups), message.numbers))
         body = encode(dict(message.snapshots))
-        data = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head + body
+        data = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head + body[: self._buffer_bytes]
         buffer = _buffer(data[: self._buffer_bytes], self._buffer_bytes)
         received = [torch.empty_like(buffer) for _ in range(self._group.size())]
         work = torch.distributed.all_gather(received, buffer, group=self._group, async_op=True)
@@ -103,10 +103,9 @@ class MetricSync:
         self._buffer_bytes = min(MAX_BUFFER_BYTES, max(self._buffer_bytes, 2 * needed))
         if not first:
             return messages
-        bodies = [part[end:][:size].numpy() for part, end, size in zip(received, ends, sizes, strict=True)]
         return [
-            SyncMessage(item.position, item.groups, item.numbers, decode(part.tobytes()))
-            for item, part in zip(messages, bodies, strict=True)
+            replace(item, snapshots=decode(part[end:][:size].numpy().tobytes()))
+            for item, part, end, size in zip(messages, received, ends, sizes, strict=True)
         ]
 
 
@@ -361,17 +360,15 @@ def _snapshots(metrics: Mapping[str, AnyMetric], *, whole_pass: bool) -> dict[st
 
 
 def _check(messages: Sequence[SyncMessage]) -> None:
-    """Raise an error if workers are at different positions or record different groups."""
+    """Raise an MlxError if workers are at different positions or record different groups."""
     first = messages[0]
     for rank, other in enumerate(messages):
-        if other.position != first.position:
-            here, there = (f"step {item.position[1]} of {item.position[0]}" for item in (first, other))
-            raise MlxError(f"rank 0 records at {here}, rank {rank} at {there}; every worker must run the same loop")
-    for name in sorted(frozenset().union(*(item.groups for item in messages))):
-        silent = [str(rank) for rank, item in enumerate(messages) if name not in item.groups]
-        if silent:
-            at = f"until step {first.position[1]} of {first.position[0]}"
+        if (other.position, other.groups) != (first.position, first.groups):
+            here, there = (
+                f"{' and '.join(sorted(item.groups)) or 'nothing'} at step {item.position[1]} of {item.position[0]}"
+                for item in (first, other)
+            )
             raise MlxError(
-                f"{name} were saved on some workers only: not on rank {', '.join(silent)} {at}; every worker must make "
-                "the same calls of save_metrics_and_losses, save_metrics and save_losses"
+                f"rank 0 records {here}, rank {rank} {there}; every worker must run the same loop, with the same calls "
+                "of save_metrics_and_losses, save_metrics and save_losses"
             )

@@ -186,10 +186,8 @@ class Optimization:
             self._scaler.unscale_(optimizer)
             self.strategy.clip_grad_norm_(list(params_of(optimizer)), cfg.gradient_clip)
         self._stepping = True
-        try:
-            self._scaler.step(optimizer)
-        finally:
-            self._stepping = False
+        self._scaler.step(optimizer)
+        self._stepping = False
         self._scale_is_due = self._scaler.is_enabled()
         optimizer.zero_grad()
         self.after_update()  # also if the scaler has skipped the step

@@ -187,7 +187,8 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
         ConfigError: an argument cannot change.
     """
     found = changes(then, now)
-    if not found or not isinstance(then, dict) or then.get("_target_") != now.get("_target_"):
+    same_class = isinstance(then, dict) and isinstance(now, dict) and then.get("_target_") == now.get("_target_")
+    if not (found and same_class):
         return saved
     first, last = _fresh(then, key), _fresh(now, key)
     wanted, changed = {item.key for item in found}, {name for name in last if not _same(last[name], first.get(name))}

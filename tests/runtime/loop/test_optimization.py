@@ -237,7 +237,9 @@ class TestErrors:
 
     def test_the_name_of_an_optimizer(self, begin: Begin) -> None:
         module = begin()
-        with pytest.raises(MlxError, match=r"optimizer_step\('sdg'\) needs the name of an optimizer. Did you mean 'sgd'\?"):
+        with pytest.raises(
+            MlxError, match=r"optimizer_step\('sdg'\) needs the name of an optimizer. Did you mean 'sgd'\?"
+        ):
             module.optimizer_step("sdg")
         with pytest.raises(MlxError, match=r"optimizer_step\(\) needs the name of an optimizer. Available: adam, sgd."):
             module.optimizer_step()

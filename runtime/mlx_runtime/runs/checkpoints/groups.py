@@ -6,7 +6,7 @@ A state consists of plain values, which can be loaded from a checkpoint without 
 import collections
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard, cast
 
@@ -29,9 +29,6 @@ _FACTORIES = {item.__name__: item for item in (bool, dict, float, int, list, set
 
 SPECIAL = "mlx_runtime.special"
 """Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_encoded`."""
-
-PLACEHOLDER = "mlx_runtime.sharded"
-"""Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
 
 
 class DamagedError(ConfigError):
@@ -400,27 +397,3 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map_tensors(item, change) for item in value)
     return value
-
-
-# -- sharded tensors of a state, read and written by `shards`
-
-
-def has_sharded_tensors(*groups: Mapping[str, Any]) -> bool:
-    """Return True if members of groups have sharded tensors, even while FSDP has gathered their parameters."""
-    for member in (member for group in groups for member in group.values()):
-        if isinstance(member, nn.Module):
-            held: Iterable[Any] = (*member.modules(), *member.parameters(), *member.buffers())
-        elif isinstance(member, torch.optim.Optimizer):
-            held = (item for group in member.param_groups for item in group["params"])
-        else:
-            held = tensors(getattr(member, "__dict__", None))
-        if any(map(is_sharded, held)):
-            return True
-    return False
-
-
-def has_unread(value: Any) -> bool:
-    """Return True if plain values contain a `StoredTensor`."""
-    if isinstance(value, dict | list | tuple):
-        return any(map(has_unread, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, UnreadTensor)

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
     decoded,
-    has_unread,
     io_errors,
     map_tensors,
 )
@@ -110,7 +109,7 @@ class CheckpointStore:
     def publish(self, publication: Publication, about: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
         """Make a checkpoint visible that is written, if this is `allowed`."""
         allowed()
-        publication.commit(to_json(about.fields()).encode())
+        publication.commit(to_json(asdict(about)).encode())
         publication.remove_others()
         self._damaged.pop(about.name, None)
         return about
@@ -321,9 +320,9 @@ def read(path: str, *, whole: bool = True) -> State:
 
 def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones, and attributes of tools as they were."""
-    if has_unread(state):
+    if state["sharded"]:
         state = companions.part("sharding.shards").full(state)
-    return state | {"tools": {name: decoded(item) for name, item in (state["tools"] or {}).items()}}
+    return state | {"sharded": False, "tools": {name: decoded(item) for name, item in (state["tools"] or {}).items()}}
 
 
 def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
@@ -337,10 +336,7 @@ def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> St
             shutil.copyfileobj(file, copy, 1 << 20)
             copy.seek(0)
             file = copy
-        sha256, size = sha256_of(file)
-        if about is not None and size != about.size_bytes:
-            raise ValueError(f"it has {size:,} bytes of {about.size_bytes:,}")
-        if about is not None and sha256 != about.sha256:
+        if about is not None and sha256_of(file)[0] != about.sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -350,6 +346,5 @@ def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> St
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
     index = about.index if about is not None else INDEX if storage.size_bytes(name, INDEX) is not None else None
     if index is not None:
-        filled: State = companions.part("sharding.shards").fill(state, storage, name, index, about)
-        return filled
-    return cast("State", state)
+        state = companions.part("sharding.shards").fill(state, storage, name, index, about)
+    return {**state, "sharded": index is not None}
