@@ -305,7 +305,7 @@ class MetricRecorder:
         if item.training and item.loader is not None:
             rates["time/data_wait_pct"] = waited
             # A single step mostly measures the start of reading.
-            if item.finished and item.step > 1:
+            if (item.finished or not item.active) and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
         self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
 

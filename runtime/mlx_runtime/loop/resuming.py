@@ -114,13 +114,9 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
             if problem := misfit(before, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
                 raise ValueError(f"cfg: {problem}")
     except StorageError as error:
-        lost = isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError)
-        if not (lost and (saved := list_checkpoints(run.checkpoints))):
+        if not isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError):
             raise
-        checkpoint = f"cfg.restore_checkpoint_path={join_path(run.checkpoints, saved[-1].name)}"
-        raise StorageError(
-            f"{error}. Put a good copy back, or train on in a new run: {another} {checkpoint}"
-        ) from error
+        raise StorageError(f"{error}. Put a good copy back, or train on in a new run: {another}@latest") from error
     epochs, steps = (before.get(name) for name in ("num_epochs", "max_steps"))
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
