@@ -117,10 +117,6 @@ def load_config(
         config = check(experiment, composition, keys_only=keys_only)
         if source is not None:
             _refuse_hidden(config)
-        if run is not None and conf is not None:
-            from mlx_runtime.loop import resuming
-
-            resuming.check_stored(run, conf)
         if not keys_only and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             pin_checkpoint(config)
         if not keys_only and names_repositories(config.tree):
@@ -129,6 +125,8 @@ def load_config(
             companions.part("hub.pins").pin_revisions(config.tree, config.unresolved, file, before)
         if run is not None:
             assert conf is not None
+            from mlx_runtime.loop import resuming
+
             another = new_run(run, config.cfg)
             changes = resuming.allowed_changes(run, conf, config, another)
             resuming.refuse_finished(run, conf, config.cfg, another, named=request.resume not in ("auto", "latest"))

@@ -11,6 +11,7 @@ from mlx_runtime.data.loaders import Loader
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed import randomness
 from mlx_runtime.distributed.collectives import broadcast, gather
+from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.loop.context import RunContext, is_per_worker
@@ -21,18 +22,16 @@ from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
     copy_to_cpu,
-    has_sharded_tensors,
-    has_unread,
     load_into,
     load_what_fits,
     members,
     merge_ranks,
     on_device,
     state_of,
+    tensors,
 )
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import BackgroundSaver
-from mlx_runtime.runs.metric_states import is_mergeable, is_metric
 from mlx_runtime.storage.redaction import hidden_texts, unredact
 
 SAVED_ONCE = ("models", "optimizers", "tools", "own")
@@ -52,8 +51,7 @@ class _Unfinished(NamedTuple):
     """A restored checkpoint until its first pass begins, when `resume` restores what the loop has made by then."""
 
     state: State  # without models
-    names: dict[str, set[str]]  # members that `restore` found, by group of `MADE_BY_LOOP`
-    regrouped: set[str]  # optimizers to which the loop adds parameter groups before they are restored
+    restored: dict[str, set[str]]  # members that `restore` has restored, by groups to which the loop may have added
 
 
 class Checkpointer:
@@ -69,11 +67,10 @@ class Checkpointer:
         self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
         self._unfinished: _Unfinished | None = None
         self._from_sharded = False  # the checkpoint to restore has shards
-        self._saver: BackgroundSaver | None = None
+        allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
+        self._saver = BackgroundSaver(context.checkpoints, self._complete, allowed)
         if context.topology.writes:
             context.checkpoints.clean()
-            allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
-            self._saver = BackgroundSaver(context.checkpoints, self._complete, allowed)
 
     # -- saving
 
@@ -92,32 +89,25 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
-        parts = companions.part("sharding.shards").Parts() if self._has_sharded_tensors() else None
-        own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
+        writes, strategy = self._context.topology.writes, self._optimization.strategy
+        sharded = strategy.shards or self._is_sharded()
+        groups = self._group_states() if writes or sharded else {}
+        if sharded:
+            groups = strategy.consolidate(groups)
+        parts = companions.part("sharding.shards").Parts() if any(map(is_sharded, tensors(groups))) else None
+        of_rank: State = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
-            own_parts[name] = state_of(self._context.groups[name])[0]
-        own_parts["per_worker"] = self._states("per_worker")
+            of_rank[name] = state_of(self._context.groups[name])[0]
+        of_rank["per_worker"] = self._states("per_worker")
         if parts is not None:
-            own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
-        ranks = gather(copy_to_cpu(own_parts))  # on the CPU: rank 0 may not have their GPU
+            of_rank, groups = (
+                {name: parts.without(part, name) for name, part in of.items()} for of in (of_rank, groups)
+            )
+        ranks = gather(copy_to_cpu(of_rank))  # on the CPU: rank 0 may not have their GPU
+        state = None if ranks is None else self._state(ranks, groups) | {"epoch": epoch, "finished": finished}
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
-        ends: State = {"epoch": epoch, "finished": finished}
-        groups: State = {}
-        if parts is not None or self._optimization.strategy.shards:
-            groups = self._optimization.strategy.consolidate(self._group_states())
-        elif self._saver is not None:
-            groups = self._group_states()
-        if parts is not None:
-            groups = {name: parts.without(part, name) for name, part in groups.items()}
-            if self._saver is None:
-                self._saver = BackgroundSaver(self._context.checkpoints, lambda checkpoint: None, lambda: None)
-            state = None if ranks is None else self._state(ranks, groups) | ends
-            self._saver.save_sharded(state, checkpoint, parts)
-        elif self._saver is not None and ranks is not None:
-            self._saver.save(self._state(ranks, groups) | ends, checkpoint)
-
-    def _has_sharded_tensors(self) -> bool:
-        return has_sharded_tensors(*(self._context.groups.members(name) for name in SAVED_ONCE))
+        if parts is not None or state is not None:
+            self._saver.save(state, checkpoint, parts)
 
     def _group_states(self) -> State:
         """Return the states of the groups that are saved from rank 0."""
@@ -159,6 +149,8 @@ class Checkpointer:
 
     def _complete(self, checkpoint: CheckpointInfo) -> None:
         """Report a complete checkpoint, and remove those that are not kept. Called in the background."""
+        if not self._context.topology.writes:
+            return
         saved, cfg = self._context.checkpoints, self._context.cfg
         saved.prune(cfg.keep_checkpoints, cfg.monitor, cfg.mode)
         path, step = saved.path(checkpoint), checkpoint.global_step
@@ -169,8 +161,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is stored. Raise a `StorageError` if it could not be."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._saver.wait()
 
     def settle(self) -> None:
         """After a failure of the loop, wait until the last checkpoint is stored, and ignore errors."""
@@ -189,10 +180,11 @@ class Checkpointer:
         regrouped = self._regrouped_by_loop(state)
         for name in SAVED_ONCE:
             others = {*state[name], *context.groups.members(name)} - regrouped if name == "optimizers" else None
-            self._load(name, prepared, only=others, owned=prepared is not state)
+            self._load(name, prepared, only=others)
+        restored = {name: set(context.groups.members(name)) for name in (*MADE_BY_LOOP, "optimizers")}
+        restored["optimizers"] -= regrouped
         self._set_group_values(state)
         self._load_per_worker(prepared, self._context.groups.members("per_worker"))
-        names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
         self._reporter.restore(state)
@@ -202,7 +194,7 @@ class Checkpointer:
         for name in self.loaders.keys() & self.positions.keys():
             self.loaders[name].load_state_dict(self.positions[name])
         rest = {name: part for name, part in state.items() if name != "models"}
-        self._unfinished = _Unfinished(rest, names, regrouped)
+        self._unfinished = _Unfinished(rest, restored)
         if context.evaluates:
             context.cfg.start_epoch = state["epoch"] + 1  # also if that epoch had not ended
             progress.epoch, progress.epochs = state["epoch"], 0
@@ -224,21 +216,20 @@ class Checkpointer:
         """
         if self._unfinished is None:
             return
-        state, names_before, regrouped = self._unfinished
+        state, restored = self._unfinished
         begun = {name for name, position in state["loaders"].items() if position.get("steps")}
         if not (state["finished"] or loader in begun or (loader is None and not begun)):
             return
         within = loader is not None and not state["finished"]
         self._unfinished = None
-        added = {name: set(self._context.groups.members(name)) - names_before[name] for name in MADE_BY_LOOP}
-        wanted: dict[str, Collection[str] | None] = {**added}
-        if any(added.values()) or regrouped:
-            wanted["optimizers"] = None
+        wanted = {name: set(self._context.groups.members(name)) - done for name, done in restored.items()}
+        new = wanted["own"] | {f"tools.{item}" for item in wanted["tools"]}
+        if any(wanted.values()):
+            wanted["optimizers"] = set(self._context.groups.members("optimizers"))  # a new scheduler has changed them
         prepared = self._prepare(state, wanted)
         for name, names in wanted.items():
-            only = None if names is None else {*names} & set(state[name])
-            self._load(name, prepared, only=only, owned=prepared is not state)
-        if "optimizers" in wanted:
+            self._load(name, prepared, only=names & set(state[name]))
+        if wanted["optimizers"]:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
@@ -249,7 +240,6 @@ class Checkpointer:
             self._reporter.events.notice(
                 f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
             )
-        new = added["own"] | {f"tools.{item}" for item in added["tools"]}
         self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
         if within:
             self._reporter.states |= state["numbers"]["states"]
@@ -259,18 +249,21 @@ class Checkpointer:
         """Raise an MlxError if objects that the loop has made are not restored, because nothing has called `resume`."""
         if self._unfinished is None:
             return
-        for group in MADE_BY_LOOP:
-            made = set(self._context.groups.members(group)) - self._unfinished.names[group]
-            for name in sorted(made & set(self._unfinished.state[group])):
-                title = f"{group}.{name}".replace("own.", "self.")
-                raise MlxError(
-                    f"{title} was not restored before the loop saved it; call self.restore_checkpoint() "
-                    "after the loop has made it"
-                )
+        made = {
+            f"{group}.{name}".replace("own.", "self.")
+            for group, names in self._unfinished.restored.items()
+            for name in set(self._context.groups.members(group)) - names
+            if name in self._unfinished.state[group]
+        }
+        if made:
+            raise MlxError(
+                f"{', '.join(sorted(made))} was not restored before the loop saved it; call self.restore_checkpoint() "
+                "after the loop has made it"
+            )
 
     def _regrouped_by_loop(self, state: State) -> set[str]:
         """Return the optimizers that had other parameter groups at save time, without those of sharded models."""
-        if self._from_sharded or self._has_sharded_tensors():
+        if self._is_sharded():
             return set()
         optimizers = self._context.groups.members("optimizers")
         return {
@@ -286,12 +279,12 @@ class Checkpointer:
         notice = self._reporter.events.notice
         while True:
             newest = saved.newest(notice) if self._context.topology.writes else None
-            fields = broadcast(None if newest is None else asdict(newest))
+            fields = broadcast(None if newest is None else asdict(newest[0]))
             if fields is None:
                 break
             latest = CheckpointInfo(**fields)
-            state = saved.load(latest, whole=False)
-            self._from_sharded = has_unread(state)
+            state = saved.load(latest, whole=False) if newest is None else newest[1]
+            self._from_sharded = state["sharded"]
             try:
                 prepared = self._prepare(state)
             except DamagedError as error:
@@ -304,10 +297,9 @@ class Checkpointer:
         if not path:
             return None
         state = store.read(path, whole=False)
-        self._from_sharded = has_unread(state)
+        self._from_sharded = state["sharded"]
         if not self._context.cfg.restore_strict:
-            layouts = self._layouts()
-            options = {} if layouts is None else {"prepared": layouts.of_values_now}
+            options = {"prepared": self._layouts().of_values_now} if self._is_sharded() else {}
             for line in load_what_fits(self._context.groups["models"], state["models"], **options):
                 notice(f"          {line}")
             notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
@@ -317,14 +309,20 @@ class Checkpointer:
 
     def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
         """Return a state in the form that the members of groups load: each worker reads the parts that it holds."""
-        layouts = self._layouts()
-        prepared: State = state if layouts is None else layouts.of_state(state, wanted, self._context.groups)
+        if not self._is_sharded():
+            return state
+        prepared: State = self._layouts().of_state(state, wanted, self._context.groups)
         return prepared
 
+    def _is_sharded(self) -> bool:
+        """Return True if the checkpoint to restore, or the run, is sharded; then a prepared state is a copy."""
+        models = self._context.groups.modules
+        # FSDP may have gathered the parameters of a model.
+        parts = (part for model in models for part in (*model.modules(), *model.parameters()))
+        return self._from_sharded or any(map(is_sharded, parts))
+
     def _layouts(self) -> Any:
-        """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
-        if not self._from_sharded and not self._has_sharded_tensors():
-            return None
+        """Return the layouts of the tensors of a state, if it or the run is sharded."""
         layouts = companions.part("sharding.layouts").Layouts
         return layouts(self._context.groups.members("models"), whole=not self._from_sharded)
 
@@ -332,43 +330,40 @@ class Checkpointer:
         """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
         return unredact(state["config"], self._context.shown_config, self._context.config), self._context.config
 
-    def _load(self, name: str, state: State, *, only: set[str] | None = None, owned: bool) -> None:
+    def _load(self, name: str, state: State, *, only: set[str] | None = None) -> None:
         """Restore the members of a group; tools get the settings that the config has changed."""
-        saved, moved = state[name], {}
-        if name == "tools":
-            moved = dict.fromkeys(state["on_device"], self._context.topology.device)
-            saved = {item: self._with_settings(state, item, part) for item, part in saved.items()}
-        if of_workers := self._of_workers(name):
-            only = ({*self._context.groups.members(name), *saved} if only is None else only) - of_workers
-        for text in load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
-            self._reporter.events.notice(text)
+        device, members_now = self._context.topology.device, self._context.groups.members(name)
+        saved = {
+            item: self._with_settings(state, f"{name}.{item}".removeprefix("per_worker."), part)
+            for item, part in state[name].items()
+        }
+        moved = {key if name == "tools" else f"tools.{key}": device for key in state["on_device"]}
+        of_workers = self._of_workers(name) if name != "per_worker" else set()
+        only = ({*members_now, *saved} if only is None else only) - of_workers
+        group, owned = self._context.groups[name], self._is_sharded()
+        for text in load_into(group, saved, name, only=only, moved=moved, owned=owned):
+            self._reporter.events.notice(text.removeprefix("per_worker."))
 
-    def _with_settings(self, state: State, name: str, part: State) -> State:
-        """Return the state of a tool with the settings that the config has changed."""
-        before, now = (config.get("tools") or {} for config in self._configs(state))
-        if name not in before or name not in now:
+    def _with_settings(self, state: State, key: str, part: State) -> State:
+        """Return the state of an object, with the settings that the config has changed if it is a tool."""
+        group, _, name = key.partition(".")
+        if group != "tools":
             return part
         from mlx_runtime.loop.resuming import with_settings
 
-        return with_settings(part, before[name], now[name], f"tools.{name}")
+        before, now = (config.get("tools") or {} for config in self._configs(state))
+        return with_settings(part, before.get(name), now.get(name), key)
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
         """Restore the objects whose state differs by worker, unless the number of workers has changed."""
-        topology, group = self._context.topology, self._context.groups["per_worker"]
-        only = {*names} & set(members(group))
-        if not self._has_sizes_of(state):
-            for name in sorted(only):
-                text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
-                self._reporter.events.notice(text)
+        topology, only = self._context.topology, {*names} & set(self._context.groups.members("per_worker"))
+        if self._has_sizes_of(state):
+            own = states_by_replica(state)[topology.data_parallel_rank][topology.model_parallel_rank]
+            self._load("per_worker", state | {"per_worker": own["per_worker"]}, only=only)
             return
-        own = states_by_replica(state)[topology.data_parallel_rank][topology.model_parallel_rank]
-        saved = {
-            name: self._with_settings(state, name.removeprefix("tools."), part) if name.startswith("tools.") else part
-            for name, part in own.get("per_worker", {}).items()
-        }
-        moved = {f"tools.{name}": topology.device for name in state["on_device"]}
-        for text in load_into(group, saved, "per_worker", only=only, moved=moved):
-            self._reporter.events.notice(text.removeprefix("per_worker."))
+        for name in sorted(only):
+            text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
+            self._reporter.events.notice(text)
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
@@ -396,11 +391,9 @@ class Checkpointer:
             saved, group = mine[0][name], self._context.groups[name]
             if topology.data_parallel_size < len(of_replicas):
                 saved = merge_ranks([part[name] for part in mine], group)
-                for item, metric in members(group).items():
-                    if item in of_replicas[0][name] and is_metric(metric) and not is_mergeable(metric):
-                        saved.pop(item, None)  # on all workers, or its value would cover only some
-                        text = f"{name}.{item} starts over: its states of several workers cannot be merged"
-                        self._reporter.events.notice(text)
+                for item in sorted(set(members(group)) & set(of_replicas[0][name]) - set(saved)):
+                    text = f"{name}.{item} starts over: its states of several workers cannot be merged"
+                    self._reporter.events.notice(text)
             load_into(group, saved, name, only=set(saved))
 
 

@@ -61,8 +61,9 @@ class Mean(Metric):
         if accepted is not None and (reduction == "sum" or found == "none"):
             options["reduction"] = found = reduction
         if found in ("mean", "sum", "none") and found != reduction:
-            cure = "pass reduction='sum' to losses.Mean, too" if found == "sum" else "leave reduction out"
-            raise MlxError(f"the function has reduction={found!r}, and losses.Mean {reduction!r}; {cure}")
+            raise MlxError(
+                f"the function has reduction={found!r}, and losses.Mean {reduction!r}; give both mean or sum"
+            )
         self.function, self.ignore_index, self.reduction = function, ignore_index, reduction
         self.options = options if ignore_index is None else {"ignore_index": ignore_index, **options}
         self._value: tuple[torch.Tensor, Any] | None = None

@@ -1,28 +1,118 @@
-"""Metrics of a pass: read at one step, exchanged between workers in the background, and reported some steps later."""
+"""Metrics of a pass: read at one step, exchanged between workers in the background, and reported some steps later.
+
+TorchMetrics would gather each state of each metric separately. Here each worker packs all states into one message;
+rank 0 merges them as defined by the metrics (`dist_reduce_fx`) and computes the values. The exchange runs in a
+separate group on the CPU while training continues.
+"""
 
 import math
 import time
 import weakref
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.collectives import agree, data_parallel_group
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.loop.context import RunContext
 from mlx_runtime.loop.passes import Pass
 from mlx_runtime.loop.reporting import Reporter
-from mlx_runtime.runs.metric_states import State, check_metric, is_metric, is_updated, load_state, state_of, state_since
-from mlx_runtime.tracking.metric_sync import (
+from mlx_runtime.runs.metric_states import (
     UPDATED_ON_SOME,
-    MetricSync,
+    AnyMetric,
     Snapshot,
-    SyncedMetric,
-    SyncMessage,
+    State,
+    check_metric,
+    compute_from,
+    is_average,
+    is_metric,
+    is_updated,
+    keeps_rows,
+    load_state,
+    merge_snapshots,
     numbers,
-    snapshots,
+    snapshot,
+    state_of,
+    state_since,
+    syncs_itself,
 )
+
+BUFFER_BYTES = 4096
+"""Size of the first message; the rest is sent in a second collective."""
+
+MAX_BUFFER_BYTES = 65_536
+
+
+@dataclass(frozen=True)
+class SyncMessage:
+    """Contribution of one worker to an exchange. Position and groups must be the same on all workers."""
+
+    position: tuple[str, int]  # name of the pass, and step
+    groups: frozenset[str]  # groups to record, of `losses` and `metrics`
+    numbers: tuple[float, ...] = ()  # each is reduced to its maximum over all workers
+    snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
+
+
+class MetricSync:
+    """Exchange of messages between all replicas of the model, one at a time. Every worker must construct it."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._group = data_parallel_group(topology)
+        self._buffer_bytes = BUFFER_BYTES
+        self._in_flight: tuple[Any, list[torch.Tensor], bytes] | None = None
+        self._sent: list[SyncMessage] = []
+
+    def send(self, message: SyncMessage) -> None:
+        """Start an exchange in the background."""
+        if self._group is None:
+            self._sent = [message]
+            return
+        from mlx_runtime.distributed.messages import encode  # here, because a single worker sends nothing
+
+        head = encode((message.position, sorted(message.groups), message.numbers))
+        body = encode(dict(message.snapshots))
+        data = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head + body[: self._buffer_bytes]
+        buffer = _buffer(data[: self._buffer_bytes], self._buffer_bytes)
+        received = [torch.empty_like(buffer) for _ in range(self._group.size())]
+        work = torch.distributed.all_gather(received, buffer, group=self._group, async_op=True)
+        self._in_flight = work, received, body
+
+    def receive(self) -> list[SyncMessage]:
+        """Wait for the exchange. Return the messages by rank, with snapshots on rank 0 only. Call once after `send`."""
+        if self._in_flight is None:
+            return self._sent
+        from mlx_runtime.distributed.messages import decode
+
+        (work, received, body), self._in_flight = self._in_flight, None
+        work.wait()
+        messages, ends, sizes = [], [], []
+        for part in (tensor.numpy() for tensor in received):
+            ends.append(12 + int.from_bytes(part[:4].tobytes(), "big"))
+            sizes.append(int.from_bytes(part[4:12].tobytes(), "big"))
+            position, groups, values = decode(part[12 : ends[-1]].tobytes())
+            messages.append(SyncMessage(position, frozenset(groups), values))
+        _check(messages)
+        needed, first = max(map(sum, zip(ends, sizes, strict=True))), self._group.rank() == 0
+        if needed > len(received[0]):  # some snapshots did not fit
+            rest = _buffer(body, max(sizes))
+            received, ends = [torch.empty_like(rest) for _ in sizes], [0 for _ in sizes]
+            torch.distributed.gather(rest, received if first else None, group=self._group, group_dst=0)
+        self._buffer_bytes = min(MAX_BUFFER_BYTES, max(self._buffer_bytes, 2 * needed))
+        if not first:
+            return messages
+        return [
+            replace(item, snapshots=decode(part[end:][:size].numpy().tobytes()))
+            for item, part, end, size in zip(messages, received, ends, sizes, strict=True)
+        ]
+
+
+def _buffer(data: bytes, size: int) -> torch.Tensor:
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return buffer
 
 
 @dataclass
@@ -37,16 +127,13 @@ class PassRecord:
     values: dict[str, float] = field(default_factory=dict)  # latest recorded values
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """An exchange in flight: the pass it belongs to, when it started, and numbers that are already known."""
 
     item: Pass
-    name: str
     step: int
     epoch: int
     rates: Mapping[str, float]
-    ends: bool  # True for the last exchange of the pass
 
 
 class MetricRecorder:
@@ -55,7 +142,6 @@ class MetricRecorder:
     def __init__(self, context: RunContext, reporter: Reporter) -> None:
         self._context, self._reporter = context, reporter
         self._sync = MetricSync(context.topology)
-        self._metrics: dict[str, SyncedMetric] = {}
         self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
         self.unfinished: Pass | None = None
         self._in_flight: Exchange | None = None
@@ -66,10 +152,6 @@ class MetricRecorder:
 
     def check(self) -> None:
         """Raise a ConfigError if metrics cannot be recorded, before any of them is updated."""
-        losses, metrics = map(self._context.groups.members, ("losses", "metrics"))
-        for name in losses.keys() & metrics.keys():
-            if is_metric(losses[name]) and is_metric(metrics[name]):
-                raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
         self._of(("losses", "metrics"))
 
     def begin(self, item: Pass) -> None:
@@ -102,8 +184,8 @@ class MetricRecorder:
         if around is None:
             self._before.clear()
         elif self._set_aside is None:
-            metrics = self._of(("losses", "metrics")).items()
-            self._set_aside = around, {name: state_of(item.metric) for name, item in metrics}
+            metrics = self._of(("losses", "metrics"))
+            self._set_aside = around, {name: state_of(metric) for name, metric in metrics.items()}
 
     def restore(self, item: Pass) -> None:
         """Continue a training pass with its own metrics, unless the loop reset them after evaluating within a step."""
@@ -114,7 +196,7 @@ class MetricRecorder:
         (before, states), self._set_aside = self._set_aside, None
         if before is item and self._evaluated:
             for name, metric in self._of(("losses", "metrics")).items():
-                load_state(metric.metric, states[name])
+                load_state(metric, states[name])
         else:
             self._before.clear()
 
@@ -130,7 +212,7 @@ class MetricRecorder:
             self.send(item, last=False)
             self.receive()
         else:
-            record.snapshots |= snapshots(self._of(groups), whole_pass=item.finished)
+            record.snapshots |= _snapshots(self._of(groups), whole_pass=item.finished)
 
     def step_finished(self, item: Pass, lag: int) -> None:
         """Record numbers at the current step if they are due.
@@ -171,17 +253,16 @@ class MetricRecorder:
         groups = frozenset(record.new)
         late = {name: metric for name, metric in self._of(groups).items() if name not in record.snapshots}
         if last and not groups:  # the numbers are already recorded, except those computed once per pass
-            late = {name: metric for name, metric in self._of(record.groups).items() if metric.keeps_rows}
+            late = {name: metric for name, metric in self._of(record.groups).items() if keeps_rows(metric)}
             groups = frozenset(record.groups) if late else groups
-        taken = snapshots(late, whole_pass=last) | record.snapshots
+        taken = _snapshots(late, whole_pass=last) | record.snapshots
         rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
         waited = 100 * item.part.waited_s / item.part.seconds if item.part is not None and item.training else 0.0
         progress = self._context.progress
-        ends = item.finished or not item.active
-        self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates, ends)
+        self._in_flight = Exchange(item, progress.global_step, progress.epoch, rates)
         device = self._context.topology.device
-        numbers = waited, torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-        self._sync.send(SyncMessage((item.name, item.step), groups, numbers, taken))
+        maxima = waited, torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+        self._sync.send(SyncMessage((item.name, item.step), groups, maxima, taken))
         record.new, record.snapshots = set(), {}
         record.sent_at, record.sent_step = time.monotonic(), item.step
 
@@ -193,29 +274,29 @@ class MetricRecorder:
         messages = self._sync.receive()
         if not messages[0].groups:
             return
-        item = exchange.item
+        item, writes = exchange.item, self._context.topology.writes
         values: dict[str, float] = {}
         intervals: dict[str, float] = {}
         for name, metric in self._of(messages[0].groups).items():
-            title, state = f"{exchange.name}/{name}", None
-            if metric.syncs_itself:
+            title, state = f"{messages[0].position[0]}/{name}", None
+            if syncs_itself(metric):
                 found = self._value_synced_by_itself(title, metric)
-            elif not self._context.topology.writes or name not in messages[0].snapshots:
+            elif not writes or name not in messages[0].snapshots:
                 continue
             else:
-                state = metric.merge(title, [message.snapshots[name] for message in messages])
-                found = None if state is None else metric.value(title, state)
+                state = merge_snapshots(title, metric, [message.snapshots[name] for message in messages])
+                found = None if state is None else numbers(title, compute_from(metric, state))
             if found is None:
                 self._reporter.events.notice(f"{title} is skipped: it was not updated")
                 continue
             values |= found
-            if state is not None and item.training and metric.is_average:
-                since = metric.value(f"{title}_interval", state_since(state, self._before.get(name)))
+            if state is not None and item.training and is_average(metric):
+                since = numbers(f"{title}_interval", compute_from(metric, state_since(state, self._before.get(name))))
                 intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
                 self._before[name] = state
         self._records[item].values |= values
         self._reporter.collect(values)
-        if not self._context.topology.writes:
+        if not writes:
             return
         rates = dict(exchange.rates)
         waited, peak_gb = map(max, zip(*(message.numbers for message in messages), strict=True))
@@ -224,31 +305,32 @@ class MetricRecorder:
         if item.training and item.loader is not None:
             rates["time/data_wait_pct"] = waited
             # A single step mostly measures the start of reading.
-            if exchange.ends and item.step > 1:
+            if (item.finished or not item.active) and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
         self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
 
     def _may_lag(self) -> bool:
         """Return False if there are no other workers, or if metrics that synchronize themselves keep changing."""
         alone = self._context.topology.data_parallel_size == 1
-        return not alone and not any(item.syncs_itself for item in self._metrics.values())
+        return not alone and not any(map(syncs_itself, self._of(("losses", "metrics")).values()))
 
-    def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
+    def _of(self, groups: Collection[str]) -> dict[str, AnyMetric]:
         """Return the metrics of some groups by name, in the same order on all workers."""
-        members = {group: self._context.groups.members(group) for group in sorted(groups)}
-        found = {name: (group, item) for group, items in members.items() for name, item in items.items()}
-        for name, (group, item) in found.items():
-            if name not in self._metrics or self._metrics[name].metric is not item:
-                check_metric(f"{group}.{name}", item)
+        found = {}
+        for group in sorted(groups):
+            for name, item in self._context.groups.members(group).items():
+                check_metric(f"{group}.{name}", item)  # user code may have replaced it
+                if is_metric(item) and name in found:
+                    raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
                 if is_metric(item):
-                    self._metrics[name] = SyncedMetric(item)
-        return {name: self._metrics[name] for name in found if name in self._metrics}
+                    found[name] = item
+        return found
 
-    def _value_synced_by_itself(self, title: str, metric: SyncedMetric) -> dict[str, float] | None:
-        (updated,) = agree([is_updated(metric.metric)], self._context.topology.device)
+    def _value_synced_by_itself(self, title: str, metric: AnyMetric) -> dict[str, float] | None:
+        (updated,) = agree([is_updated(metric)], self._context.topology.device)
         if updated is None:
             raise MlxError(UPDATED_ON_SOME.format(title))
-        return numbers(title, metric.metric.compute()) if updated else None
+        return numbers(title, metric.compute()) if updated else None
 
     def _rates(self, item: Pass, record: PassRecord) -> dict[str, float]:
         """Return the numbers that are recorded for training in addition to metrics: learning rates, speed, memory."""
@@ -263,3 +345,30 @@ class MetricRecorder:
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         return rates
+
+
+def _snapshots(metrics: Mapping[str, AnyMetric], *, whole_pass: bool) -> dict[str, Snapshot]:
+    """Copy the states of metrics by name, except those that synchronize themselves.
+
+    Metrics that keep every row are copied only for a whole pass, because their states grow with each step.
+    """
+    return {
+        name: snapshot(metric)
+        for name, metric in metrics.items()
+        if not syncs_itself(metric) and (whole_pass or not keeps_rows(metric))
+    }
+
+
+def _check(messages: Sequence[SyncMessage]) -> None:
+    """Raise an MlxError if workers are at different positions or record different groups."""
+    first = messages[0]
+    for rank, other in enumerate(messages):
+        if (other.position, other.groups) != (first.position, first.groups):
+            here, there = (
+                f"{' and '.join(sorted(item.groups)) or 'nothing'} at step {item.position[1]} of {item.position[0]}"
+                for item in (first, other)
+            )
+            raise MlxError(
+                f"rank 0 records {here}, rank {rank} {there}; every worker must run the same loop, with the same calls "
+                "of save_metrics_and_losses, save_metrics and save_losses"
+            )

@@ -18,7 +18,6 @@ from mlx_runtime.loop.reporting import Reporter
 from mlx_runtime.runs.checkpoints.groups import members
 
 if TYPE_CHECKING:
-    from mlx_runtime.loop.gradients import GradientMonitor
     from mlx_runtime.loop.strategies import DDP
     from mlx_runtime.loop.weighting import Weight, WeightedLosses
 
@@ -47,20 +46,18 @@ class Optimization:
         self.accumulation = Accumulation()
         self._divisor = 1.0  # divisor of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted: WeightedLosses | None = None  # None unless losses have weights, or an update has several steps
-        self._monitor = self._gradient_monitor() if debug.watch_gradients or debug.stop_on_nan else None
+        self._monitor: Any = None  # a `GradientMonitor`, if gradients are inspected
+        if debug.watch_gradients or debug.stop_on_nan:
+            from mlx_runtime.loop.gradients import GradientMonitor
+
+            report = self._report_norms if context.topology.writes or strategy.shards else None
+            self._monitor = GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report)
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
         self._stepping = False  # an optimizer steps on behalf of `step`
         self.knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
-
-    def _gradient_monitor(self) -> "GradientMonitor":
-        from mlx_runtime.loop.gradients import GradientMonitor
-
-        debug, topology = self._context.cfg.debug, self._context.topology
-        report = self._report_norms if topology.writes or self.strategy.shards else None
-        return GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report)
 
     # -- called by user code
 
@@ -189,10 +186,8 @@ class Optimization:
             self._scaler.unscale_(optimizer)
             self.strategy.clip_grad_norm_(list(params_of(optimizer)), cfg.gradient_clip)
         self._stepping = True
-        try:
-            self._scaler.step(optimizer)
-        finally:
-            self._stepping = False
+        self._scaler.step(optimizer)
+        self._stepping = False
         self._scale_is_due = self._scaler.is_enabled()
         optimizer.zero_grad()
         self.after_update()  # also if the scaler has skipped the step
@@ -207,11 +202,9 @@ class Optimization:
         optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
             name = next(iter(optimizers))
-        if name is None:
-            raise MlxError(f"self.optimizer_step() needs the name of an optimizer.{suggest('', optimizers)}")
-        if name not in optimizers:
-            call = call or f"optimizer_step({name!r})"
-            raise MlxError(f"self.{call}: there is no such optimizer.{suggest(name, optimizers)}")
+        if name is None or name not in optimizers:
+            call = call or f"optimizer_step({'' if name is None else repr(name)})"
+            raise MlxError(f"self.{call} needs the name of an optimizer.{suggest(name or '', optimizers)}")
         return name, optimizers[name]
 
     def _update_scale(self) -> None:
@@ -291,14 +284,10 @@ class Optimization:
                 f"cfg.{setting} needs self.backward(loss) and self.optimizer_step(); call these instead of "
                 "loss.backward() and optimizer.step()"
             )
-        if not self.accumulation.last:
+        if not self.accumulation.last or (self._scaler.is_enabled() and self._managed):
             raise MlxError(
-                f"optimizer.step() was called in the middle of an update of {self.accumulation.steps} steps, where "
-                "each worker has different gradients; call self.optimizer_step() instead"
-            )
-        if self._scaler.is_enabled() and self._managed:
-            raise MlxError(
-                "optimizer.step() was called after self.backward(loss), which scales gradients for cfg.precision=fp16; "
+                "optimizer.step() was called in the middle of an update, where each worker has different gradients, or "
+                "after self.backward(loss), which scales them for cfg.precision=fp16; "
                 "call self.optimizer_step() instead"
             )
         if cfg.gradient_clip is not None:

@@ -10,7 +10,6 @@ Everything else is refused before anything is written.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,37 +102,26 @@ def refusals(found: Iterable[Change], cfg: type) -> list[str]:
     return [f"{change} ({why})" for change in found if (why := _why_refused(change, cfg)) is not None]
 
 
-def check_stored(run: RunFolder, conf: Path) -> None:
-    """Raise StorageError if the config of a run, which is not trusted, cannot be compared with another one."""
-    with read_errors(run, run.conf.name):
-        cfg = parse_config(conf.read_bytes()).get("cfg", {})
-        if problem := misfit(cfg, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
-            raise ValueError(f"cfg: {problem}")
-
-
 def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, *, named: bool) -> None:
     """Refuse to resume a run that another driver is training, or a completed run without more epochs or steps.
 
     A pruned run resumes only if the user has `named` it.
     """
     try:
-        record, before = drivers.refuse_living(run), parse_config(conf.read_bytes()).get("cfg", {})
+        record = drivers.refuse_living(run)
+        with read_errors(run, run.conf.name):
+            before = parse_config(conf.read_bytes()).get("cfg", {})
+            if problem := misfit(before, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
+                raise ValueError(f"cfg: {problem}")
     except StorageError as error:
-        lost = isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError)
-        saved = list_checkpoints(run.checkpoints) if lost else []
-        if not saved:
+        if not isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError):
             raise
-        checkpoint = f"cfg.restore_checkpoint_path={join_path(run.checkpoints, saved[-1].name)}"
-        raise StorageError(
-            f"{error}. Put a good copy back, or train on in a new run: {another} {checkpoint}"
-        ) from error
+        raise StorageError(f"{error}. Put a good copy back, or train on in a new run: {another}@latest") from error
     epochs, steps = (before.get(name) for name in ("num_epochs", "max_steps"))
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
-        limits = f"cfg.num_epochs={epochs}" + (f" or cfg.max_steps={steps}" if steps is not None else "")
-        further = f". To train further, raise {limits}" if epochs else ""  # 0: a function decides
-        without = "resume=" if hasattr(cfg, "function") else "--resume"
-        raise RunFinished(f"{run.title} has succeeded{further}; for a new run, leave out {without}")
+        further = f". To train further, raise cfg.num_epochs={epochs} or cfg.max_steps" if epochs else ""
+        raise RunFinished(f"{run.title} has succeeded{further}; for a new run, leave out --resume (resume= in Python)")
     if not named and record.get("status") == "PRUNED":
         raise RunFinished(f"{run.title} was pruned. To train it further: mlx train run --resume={run.name}")
 
@@ -176,10 +164,11 @@ def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[A
             continue
         for change in changes(old, new):
             full = Change(f"optimizers.{name}.{change.key}", change.before, change.after)
-            if why := _why_not_set(change.key, change.before, change.after):
-                raise ConfigError(f"{full} cannot be restored ({why})")
-            if not _set(optimizer, change):
-                raise ConfigError(f"{full} cannot change on resume: the loop or a schedule has set another value")
+            why = _why_not_set(change.key, change.before, change.after)
+            if not why and not _set(optimizer, change):
+                why = "the loop or a schedule has set another value"
+            if why:
+                raise ConfigError(f"{full} cannot change on resume: {why}")
             if change.key == "lr":
                 _set_base_lrs(schedulers, optimizer, change)
 
@@ -194,43 +183,36 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
         ConfigError: an argument cannot change.
     """
     found = changes(then, now)
-    if not found or not isinstance(then, dict) or then.get("_target_") != now.get("_target_"):
+    same_class = isinstance(then, dict) and isinstance(now, dict) and then.get("_target_") == now.get("_target_")
+    if not (found and same_class):
         return saved
-    first, last, new = _fresh(then, key), _fresh(now, key), dict(saved)
-    for change in found:
-        if change.key not in last or not _same(saved.get(change.key), first.get(change.key)):
-            full = Change(f"{key}.{change.key}", change.before, change.after)
-            raise ConfigError(f"{full} cannot change on resume: the tool does not store it, or has changed it")
-        new[change.key] = last.pop(change.key)
-    if others := [name for name, value in last.items() if not _same(value, first.get(name))]:
-        listed = ", ".join(f"{key}.{change.key}" for change in found)
-        raise ConfigError(f"{listed} cannot change on resume: {key}.{others[0]} depends on it")
-    return new
+    first, last = _fresh(then, key), _fresh(now, key)
+    wanted, changed = {item.key for item in found}, {name for name in last if not _same(last[name], first.get(name))}
+    if wanted != changed or not all(_same(saved.get(name), first.get(name)) for name in wanted):
+        listed = ", ".join(f"{key}.{change}" for change in found)
+        raise ConfigError(
+            f"{listed} cannot change on resume: the tool does not store it under its own name, has changed it, or "
+            "derives other attributes from it"
+        )
+    return saved | {name: last[name] for name in changed}
 
 
 def _why_refused(change: Change, cfg: type) -> str | None:
     group, _, rest = change.key.partition(".")
     name, _, argument = rest.partition(".")
     if group == "cfg":
-        return _why_fixed(name, rest, cfg)
+        if name in TrainConfig.__dataclass_fields__:
+            return "it cannot change within a run" if {name, rest} & FIXED else None
+        own = getattr(cfg, "__dataclass_fields__", {}).get(name)  # other classes may have the settings, too
+        if own is not None and own.metadata.get("resumable"):
+            return None
+        return f'not marked as resumable; see field(metadata={{"resumable": True}}) for {name} in the guide to faults'
     if "_target_" not in change.key and MISSING not in (change.before, change.after):
         if group == "optimizers":
             return _why_not_set(argument, change.before, change.after)
         if group == "tools" and argument:
             return None
     return "the checkpoint determines it"
-
-
-def _why_fixed(name: str, key: str, cfg: type) -> str | None:
-    """Return the reason why a setting cannot change. `key` is below `cfg`, and `name` is its first part."""
-    if name in IGNORED:
-        return None
-    if name in {field.name for field in dataclasses.fields(TrainConfig)}:
-        return "it cannot change within a run" if {name, key} & FIXED else None
-    fields = dataclasses.fields(cfg) if dataclasses.is_dataclass(cfg) else ()
-    if any(field.name == name and field.metadata.get("resumable") for field in fields):
-        return None
-    return f'not marked as resumable; see field(metadata={{"resumable": True}}) for {name} in the guide to faults'
 
 
 def _why_not_set(argument: str, before: Any, after: Any) -> str | None:

@@ -53,31 +53,21 @@ class WeightedLosses:
         if not self._losses or name in self._owners:
             return
         self._owners.add(name)
-        weights = [item for item in self._losses if item is not None]
-        if len({*(item is None for item in self._losses), self._totals.get(name, self._losses[0]) is None}) > 1:
+        first, total = self._losses[0], self._totals.get(name)
+        counts_rows = {item is None for item in (*self._losses, self._totals.get(name, first))}
+        others = [item for item in self._losses[1:] if item is not None]
+        if len(counts_rows) > 1 or any(first is None or not torch.equal(item, first) for item in others):
             raise MlxError(
-                f"the losses that optimizer_step({name!r}) accumulates have a weight in some calls of self.backward "
-                f"and count rows in others; {_CURE}"
+                f"the losses that optimizer_step({name!r}) accumulates have different weights, or only some have one; "
+                "pass the same weight= to all of them, or give each its own optimizer and call optimizer_step right "
+                "after its self.backward"
             )
-        for other in weights[1:]:
-            if not torch.equal(other, weights[0]):
-                raise MlxError(
-                    f"the losses of optimizer_step({name!r}) have the weights {weights[0].item():g} and "
-                    f"{other.item():g} in one of the steps that it accumulates; {_CURE}"
-                )
-        total = self._totals.get(name)
-        self._totals[name] = weights[0] + (0 if total is None else total) if weights else None
+        self._totals[name] = None if first is None else first + (0 if total is None else total)
 
     def divisor(self, name: str) -> float | None:
         """Return the divisor of an optimizer's gradients. Every worker must call this when the optimizer steps."""
         total = self._totals.pop(name, None)
         return None if total is None or self._unit is None else float(_positive(mean_of(total)) / self._unit)
-
-
-_CURE = (
-    "pass the same weight= to all of them, or give each its own optimizer and call optimizer_step right after its "
-    "self.backward"
-)
 
 
 def checked_weight(weight: Weight, device: torch.device) -> tuple[torch.Tensor, bool]:

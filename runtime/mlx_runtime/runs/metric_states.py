@@ -1,4 +1,4 @@
-"""States of TorchMetrics objects: reading, restoring, merging over workers, and computing without changing the metric.
+"""States of TorchMetrics objects: copying, restoring, merging over workers, and computing without changing the metric.
 
 All uses of private attributes of TorchMetrics are in this module.
 """
@@ -12,12 +12,17 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError
 
 AnyMetric = Metric | MetricCollection
 
 State = dict[str, dict[str, Any]]
 """`{"states": {name: value}, "updates": count}` for each metric within a metric, by path; `""` is the metric itself."""
+
+Snapshot = State | None
+"""A copy of a metric's state on the CPU; None if the metric has seen no data."""
+
+UPDATED_ON_SOME = "{} was updated on some workers only; update it on every worker, or its value cannot be computed"
 
 _RESTORABLE = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
 
@@ -99,6 +104,22 @@ def _value(metric: Metric, name: str) -> Any:
     return [*value] if isinstance(value, list) else value  # TorchMetrics empties lists in place
 
 
+def snapshot(metric: AnyMetric) -> Snapshot:
+    """Return a copy of the state, which further updates do not change."""
+    if not is_updated(metric):
+        return None
+    state = state_of(metric)
+    for part in state.values():
+        part["states"] = {name: _copy(value) for name, value in part["states"].items()}
+    return state
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
+
+
 def load_state(metric: AnyMetric, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore a state, or raise ValueError or KeyError if it belongs to a metric with other parts."""
     parts = metric_parts(metric)
@@ -124,6 +145,18 @@ def merge_states(metric: AnyMetric, states: Sequence[State]) -> State:
         }
         merged[path] = {"states": values, "updates": sum(updates)}
     return merged
+
+
+def merge_snapshots(title: str, metric: AnyMetric, snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the state over all workers; None if none of them has updated the metric.
+
+    Raises:
+        MlxError: only some of them have.
+    """
+    states = [item for item in snapshots if item is not None]
+    if states and len(states) < len(snapshots):
+        raise MlxError(UPDATED_ON_SOME.format(title))
+    return merge_states(metric, states) if states else None
 
 
 def is_average(metric: AnyMetric) -> bool:
@@ -161,6 +194,12 @@ def is_mergeable(metric: AnyMetric) -> bool:
 def compute_from(metric: AnyMetric, state: State) -> Any:
     """Return the value of a metric for a state, without changing the metric and without communication."""
     return _stand_in(metric, state, "").compute()
+
+
+def numbers(name: str, value: Any) -> dict[str, float]:
+    """Return the numbers in a result of `compute` by name, without arrays."""
+    named = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return {key: float(item) for key, item in named.items() if torch.as_tensor(item).numel() == 1}
 
 
 def _stand_in(metric: Any, state: State, path: str) -> Any:

@@ -1,1 +1,1 @@
-"""Metrics and events leaving a run: synchronization, trackers, callbacks and the console."""
+"""Metrics and events leaving a run: trackers, callbacks and the console."""

@@ -348,9 +348,9 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no option --verbos; see: mlx train run --help")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
-    assert done.stderr.startswith("error: there is no checkpoint at nowhere. ")
+    assert done.stderr.startswith("error: there is no checkpoint at nowhere: it has no state.pt. ")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=src/conf.yaml")
-    assert done.stderr.startswith("error: src/conf.yaml is not a checkpoint: it has no state.pt")
+    assert done.stderr.startswith("error: there is no checkpoint at src/conf.yaml: it has no state.pt")
     assert not list(folder.glob("runs/*/*"))
     done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
     assert done.stderr.startswith("error: datasets.train.batch_size is 0; the minimum is 1")

@@ -237,9 +237,11 @@ class TestErrors:
 
     def test_the_name_of_an_optimizer(self, begin: Begin) -> None:
         module = begin()
-        with pytest.raises(MlxError, match=r"optimizer_step\('sdg'\): there is no such .* Did you mean 'sgd'\?"):
+        with pytest.raises(
+            MlxError, match=r"optimizer_step\('sdg'\) needs the name of an optimizer. Did you mean 'sgd'\?"
+        ):
             module.optimizer_step("sdg")
-        with pytest.raises(MlxError, match=r"needs the name of an optimizer. Available: adam, sgd."):
+        with pytest.raises(MlxError, match=r"optimizer_step\(\) needs the name of an optimizer. Available: adam, sgd."):
             module.optimizer_step()
         del module.optimizers.adam
         module.backward(module.models.net(torch.ones(1, 3)).sum())
@@ -249,7 +251,7 @@ class TestErrors:
         module = begin(accumulate_grad_batches=4)
         batch = next(iter(loader_of(module, batch_size=2)))
         module.backward(module.models.net(batch["x"]).sum())
-        with pytest.raises(MlxError, match=r"in the middle of an update of 4 steps.*call self.optimizer_step\(\)"):
+        with pytest.raises(MlxError, match=r"in the middle of an update, .*call self.optimizer_step\(\)"):
             module.optimizers.sgd.step()
 
     @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ class TestErrors:
     def test_a_plain_step_with_scaled_gradients(self, begin: Begin) -> None:
         module = begin(precision="fp16")
         module.backward(module.models.net(torch.ones(1, 3)).sum())
-        with pytest.raises(MlxError, match=r"scales gradients for cfg.precision=fp16; call self.optimizer_step\(\)"):
+        with pytest.raises(MlxError, match=r"scales them for cfg.precision=fp16; call self.optimizer_step\(\)"):
             module.optimizers.sgd.step()
 
     def test_a_plain_step_does_not_clip_which_is_noticed_once(self, begin: Begin) -> None:
@@ -369,9 +371,7 @@ class TestPrecision:
         assert session_of(restored).optimization.state_dict() == state
 
 
-@pytest.mark.parametrize(
-    ("backend", "precision"), [("aot_eager", 32), ("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)]
-)
+@pytest.mark.parametrize(("backend", "precision"), [("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)])
 def test_a_compiled_model_trains_to_the_same_weights(begin: Begin, backend: Any, precision: Any) -> None:
     compiled, plain = begin(compile=backend, precision=precision), begin(precision=precision)
     for module in (compiled, plain):

@@ -223,9 +223,9 @@ class TestTools:
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
-            ({"patience": 9}, "tools.x.patience cannot change on resume: tools.x._double depends on it"),
-            ({"counts": 9}, "tools.x.counts: 3 → 9 cannot change on resume: the tool does not store it, or has"),
-            ({"delta": 9.0}, "tools.x.delta: 0.0 → 9.0 cannot change on resume: the tool does not store it, or has"),
+            ({"patience": 9}, "tools.x.patience: 5 → 9 cannot change on resume: the tool does not store it"),
+            ({"counts": 9}, "tools.x.counts: 3 → 9 cannot change on resume: the tool does not store it"),
+            ({"delta": 9.0}, "tools.x.delta: 0.0 → 9.0 cannot change on resume: the tool does not store it"),
         ],
     )
     def test_other_arguments_are_refused(self, changed: dict[str, Any], message: str) -> None:
@@ -297,14 +297,8 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         (),
         "src.experiment cannot be imported: SystemExit: 0",
     ),
-    "an error of ours at import": (
-        to_the_source("class Rows(", "raise RunFinished('done')\n\n\nclass Rows("),
-        (),
-        "src.experiment cannot be imported: RunFinished: done",
-    ),
     "an error in the loop": (None, ("cfg.late=raise",), "error: ValueError: on purpose (raised on rank 0)"),
     "an exit in the loop": (None, ("cfg.late=exit",), "error: SystemExit: 0 (return instead of exiting)"),
-    "a GeneratorExit": (None, ("cfg.late=generator",), "error: GeneratorExit (raised on rank 0)"),
     "an error that has no text": (
         None,
         ("cfg.late=unprintable",),
@@ -315,8 +309,7 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
     "a damaged record": (
         damage_record,
         (),
-        "Put a good copy back, or train on in a new run: mlx train run --from faults/run_001 "
-        "cfg.restore_checkpoint_path=",
+        "Put a good copy back, or train on in a new run: mlx train run --from faults/run_001@latest",
     ),
     "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or train on"),
     "an empty config": (

@@ -213,7 +213,7 @@ class TestStateOfEachWorker:
         resumed = run(Carrying(), tmp_path / "parts")
         assert state(resumed) == state(whole)
         saved = CheckpointStore(RunFolder(tmp_path / "whole").checkpoints)
-        found = saved.load(saved.newest(print))
+        _, found = saved.newest(print)
         assert found["tools"] == {}
         assert found["ranks"][0]["per_worker"]["tools.carried"] == vars(whole.tools.carried)
 

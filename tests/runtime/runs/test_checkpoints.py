@@ -236,7 +236,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: st
     told: list[str] = []
     found = saved.newest(told.append)
     assert found is not None
-    assert found.name == "epoch_0001"
+    assert found[0].name == "epoch_0001"
     assert len(told) == 1
     assert f"epoch_0002/{file}" in told[0]
     assert "is damaged: " in told[0]
@@ -248,7 +248,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: st
     saved.save(a_state(epoch=7), CheckpointInfo(1, True, 16, {}))
     found = CheckpointStore(root).newest(pytest.fail)
     assert found is not None
-    assert (found.name, saved.load(found)["epoch"]) == ("epoch_0002", 7)  # the damaged one has been replaced
+    assert (found[0].name, found[1]["epoch"]) == ("epoch_0002", 7)  # the damaged one has been replaced
 
 
 def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,8 +341,8 @@ def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
     again.clean()
     found = again.newest(pytest.fail)
     assert found is not None
-    assert found.global_step == (9 if renames == 2 else 8)
-    assert again.load(found)["epoch"] == (7 if renames == 2 else 0)
+    assert found[0].global_step == (9 if renames == 2 else 8)
+    assert found[1]["epoch"] == (7 if renames == 2 else 0)
     assert list(tmp_path.glob(".*")) == []
 
 
@@ -408,7 +408,7 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
                 pass
             found = saved.newest(pytest.fail)
             assert found is not None
-            assert found.global_step >= 2
+            assert found[0].global_step >= 2
     saved.clean()
     assert all(path.name.startswith("epoch_") for path in tmp_path.iterdir())
 
@@ -417,23 +417,21 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "epoch_0002").mkdir()
     torch.save({"weights": 1}, tmp_path / "epoch_0002" / STATE)
     stored(str(tmp_path), CheckpointInfo(2, True, 1, {}))
-    with pytest.raises(
-        ConfigError, match=r"there is no checkpoint at .*epoch_0001\. The folder also contains: epoch_0003"
-    ):
+    with pytest.raises(ConfigError, match=r"there is no checkpoint at .*epoch_0001: it has no state\.pt\. Name one"):
         read(str(tmp_path / "epoch_0001"))
     with pytest.raises(ConfigError, match="was not saved by this version: it has no config, epoch"):
         read(str(tmp_path / "epoch_0002"))
-    with pytest.raises(ConfigError, match=r"^there is no checkpoint at /nope\. Name another, like RUN/checkpoints/"):
+    with pytest.raises(
+        ConfigError, match=r"^there is no checkpoint at /nope: it has no state\.pt\. Name one, like RUN/checkpoints/"
+    ):
         read("/nope")
     run = claim_run(str(tmp_path), "digits")
     CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
-    with pytest.raises(ConfigError, match=r"no state\.pt\. Name another, like RUN/checkpoints/epoch_0003$"):
+    with pytest.raises(ConfigError, match=r"no state\.pt\. Name one, like RUN/checkpoints/epoch_0003$"):
         read(run.location)
-    with pytest.raises(ConfigError, match=r"^/usr is not a checkpoint: it has no state\.pt\. Name another"):
-        read("/usr")
     stored(str(tmp_path), CheckpointInfo(3, True, 2, {}))
     next((tmp_path / "epoch_0004").glob("state*.pt")).write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match=r"epoch_0004/.* is damaged: .*\. The folder also contains: epoch_0003$"):
+    with pytest.raises(ConfigError, match=r"epoch_0004/.* is damaged: "):
         read(str(tmp_path / "epoch_0004"))
     whole = (tmp_path / "epoch_0003" / STATE).read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):

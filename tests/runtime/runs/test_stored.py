@@ -29,8 +29,9 @@ def stored(tmp_path: Path) -> Path:
 
 def test_a_checkpoint(stored: Path) -> None:
     saved = CheckpointStore(str(stored / "checkpoints"))
-    found = saved.newest(pytest.fail)
-    assert found is not None
+    newest = saved.newest(pytest.fail)
+    assert newest is not None
+    found, _ = newest
     assert (found.name, found.finished, found.global_step, found.metrics["val/loss"]) == ("epoch_0004", True, 180, 0.25)
     state = saved.load(found)
     assert state["tools"] == read(saved.path(found))["tools"] == {"stopper": {"patience": 5, "best": 0.5}}

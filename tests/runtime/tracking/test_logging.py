@@ -115,7 +115,7 @@ def test_who_records_alone_ends_the_run_with_an_error(mlx: Mlx, experiment: Make
     folder = experiment("logging")
     done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.fault=alone")
     assert done.returncode == 1
-    assert "saved on some workers only: not on rank 1 until step 2 of train" in done.stderr
+    assert "at step 2 of train, rank 1 nothing at step 2 of train; every worker must run the same loop" in done.stderr
 
 
 def test_listeners_that_fail_and_a_run_that_fails(mlx: Mlx, experiment: Make) -> None:

@@ -184,7 +184,9 @@ def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     assert mlx(folder, "train", "run", *here, "cfg.num_epochs=1").returncode == 0  # the first one with this name
     again = mlx(folder, "train", "run", *here, "cfg.num_epochs=1")
     assert again.returncode == 0
-    assert again.stderr.startswith("faults/run_001 has succeeded. To train further, raise cfg.num_epochs=1;")
+    assert again.stderr.startswith(
+        "faults/run_001 has succeeded. To train further, raise cfg.num_epochs=1 or cfg.max_steps;"
+    )
     assert (again.stdout, len(diary(folder))) == ("loading   src/experiment.py\n", 17)
     longer = mlx(folder, "train", "run", *here, *OFTEN, "cfg.num_epochs=3")
     assert longer.returncode == 0, longer.stderr

@@ -384,9 +384,8 @@ def _files_to_restore(job: Job, cfg: Any) -> dict[str, tuple[Storage, tuple[str,
     with contextlib.suppress(MlxError, OSError):
         newest = CheckpointStore(job.folder.checkpoints).newest(lambda text: None)
         if newest is not None:
-            storage = storage_at(job.folder.checkpoints)
-            names = storage.names(newest.name)
-            return {f"{run}/{newest.name}/{name}": (storage, (newest.name, name)) for name in names}
+            storage, folder = storage_at(job.folder.checkpoints), newest[0].name
+            return {f"{run}/{folder}/{name}": (storage, (folder, name)) for name in storage.names(folder)}
         if path and not is_remote(path) and not is_uri(path):
             storage, folder = parent_of(path)
             return {f"{RESTORED}/{name}": (storage, (folder, name)) for name in storage.names(folder)}

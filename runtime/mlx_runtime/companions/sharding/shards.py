@@ -21,7 +21,7 @@ from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.segments import SegmentReader
 from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import short_message
-from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, UnreadTensor, io_errors
+from mlx_runtime.runs.checkpoints.groups import UnreadTensor, io_errors
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import Staging
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
     from torch.distributed.tensor import DTensor
+
+PLACEHOLDER = "mlx_runtime.sharded"
+"""Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
 
 _CHUNK = mapping_with(
     {"offsets": list_of(COUNT), "sizes": list_of(COUNT), "file": NAME, "start": COUNT},

@@ -6,7 +6,7 @@ A state consists of plain values, which can be loaded from a checkpoint without 
 import collections
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeGuard, cast
 
@@ -29,9 +29,6 @@ _FACTORIES = {item.__name__: item for item in (bool, dict, float, int, list, set
 
 SPECIAL = "mlx_runtime.special"
 """Key of the dict `{key: [kind, ...]}` instead of a value of an attribute; see `_encoded`."""
-
-PLACEHOLDER = "mlx_runtime.sharded"
-"""Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
 
 
 class DamagedError(ConfigError):
@@ -110,10 +107,9 @@ def load_into(
     counterpart. `only` names the members to restore. `moved` maps attributes to the devices of their tensors, like
     `{"ema.shadow": cuda:0}`; others stay on the CPU. States are copied unless the members may keep them (`owned`).
     """
-    present = {name: member for name, member in members(group).items() if _has_state(member)}
-    if only is not None:
-        present = {name: member for name, member in present.items() if name in only}
-        saved = {name: state for name, state in saved.items() if name in only}
+    wanted = {*members(group), *saved} if only is None else only
+    present = {name: item for name, item in members(group).items() if _has_state(item) and name in wanted}
+    saved = {name: state for name, state in saved.items() if name in wanted}
     unmatched = sorted(set(present) ^ set(saved))
     if unmatched and title in ("models", "optimizers"):
         sides = ", ".join(f"{name} ({'only in the code' if name in present else 'only there'})" for name in unmatched)
@@ -170,15 +166,13 @@ def load_what_fits(
 
 
 def merge_ranks(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
-    """Merge the states of metrics on several ranks, by name, without those that cannot be merged."""
+    """Merge the states of metrics on several ranks, by name, without those of metrics that cannot be merged."""
     states: State = {}
     for name, member in members(group).items():
-        if any(name not in rank for rank in states_of_ranks):
-            continue
-        saved = [rank[name] for rank in states_of_ranks]
-        if not metric_states.is_metric(member):
+        saved = [rank[name] for rank in states_of_ranks if name in rank]
+        if saved and not metric_states.is_metric(member):
             states[name] = saved[0]
-        elif len(saved) == 1 or metric_states.is_mergeable(member):
+        elif saved and metric_states.is_mergeable(member):
             try:
                 states[name] = metric_states.merge_states(member, saved)
             except KeyError:  # saved with other parts, so it cannot be loaded
@@ -403,34 +397,3 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map_tensors(item, change) for item in value)
     return value
-
-
-# -- sharded tensors of a state, read and written by `shards`
-
-
-def has_sharded_tensors(*groups: Mapping[str, Any]) -> bool:
-    """Return True if members of groups have sharded tensors, even while FSDP has gathered their parameters."""
-    for member in (member for group in groups for member in group.values()):
-        if isinstance(member, nn.Module):
-            held: Iterable[Any] = (*member.modules(), *member.parameters(), *member.buffers())
-        elif isinstance(member, torch.optim.Optimizer):
-            held = (item for group in member.param_groups for item in group["params"])
-        else:
-            held = tensors(getattr(member, "__dict__", None))
-        if any(map(is_sharded, held)):
-            return True
-    return False
-
-
-def has_unread(value: Any) -> bool:
-    """Return True if plain values contain a `StoredTensor`."""
-    if isinstance(value, dict | list | tuple):
-        return any(map(has_unread, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, UnreadTensor)
-
-
-def has_placeholders(value: Any) -> bool:
-    """Return True if plain values contain a placeholder, whose tensor is in a shard."""
-    if isinstance(value, dict):
-        return value.keys() == {PLACEHOLDER} or any(map(has_placeholders, value.values()))
-    return isinstance(value, list | tuple) and any(map(has_placeholders, value))

@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_runtime.errors import printable
@@ -24,7 +24,7 @@ _SHAPE = {
     "sha256": TEXT,
     "size_bytes": COUNT,
     "file": NAME,
-    "index": NAME,
+    "index": NAME.or_null(),
     "index_sha256": TEXT,
     "shards_bytes": COUNT,
 }
@@ -55,11 +55,6 @@ class CheckpointInfo:
     def total_bytes(self) -> int:
         """Size of its state and all shards."""
         return self.size_bytes + self.shards_bytes
-
-    def fields(self) -> dict[str, Any]:
-        """Return the content of `checkpoint.json`."""
-        of_shards = ("index", "index_sha256", "shards_bytes")
-        return {name: value for name, value in asdict(self).items() if self.index is not None or name not in of_shards}
 
     @property
     def order(self) -> tuple[int, bool, int]:

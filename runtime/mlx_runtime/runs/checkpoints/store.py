@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,7 @@ from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
-    damage,
     decoded,
-    has_placeholders,
-    has_unread,
     io_errors,
     map_tensors,
 )
@@ -38,7 +35,7 @@ from mlx_runtime.runs.checkpoints.index import (
     no_description,
     read_description,
 )
-from mlx_runtime.storage.files import Storage, is_uri, join_path, parent_of, storage_at, storage_errors, to_json
+from mlx_runtime.storage.files import Storage, join_path, parent_of, storage_at, storage_errors, to_json
 from mlx_runtime.storage.publishing import HashingWriter, Publication, recover, sha256_of, unpublish
 
 if TYPE_CHECKING:
@@ -66,7 +63,6 @@ class CheckpointStore:
     def __init__(self, root: str) -> None:
         self.storage = storage_at(root)
         self._damaged: dict[str, str] = {}  # problems by name
-        self._newest: tuple[CheckpointInfo, State] | None = None
 
     def all(self, *, report: bool = False) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first; see `list_checkpoints`."""
@@ -113,7 +109,7 @@ class CheckpointStore:
     def publish(self, publication: Publication, about: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
         """Make a checkpoint visible that is written, if this is `allowed`."""
         allowed()
-        publication.commit(to_json(about.fields()).encode())
+        publication.commit(to_json(asdict(about)).encode())
         publication.remove_others()
         self._damaged.pop(about.name, None)
         return about
@@ -126,43 +122,43 @@ class CheckpointStore:
     def load(self, checkpoint: CheckpointInfo, *, whole: bool = True) -> State:
         """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
 
-        Without `whole`, it has a `StoredTensor`, not read yet, for each sharded tensor. The checkpoint returned by
-        `newest` is read only once.
+        Without `whole`, it has a `StoredTensor`, not read yet, for each sharded tensor.
         """
-        loaded, self._newest = self._newest, None
-        if loaded is None or loaded[0] != checkpoint:
-            loaded = checkpoint, _load_state(self.storage, checkpoint.name, checkpoint)
-        return _full(loaded[1]) if whole else loaded[1]
+        state = _load_state(self.storage, checkpoint.name, checkpoint)
+        return _full(state) if whole else state
 
     def reject(self, checkpoint: CheckpointInfo, problem: str) -> None:
         """Note that shards of a checkpoint are damaged, so that `newest` returns the previous one."""
         self._damaged[checkpoint.name] = problem
 
-    def newest(self, warn: Callable[[str], None]) -> CheckpointInfo | None:
-        """Return the newest undamaged checkpoint, or None if there are no checkpoints; ConfigError if all are damaged.
+    def newest(self, warn: Callable[[str], None]) -> tuple[CheckpointInfo, State] | None:
+        """Return the newest undamaged checkpoint and its state, like `load` without `whole`; None if there is none.
 
         `warn` is called with a line about each newer damaged checkpoint, which a later one of its name replaces.
+
+        Raises:
+            ConfigError: all checkpoints are damaged.
         """
         checkpoints = checkpoints_by_name(self.storage)
         unknown = [name for name, item in checkpoints.items() if item is None]
         self._damaged |= {name: no_description(self.storage, name) for name in unknown}
-        self._newest = None
+        newest = None
         for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
             if item.name in self._damaged:
                 continue
             try:
-                self._newest = item, _load_state(self.storage, item.name, item)
+                newest = item, _load_state(self.storage, item.name, item)
                 break
             except DamagedError as error:
                 self._damaged[item.name] = str(error)
-        if self._damaged and self._newest is None:
+        if self._damaged and newest is None:
             raise ConfigError(
                 "; ".join(self._damaged.values()) + ". No other checkpoint is left to resume from. "
                 "Put a good copy back, or start over in a new run with --from"
             )
         for text in self._damaged.values():
             warn(f"{text}; resuming from the previous one")
-        return self._newest and self._newest[0]
+        return newest
 
     def prune(self, keep: int, monitor: str | None, mode: str, *, latest: bool = True) -> None:
         """Keep the best checkpoints by a metric, then the newest of finished epochs, and `latest`; remove others."""
@@ -259,28 +255,24 @@ class BackgroundSaver:
         self._staging = Staging()
         self._staged: dict[str, torch.Tensor] = {}  # copies of this worker's parts, in the last checkpoint with shards
 
-    def save(self, state: State, checkpoint: CheckpointInfo) -> None:
-        """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
-        self.wait()
-        self._staging.begin()
-        copy = self._staging.copy_tree(state)
-        self._staging.end()
-        self._start(partial(self._checkpoints.save, copy, checkpoint, self._allowed))
+    def save(self, state: State | None, checkpoint: CheckpointInfo, parts: "Parts | None" = None) -> None:
+        """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy.
 
-    def save_sharded(self, state: State | None, checkpoint: CheckpointInfo, parts: "Parts") -> None:
-        """Do the same with shards. Every worker must call this; rank 0 also passes the unsharded state."""
+        With the `parts` of sharded tensors, every worker must call this; only rank 0 passes the rest of the state.
+        """
         self.wait()
-        if self._group is None:
+        if parts is not None and self._group is None:
             # Workers may wait long for the slowest storage; the watchdog reports deadlocks.
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         self._staging.begin()
-        copy = None if state is None else self._staging.copy_tree(state)
-        self._staged = parts.stage(self._staged, self._staging)
+        copy = self._staging.copy_tree(state)
+        if parts is None:
+            save = partial(self._checkpoints.save, copy, checkpoint, self._allowed)
+        else:
+            self._staged = parts.stage(self._staged, self._staging)
+            store = partial(companions.part("sharding.saving").save_checkpoint, self._checkpoints, copy, checkpoint)
+            save = partial(store, parts, self._staged, self._group, self._allowed)
         self._staging.end()
-        save = companions.part("sharding.saving").save_checkpoint
-        self._start(partial(save, self._checkpoints, copy, checkpoint, parts, self._staged, self._group, self._allowed))
-
-    def _start(self, save: Callable[[], CheckpointInfo]) -> None:
         done = threading.Event()
         thread = threading.Thread(target=self._save, args=(save, done), name="checkpoint", daemon=True)
         self._saving = thread, done
@@ -318,24 +310,19 @@ def read(path: str, *, whole: bool = True) -> State:
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
         exists = about is not None or storage.size_bytes(name, STATE) is not None
-    try:
-        if exists:
-            state = _load_state(storage, name, about)
-            return _full(state) if whole else state
-        missing = not is_uri(path) and not Path(path).expanduser().exists()
-        problem = f"there is no checkpoint at {path}" if missing else f"{path} is not a checkpoint: it has no {STATE}"
-        raise ConfigError(problem)
-    except ConfigError as error:
-        others = ", ".join(item.name for item in list_checkpoints(storage) if item.name != name)
-        example = f"The folder also contains: {others}" if others else "Name another, like RUN/checkpoints/epoch_0003"
-        raise type(error)(f"{error}. {example}") from error
+    if not exists:
+        raise ConfigError(
+            f"there is no checkpoint at {path}: it has no {STATE}. Name one, like RUN/checkpoints/epoch_0003"
+        )
+    state = _load_state(storage, name, about)
+    return _full(state) if whole else state
 
 
 def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones, and attributes of tools as they were."""
-    if has_unread(state):
+    if state["sharded"]:
         state = companions.part("sharding.shards").full(state)
-    return state | {"tools": {name: decoded(item) for name, item in (state["tools"] or {}).items()}}
+    return state | {"sharded": False, "tools": {name: decoded(item) for name, item in (state["tools"] or {}).items()}}
 
 
 def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
@@ -349,10 +336,7 @@ def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> St
             shutil.copyfileobj(file, copy, 1 << 20)
             copy.seek(0)
             file = copy
-        sha256, size = sha256_of(file)
-        if about is not None and size != about.size_bytes:
-            raise ValueError(f"it has {size:,} bytes of {about.size_bytes:,}")
-        if about is not None and sha256 != about.sha256:
+        if about is not None and sha256_of(file)[0] != about.sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -362,8 +346,5 @@ def _load_state(storage: Storage, name: str, about: CheckpointInfo | None) -> St
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
     index = about.index if about is not None else INDEX if storage.size_bytes(name, INDEX) is not None else None
     if index is not None:
-        filled: State = companions.part("sharding.shards").fill(state, storage, name, index, about)
-        return filled
-    if has_placeholders(state):
-        raise damage(join_path(storage.root, name, ABOUT), "it names no index of the shards")
-    return cast("State", state)
+        state = companions.part("sharding.shards").fill(state, storage, name, index, about)
+    return {**state, "sharded": index is not None}

@@ -120,7 +120,7 @@ def save(saver: BackgroundSaver, groups: SimpleNamespace, epoch: int = 0) -> Non
     states = {name: parts.without(state_of(getattr(groups, name))[0], name) for name in GROUPS}
     rest = dict.fromkeys(PARTS) | {"epoch": epoch} | states
     if parts.tensors:
-        saver.save_sharded(rest if rank == 0 else None, CheckpointInfo(epoch, True, 3, {}), parts)
+        saver.save(rest if rank == 0 else None, CheckpointInfo(epoch, True, 3, {}), parts)
     elif rank == 0:
         saver.save(rest, CheckpointInfo(epoch, True, 3, {}))
     saver.wait()

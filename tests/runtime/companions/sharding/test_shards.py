@@ -22,7 +22,7 @@ from mlx_runtime.companions.sharding import segments
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.companions.sharding.segments import SegmentReader, SegmentWriter
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX, list_checkpoints
+from mlx_runtime.runs.checkpoints.index import INDEX, list_checkpoints
 from mlx_runtime.runs.checkpoints.store import CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import storage_at
@@ -182,16 +182,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def without_index(file: Path) -> None:
-    about = json.loads(file.read_text())
-    file.write_text(json.dumps({name: about[name] for name in about if "index" not in name and "shards" not in name}))
-
-
 DAMAGES = {
-    "a description without the index": (
-        lambda folder: without_index(folder / ABOUT),
-        "it names no index",
-    ),
     "a byte of a shard": (lambda folder: flip(folder / "shard_00001.safetensors"), "SHA-256"),
     "half of a shard": (lambda folder: os.truncate(folder / "shard_00000.safetensors", 2000), "has 2,000 bytes of"),
     "a lost shard": (lambda folder: (folder / "shard_00001.safetensors").unlink(), "there is no such file"),
@@ -220,12 +211,12 @@ def test_a_checkpoint_whose_shards_are_lost_is_not_the_newest(checkpoint: Path) 
     saved, warnings = CheckpointStore(str(checkpoint.parent)), []
     found = saved.newest(warnings.append)
     assert found is not None
-    assert (found.name, warnings) == ("epoch_0002", [])
+    assert (found[0].name, warnings) == ("epoch_0002", [])
     (newer / "shard_00001.safetensors").unlink()
     found = saved.newest(warnings.append)
     assert found is not None
-    assert found.name == "epoch_0001"
-    saved.reject(found, "it is damaged")
+    assert found[0].name == "epoch_0001"
+    saved.reject(found[0], "it is damaged")
     with pytest.raises(ConfigError, match=r"No other checkpoint is left"):
         saved.newest(warnings.append)
 
@@ -309,7 +300,7 @@ def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Pat
             assert sorted(map(int, line.split()[1:])) == [-signal.SIGKILL, 1]
             found = saved.newest(pytest.fail)
             assert found is not None
-            assert saved.load(found)["epoch"] == found.epoch
+            assert found[1]["epoch"] == found[0].epoch
     saved.clean()
     assert all(path.name.startswith("epoch_") for path in (tmp_path / "checkpoints").iterdir())
 
@@ -340,7 +331,7 @@ saver = BackgroundSaver(CheckpointStore(sys.argv[1]), lambda checkpoint: None, l
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
 try:
-    saver.save_sharded(state, CheckpointInfo(0, True, 1, {}), parts)
+    saver.save(state, CheckpointInfo(0, True, 1, {}), parts)
     saver.wait()
 except StorageError as error:
     print(error)

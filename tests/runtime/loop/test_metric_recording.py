@@ -20,15 +20,16 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
+from mlx_runtime.loop.metric_recording import BUFFER_BYTES, MetricSync, SyncMessage
 from mlx_runtime.loop.passes import Pass
-from mlx_runtime.tracking.metric_sync import (
-    BUFFER_BYTES,
-    MetricSync,
+from mlx_runtime.runs.metric_states import (
     Snapshot,
-    SyncedMetric,
-    SyncMessage,
+    compute_from,
+    keeps_rows,
+    merge_snapshots,
     numbers,
-    snapshots,
+    snapshot,
+    syncs_itself,
 )
 
 pytestmark = pytest.mark.pure
@@ -67,15 +68,14 @@ def see(metrics: dict[str, Metric | MetricCollection], seed: int) -> None:
     metrics["group"].update(preds=logits, target=labels, value=x)
 
 
-def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool = True) -> dict[str, Snapshot]:
-    return snapshots({name: SyncedMetric(metric) for name, metric in metrics.items()}, whole_pass=whole_pass)
+def states_of(metrics: dict[str, Metric | MetricCollection]) -> dict[str, Snapshot]:
+    return {name: snapshot(metric) for name, metric in metrics.items()}
 
 
 def value_of(metric: Any, name: str, states: list[Snapshot]) -> dict[str, float] | None:
     """Return the value over all workers, or None if the metric has seen no data."""
-    synced = SyncedMetric(metric)
-    merged = synced.merge(name, states)
-    return None if merged is None else synced.value(name, merged)
+    merged = merge_snapshots(name, metric, states)
+    return None if merged is None else numbers(name, compute_from(metric, merged))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,9 @@ def _alone(rank: int) -> str:
 def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any]]) -> None:
     first, second = on_workers["alone"]
     assert first == second
-    assert first.startswith("metrics were saved on some workers only: not on rank 1 until step 10 of train; every")
+    assert first.startswith(
+        "rank 0 records losses and metrics at step 10 of train, rank 1 losses at step 10 of train; every worker must"
+    )
 
 
 def _apart(rank: int) -> str:
@@ -167,7 +169,7 @@ def _apart(rank: int) -> str:
 @pytest.mark.process
 def test_workers_at_different_places_are_told(on_workers: dict[str, list[Any]]) -> None:
     first, _ = on_workers["apart"]
-    assert first.startswith("rank 0 records at step 10 of train, rank 1 at step 3 of val; every")
+    assert first.startswith("rank 0 records nothing at step 10 of train, rank 1 nothing at step 3 of val; every")
 
 
 def _lagging(rank: int) -> dict[str, list[Any]]:
@@ -250,7 +252,7 @@ def test_one_that_was_not_updated_has_no_value() -> None:
 
 
 def test_those_that_keep_rows_wait_for_the_end() -> None:
-    assert set(states_of(made(), whole_pass=False)) == {
+    assert {name for name, metric in made().items() if not keeps_rows(metric)} == {
         "mse",
         "mean",
         "top",
@@ -287,8 +289,7 @@ class Own(tm.MeanMetric):
     ],
 )
 def test_metrics_with_ways_of_their_own(metric: Metric, itself: bool) -> None:
-    assert SyncedMetric(metric).syncs_itself is itself
-    assert ("it" in states_of({"it": metric})) is not itself
+    assert syncs_itself(metric) is itself
 
 
 def test_arrays_are_no_numbers() -> None:
