@@ -46,46 +46,6 @@ STRATEGIES = {
 """Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""
 
 
-class CheckedSettings:
-    """Settings whose values have ranges."""
-
-    @staticmethod
-    def out_of_range(cfg: Any) -> list[str]:
-        """Return one line per setting that is out of range. A user's own class of `cfg` may lack settings."""
-        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
-        for name, minimum in minimums().items():
-            value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
-            if value is not None and value < minimum:
-                problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
-            elif value is not None and value >= LARGEST:
-                problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
-        least, most = (size or cfg.start_workers for size in (cfg.elastic.min_workers, cfg.elastic.max_workers))
-        if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
-            limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
-            problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
-        engines = ("auto", *(name for name in ENGINES if name != "in_process"))
-        problems += _name_problems("engine", cfg.engine, engines)
-        if (strategy := getattr(cfg, "strategy", None)) in STRATEGIES:
-            if find_spec("torch") is not None:  # otherwise, the job checks it
-                problems += strategy_problems(cfg)
-        elif strategy is not None:  # that of another package is checked later
-            problems += _name_problems("strategy", strategy, STRATEGIES)
-        clip = getattr(cfg, "gradient_clip", None)
-        if clip is not None and not clip > 0:  # NaN is refused, too
-            problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
-        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation() and find_spec("torch") is not None:
-            problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
-        for kind, hooks in HOOKS.items():
-            for name, item in (getattr(cfg, kind, None) or {}).items():
-                if item is not None and not any(hasattr(item, hook) for hook in hooks):
-                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
-                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
-        start, epochs = (getattr(cfg, name, 0) for name in ("start_epoch", "num_epochs"))
-        if 0 < epochs <= start:
-            problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
-        return problems
-
-
 def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
     """Return a line if a setting is neither a known word nor an import path."""
     if name in known or "." in name:
@@ -94,7 +54,7 @@ def _name_problems(setting: str, name: str, known: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class TrainConfig(CheckedSettings):
+class TrainConfig:
     """Settings of a run, `cfg` in conf.yaml. Add your own by inheriting in `src/config.py`.
 
     Attributes:
@@ -198,6 +158,42 @@ class TrainConfig(CheckedSettings):
     preparation: Preparation = Preparation()
     replicas: Replicas = Replicas()
     sharding: Sharding = Sharding()
+
+    @staticmethod
+    def out_of_range(cfg: Any) -> list[str]:
+        """Return one line per setting that is out of range. A user's own class of `cfg` may lack settings."""
+        problems = [item for item in [name_problem("cfg.name", cfg.name)] if item]
+        for name, minimum in minimums().items():
+            value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
+            if value is not None and value < minimum:
+                problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
+            elif value is not None and value >= LARGEST:
+                problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
+        least, most = (size or cfg.start_workers for size in (cfg.elastic.min_workers, cfg.elastic.max_workers))
+        if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
+            limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
+            problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
+        engines = ("auto", *(name for name in ENGINES if name != "in_process"))
+        problems += _name_problems("engine", cfg.engine, engines)
+        if (strategy := getattr(cfg, "strategy", None)) in STRATEGIES:
+            if find_spec("torch") is not None:  # otherwise, the job checks it
+                problems += strategy_problems(cfg)
+        elif strategy is not None:  # that of another package is checked later
+            problems += _name_problems("strategy", strategy, STRATEGIES)
+        clip = getattr(cfg, "gradient_clip", None)
+        if clip is not None and not clip > 0:  # NaN is refused, too
+            problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
+        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation() and find_spec("torch") is not None:
+            problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
+        for kind, hooks in HOOKS.items():
+            for name, item in (getattr(cfg, kind, None) or {}).items():
+                if item is not None and not any(hasattr(item, hook) for hook in hooks):
+                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
+                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
+        start, epochs = (getattr(cfg, name, 0) for name in ("start_epoch", "num_epochs"))
+        if 0 < epochs <= start:
+            problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
+        return problems
 
 
 def minimums() -> dict[str, float]:
