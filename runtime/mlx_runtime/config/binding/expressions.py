@@ -97,8 +97,9 @@ def record_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     top = home.partition(".")[0]
     package = [name for name in list(sys.modules) if name == top or name.startswith(f"{top}.")]
     for module in filter(None, map(sys.modules.get, [home, *package])):
-        for constant, held in list(vars(module).items()):
-            if held is value and (expression := _assigned_expression(_statements(module), constant)) is not None:
+        for constant in [name for name, held in list(vars(module).items()) if held is value]:
+            body = _statements.__wrapped__(module)  # not cached, because a module may be loaded again
+            if (expression := _assigned_expression(body, constant)) is not None:
                 return _record(expression, vars(module), constant)
     return None
 
@@ -172,18 +173,14 @@ def _assigned_expression(body: list[ast.stmt], name: str) -> ast.expr | None:
     return values[0] if len(values) == 1 else None
 
 
+@functools.lru_cache(maxsize=64)
 def _statements(thing: Any) -> list[ast.stmt]:
-    """Parse the source of a module, class or function; empty if it is not available."""
-    return _parse(thing) if isinstance(thing, types.ModuleType) else _parse_once(thing)
+    """Parse the source of a module, class or function; empty if it is not available.
 
-
-def _parse(thing: Any) -> list[ast.stmt]:
+    Cached, because `inspect` parses the whole module to find the source of a class.
+    """
     try:
         source = inspect.getsource(thing)
         return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
     except (OSError, TypeError, SyntaxError):
         return []
-
-
-_parse_once = functools.lru_cache(maxsize=64)(_parse)
-"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

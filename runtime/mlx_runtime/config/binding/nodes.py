@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -93,14 +93,10 @@ class Description:
                 bound = None
             if bound is not None:
                 return self._node(function, path, bound.arguments, recording, key)
-            node = {"_target_": path} | ({"_partial_": True} if partial else {})
-            return node | self._passed_arguments(args, call.kwargs, recording, key)
-
-    def _passed_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
-        """Return the arguments of a call as passed, without defaults."""
-        node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in kwargs.items()}
-        positional = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in enumerate(args)]
-        return {**node, "_args_": positional} if positional else node
+            node: Node = {"_target_": path} | ({"_partial_": True} if partial else {})  # arguments without defaults
+            node |= {name: self._value(item, Any, recording, f"{key}.{name}") for name, item in call.kwargs.items()}
+            positional = [self._value(item, Any, recording, f"{key}[{index}]") for index, item in enumerate(args)]
+            return {**node, "_args_": positional} if positional else node
 
     def _node(self, target: Any, path: str, given: Mapping[str, Any], recording: Recording, key: str) -> Node:
         """Return the node of a call, with the defaults of the parameters for which no argument was given."""

@@ -102,17 +102,14 @@ def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]
         return functools.partial(functools.partial, _declare_pretrained, callee)
     if is_data(callee):
         return functools.partial(functools.partial, Declaration, callee)
-    return functools.partial(_call_or_declaration if _spreads(callee) else functools.partial, callee)
+    if callee is not functools.partial and library_of(callee) in sys.stdlib_module_names:
+        return functools.partial(functools.partial, callee)  # like `field`, which may hold declarations
+    return functools.partial(_call_or_declaration, callee)
 
 
 def declare_call(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a class or function, or declare the call."""
     return defer_callee(callee)(*args, **kwargs)()
-
-
-def _spreads(callee: Any) -> bool:
-    """Return False for functions of the standard library, like `field`, which may hold declarations."""
-    return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
 
 
 def is_data(callee: Any) -> bool:
