@@ -16,6 +16,7 @@ import torchmetrics
 from conftest import Mlx
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils.data import Dataset
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import FIRST_SETTINGS, bind, header
@@ -172,6 +173,32 @@ def test_nested_calls_are_written_with_their_real_arguments() -> None:
     assert (net["block"]["width"], net["block"]["scale"]) == (3, 1e-8)
     assert [layer["bias"] for layer in net["stack"]["_args_"]] == [False, True]
     assert net["widths"] == [5, 10, 5]
+
+
+class Rows(Dataset):
+    def __init__(self, count: int = 3) -> None:
+        self.count = count
+
+
+@dataclass
+class Loaded4:
+    train: Rows = Rows(4)
+
+
+class WithLoaded(BaseModule):
+    cfg: TrainConfig
+    datasets: Loaded4
+
+
+def test_a_dataset_that_the_import_has_loaded_is_compared_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a package that does not call `defer_loading`."""
+    binding = bind(WithLoaded, tmp_path / "conf.yaml")
+    assert "    _target_: test_binding.Rows\n    count: 4\n" in binding.after
+    monkeypatch.setattr(Loaded4.train, "count", 5)
+    with pytest.raises(BindError, match="datasets.train: conf.yaml would not re-create .*: count is 5 and would be 4"):
+        bind(WithLoaded, tmp_path / "conf.yaml")
 
 
 def test_parameters_of_an_optimizer_are_left_open() -> None:
