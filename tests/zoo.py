@@ -352,11 +352,11 @@ class KeepFrozenset:
 
 
 class KeepBytes:
-    def __init__(self, it: bytes = b"\x00\xff"): ...
+    def __init__(self, it: bytes = bytes([0, 255])): ...
 
 
 class KeepComplex:
-    def __init__(self, it: complex = 1 + 2j): ...
+    def __init__(self, it: complex = complex(1, 2)): ...
 
 
 class KeepRange:
@@ -779,6 +779,10 @@ class RefuseLocalClass:
 
 class RefuseGenerator:
     def __init__(self, it: Any = (n for n in range(3))): ...
+
+
+class RefuseComplexLiteral:
+    def __init__(self, it: complex = 1 + 2j): ...
 
 
 class RefuseMissingMark:

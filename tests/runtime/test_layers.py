@@ -122,7 +122,7 @@ HOMES = {
     "sklearn": {"companions.sweeps.folds"},
     "tensorboard": {"tracking.trackers"},
     "tensorflow": {"companions.notebook.backends"},
-    "transformers": {"config.pretrained"},
+    "transformers": {"companions.hub.pretrained"},
     "uvicorn": {"companions.serving.http.connections", "companions.serving.http.server"},
     "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},

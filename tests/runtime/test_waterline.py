@@ -20,7 +20,7 @@ MAX_MODULES, MAX_LINES = 84, 14_620
 """Of a run in one process. The goal is 60 and 11,000; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (
-    *("config.binding", "config.pretrained", "distributed.messages", "extras", "runs.queries"),
+    *("config.binding", "distributed.messages", "extras", "runs.queries"),
     *("workers.local", "companions.notebook.links", "workers.fork_server", "workers.deadlocks"),
     *("loop.replicas", "loop.weighting"),
 )

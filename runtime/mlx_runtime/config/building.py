@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
+from mlx_runtime import companions
 from mlx_runtime.config.constructors import declarations
 from mlx_runtime.config.constructors.signatures import parameters, try_convert
 from mlx_runtime.config.constructors.targets import object_at, path_of
@@ -17,6 +19,8 @@ Tree = dict[str, Any]
 
 DUMMY_PARAMS: list[Any]
 """Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
+
+_without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)
 
 Context = Callable[[str], contextlib.AbstractContextManager[None]]
 """Returns the context manager for the construction of a dataset, given its name in the group."""
@@ -44,9 +48,29 @@ def _builder(target: Any) -> Callable[..., Any]:
     """Return the function to call for a target: the target itself, unless it loads pretrained weights."""
     if not declarations.is_pretrained(target):
         return target  # type: ignore[no-any-return]
-    from mlx_runtime.config.pretrained import builder
+    return functools.partial(companions.part("hub.pretrained").make, target, _without_weights.get())
 
-    return builder(target)
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Within the block, build pretrained models without downloading their weights, if their library can."""
+    token = _without_weights.set(True)
+    try:
+        yield
+    finally:
+        _without_weights.reset(token)
+
+
+def built_to_be_restored(make: Callable[[], Any]) -> Any:
+    """Return the group of models that `make` builds, to be overwritten by a checkpoint.
+
+    They are built without weights, unless checkpoints contain only some of their values, such as those of adapters.
+    """
+    with without_weights():
+        group = make()
+    models = [item for item in vars(group).values() if hasattr(item, "named_parameters")]
+    whole = all(dict(model.named_parameters()).keys() <= model.state_dict().keys() for model in models)
+    return group if whole else make()
 
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
@@ -115,22 +139,22 @@ def build_cfg(node: Tree, base: type) -> Any:
     return cfg
 
 
-def plain_settings(node: Tree, base: type) -> Any:
-    """Build the runtime's settings from the plain values of `cfg`, without the user's classes."""
-    values = {}
-    for item in parameters(base) or []:
-        name, hint = item.name, item.annotation
-        if isinstance(hint, type) and issubclass(hint, Section):
-            values[name] = plain_settings(node.get(name, {}), hint)
-        elif name in node and not names_code(node[name]):
-            values[name] = try_convert(node[name], hint)
-    return base(**values)
+def runtime_settings(node: Tree, base: Any) -> Tree:
+    """Return a node of the runtime's settings in `cfg`, without values that name classes of the user."""
+    settings: Tree = {"_target_": path_of(base)}
+    for item in dataclasses.fields(base):
+        value = node.get(item.name)
+        if isinstance(item.default, Section) and isinstance(value, dict):
+            settings[item.name] = runtime_settings(value, type(item.default))
+        elif item.name in node and not _names_code(value):
+            settings[item.name] = value
+    return settings
 
 
-def names_code(value: Any) -> bool:
+def _names_code(value: Any) -> bool:
     """Return True if a value of `cfg` contains a `_target_`."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (isinstance(value, dict) and "_target_" in value) or any(map(names_code, items))
+    return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))
 
 
 def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:

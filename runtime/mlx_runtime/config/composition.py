@@ -8,22 +8,20 @@ the values that they list. Those with a `_target_` replace the node; Hydra would
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.config.building import Tree, build_cfg, plain_settings
-from mlx_runtime.config.checks import Checker, Problem
+from mlx_runtime.config.building import Tree, build, build_cfg, runtime_settings
+from mlx_runtime.config.checks import Problem, problems_of, settings_problems
 from mlx_runtime.config.constructors.signatures import base_of, groups, parameters
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import escape, plain_tree, values_by_key
@@ -33,9 +31,6 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import ESCAPE, from_yaml, scalar_text, to_yaml
 from mlx_runtime.storage.local import read_regular
 from mlx_runtime.storage.redaction import redact_tree
-
-SELECTED = "mlx-selected"
-"""Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""
 
 OPTION = "--variant="
 
@@ -74,12 +69,15 @@ class Composition(NamedTuple):
     """conf.yaml with variants and overrides applied, not checked against any signature; trees as in `Config`.
 
     Attributes:
-        problems: unknown keys in overrides and invalid interpolations; the trees do not contain them.
+        problems: unknown keys in overrides; the trees do not contain them.
         left_out: arguments in the file of a class that an override has replaced, by the key of its node.
         files: conf.yaml and variants, by the keys whose values they set; None for the default of a setting.
-        overrides: the overrides, as typed, by the key that they set.
+        overrides: the overrides, as typed, by the key that they set; for that of the environment, the variable.
         path: conf.yaml.
         title: its name in messages.
+
+    Nodes whose class a variant or an override has replaced may get any key, because arguments of the new class are not
+    in the file.
     """
 
     tree: Tree
@@ -99,9 +97,7 @@ class Composition(NamedTuple):
 
     def source(self, key: str) -> str:
         """Return the override or the file that a value comes from; `default` for a setting that none of them lists."""
-        storage = key == "cfg.storage_path" and Settings.read().storage is not None
-        typed = self.overrides.get(key) if storage else _nearest(self.overrides, key)
-        return typed or ("MLX_STORAGE" if storage else str(_nearest(self.files, key) or "default"))
+        return _nearest(self.overrides, key) or str(_nearest(self.files, key) or "default")
 
 
 def _nearest(sources: Mapping[str, Any], key: str) -> Any:
@@ -118,14 +114,9 @@ def check(experiment: type, composition: Composition, *, keys_only: bool = False
     """
     tree, title = composition.tree, composition.title
     classes, base = groups(experiment), base_of(experiment)
-    checker, reported = Checker(), {problem.key for problem in composition.problems}
-    problems, cfg = [*composition.problems], tree.get("cfg")
-    found = checker.check(tree, classes, base)
-    if keys_only and isinstance(cfg, dict):
-        found = checker.settings(cfg, base)
-    problems += [item for item in found if item.key not in reported]
-    raise_if([_blame(item, composition) for item in problems], title)
-    cfg = plain_settings(tree["cfg"], base) if keys_only else build_cfg(tree["cfg"], base)
+    found = settings_problems(tree.get("cfg"), base) if keys_only else problems_of(tree, classes, base)
+    raise_if([_blame(item, composition) for item in (*composition.problems, *found)], title)
+    cfg = build(runtime_settings(tree["cfg"], base), "cfg") if keys_only else build_cfg(tree["cfg"], base)
     mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(composition.override, keys), ""), text) for text, keys in mentioned]
     raise_if([_blame(item, composition) for item in limits], title)
@@ -173,15 +164,13 @@ def read(
     title: object = None,
     project: Path | None = None,
 ) -> Composition:
-    """Compose conf.yaml with variants, the environment and the overrides, through Hydra.
+    """Compose conf.yaml with variants, the environment and the overrides, which have Hydra's grammar.
 
     `settings` are the defaults of `cfg` for values that conf.yaml does not list. `title` is the name of the file in
     messages, by default its path. `project` is the conf.yaml next to the variants if `path` is that of a run.
     """
     title = title or path
-    if not path.is_file() and path.exists():
-        raise ConfigError(f"{title} is not a regular file")
-    if not path.exists() or not path.read_bytes().strip():
+    if not path.exists() or (path.is_file() and not path.read_bytes().strip()):
         problem = f"{title} is empty" if path.exists() else f"there is no {title}"
         raise ConfigError(f"{problem}; write it with: {commands(path)} bind")
     tree = _yaml(path, title)
@@ -190,8 +179,6 @@ def read(
         variant = _variant((project or path).with_name("variants"), name)
         files |= dict.fromkeys(values_by_key(content := _yaml(variant, variant)), variant)
         _merge(tree, content)
-    if "hydra" in tree:  # Hydra's search path would import packages
-        raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
     _complete(tree, settings)
     storage = Settings.read().storage
     implied = [] if storage is None else parse_overrides([storage_override(storage)])
@@ -202,39 +189,26 @@ def read(
     by_variant = [key for key in keys if files[key] not in (None, path)]
     replaced = {*left_out, *(key.removesuffix("._target_") for key in by_variant if key.endswith("._target_"))}
     cure = f"To add it: +KEY=..., or {commands(path)} bind if the code has it"
-    known, problems = _split([*implied, *typed], keys, replaced, title, cure)
-    set_by = {item.key_or_group: str(item.input_line) for item in typed}
+    set_by = {item.key_or_group: "MLX_STORAGE" for item in implied}
+    set_by |= {item.key_or_group: str(item.input_line) for item in typed}
+    composition = Composition({}, {}, [], left_out, files, set_by, path, title)
+    config, problems, key, resolved = OmegaConf.create(tree), composition.problems, "", None
     try:
-        ConfigStore.instance().store(SELECTED, tree)
-        with initialize_config_dir(version_base=None, config_dir=str(path.parent.resolve())):
-            config = compose(config_name=SELECTED, overrides=known)
-        OmegaConf.set_struct(config, False)
-        problems += _drop_unresolvable(config, "")
-        resolved: Any = OmegaConf.to_container(config, resolve=True)
-        unresolved = plain_tree(config, environment=False)
-        return Composition(resolved, unresolved, problems, left_out, files, set_by, path, title)
-    except (HydraException, OmegaConfBaseException) as error:
-        why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
-        raise ConfigError(f"{'the overrides' if known else title}: {short_message(error)}{why}; {ESCAPE}") from error
-
-
-def _split(
-    overrides: Sequence[Override], keys: Mapping[str, Any], replaced: Iterable[str], title: object, cure: str
-) -> tuple[list[str], list[Problem]]:
-    """Return the overrides for Hydra, and the problems of others: keys that do not exist, and are not to be added.
-
-    Nodes whose class is `replaced` may get any key, because arguments of the new class are not in the file.
-    """
-    known, problems = [], []
-    for item in overrides:
-        key, line = item.key_or_group, str(item.input_line)
-        if not (key in keys or line.startswith("+") or any(key.startswith(f"{node}.") for node in replaced)):
-            problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)} {cure}"))
-        elif not item.is_delete():
-            known.append(f"++{line.lstrip('+')}")
-        elif key in keys:
-            known.append(line)
-    return known, problems
+        for item in [*implied, *typed]:
+            key, added = item.key_or_group, str(item.input_line).startswith("+")
+            if not (key in keys or added or any(key.startswith(f"{node}.") for node in replaced)):
+                problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)} {cure}"))
+            elif not item.is_delete():
+                OmegaConf.update(config, key, item.value(), force_add=True)
+            elif key in keys:
+                above, _, name = key.rpartition(".")
+                del (OmegaConf.select(config, above) if above else config)[name]
+        resolved = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:  # an invalid interpolation
+        key = str(error.full_key or key)
+        problems.append(Problem(key, f"{key}: {short_message(error)}; {ESCAPE}"))
+        raise_if([_blame(item, composition) for item in problems], title)
+    return composition._replace(tree=cast(Tree, resolved), unresolved=plain_tree(config, environment=False))
 
 
 def _yaml(file: Path, title: object) -> Tree:
@@ -282,43 +256,16 @@ def _replace_classes(tree: Tree, overrides: Sequence[Override]) -> dict[str, lis
                 "write a list in brackets, and quote text: '\"a,b\"'"
             )
         node = values_by_key(tree).get(above := key.rpartition("._target_")[0])
-        if "." in above and isinstance(node, dict) and not _same_class(node.get("_target_"), item.value()):
+        if "." in above and isinstance(node, dict) and node.get("_target_") != item.value():
             left_out[above] = [name for name in node if name not in ("_target_", "_partial_")]
             for name in left_out[above]:
                 del node[name]
     return left_out
 
 
-def _same_class(first: Any, second: Any) -> bool:
-    """Return True if two paths name the same class, like `torch.optim.Adam` and `torch.optim.adam.Adam`."""
-    try:
-        return first == second or object_at(first) is object_at(second)
-    except (ImportError, AttributeError):
-        return False
-
-
-def _drop_unresolvable(node: Any, key: str) -> Iterator[Problem]:
-    """Yield a problem for each invalid interpolation below a key, and replace it by null."""
-    is_list = OmegaConf.is_list(node)
-    for name in range(len(node)) if is_list else list(node):
-        here = f"{key}[{name}]" if is_list else f"{key}.{name}".lstrip(".")
-        if OmegaConf.is_missing(node, name):
-            continue
-        try:
-            value = node[name]
-        except OmegaConfBaseException as error:
-            yield Problem(here, f"{here}: {short_message(error)}; {ESCAPE}")
-            node[name] = None
-        else:
-            if OmegaConf.is_config(value) and not OmegaConf.is_interpolation(node, name):
-                yield from _drop_unresolvable(value, here)
-
-
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides in Hydra's grammar; raise ConfigError, with the override, if one is invalid."""
     for item in overrides:
-        if item.startswith("="):
-            raise ConfigError(f"the override {item!r} has no key; write key=value without spaces")
         if item.encode(errors="replace").decode() != item:  # half a surrogate pair: bytes that are not UTF-8
             raise ConfigError(f"the override {item!a:.100} is not valid Unicode; type it again")
     try:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from mlx_runtime import companions
-from mlx_runtime.config.building import build, build_group, build_optimizers
+from mlx_runtime.config.building import build, build_group, build_optimizers, built_to_be_restored
 from mlx_runtime.config.constructors.declarations import is_pretrained
 from mlx_runtime.config.constructors.targets import object_at, targets_of
 from mlx_runtime.data.definitions import construction, stream_names
@@ -53,12 +53,8 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
         if name == "datasets":
             groups[name] = build_group(node, name, lambda item: construction(job.tree["datasets"][item], cfg.seed))
         elif name == "models":
-            if not _restores(job, topology, cfg, node):
-                groups[name] = strategy.build(node)
-                continue
-            from mlx_runtime.config.pretrained import built_to_be_restored  # here: few runs restore pretrained models
-
-            groups[name] = built_to_be_restored(partial(strategy.build, node))
+            make = partial(strategy.build, node)
+            groups[name] = built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
     if "optimizers" in job.tree:

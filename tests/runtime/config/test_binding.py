@@ -16,9 +16,11 @@ import torchmetrics
 from conftest import Mlx
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils.data import Dataset
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config.binding.conf_file import FIRST_SETTINGS, Binding, bind, header, merge
+from mlx_runtime.config.binding.conf_file import FIRST_SETTINGS, bind, header
+from mlx_runtime.config.binding.merging import Merge, commented_map, yaml_text
 from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build
 from mlx_runtime.driver.request import load_config
@@ -81,11 +83,10 @@ class SlowExperiment(BaseModule):
     models: SlowModels
 
 
-def test_a_default_is_constructed_by_the_import_and_to_verify_it(tmp_path: Path) -> None:
+def test_a_default_is_constructed_by_the_import_to_read_it_and_to_verify_it(tmp_path: Path) -> None:
     before = Slow.constructed
     bind(SlowExperiment, tmp_path / "conf.yaml")
-    inside = 2  # the arguments of a call are evaluated again to see how they were made
-    assert Slow.constructed - before == 4 + inside
+    assert Slow.constructed - before == 2 * 4  # its expression is evaluated again to see how it was made
 
 
 @dataclass
@@ -121,47 +122,42 @@ def test_both_spellings_of_an_experiment_bind_alike() -> None:
     assert list(Description(Annotated).tree) == ["cfg", "models", "optimizers", "metrics"]
 
 
-class WithDefaults(BaseModule):
-    cfg: TrainConfig = TrainConfig(num_epochs=3)
-    models: Models = Models(Net(block=Block(5), word="no"))
+class WithDefault(BaseModule):
+    cfg: TrainConfig
+    metrics: Metrics = Metrics()
+
+
+class InitialisedWithDefault(BaseModule):
+    def __init__(self, metrics: Metrics, cfg: TrainConfig = TrainConfig(num_epochs=3)) -> None:
+        super().__init__(cfg=cfg, metrics=metrics)
+
+
+@dataclass
+class OwnConfig(TrainConfig):
+    num_epochs: int = 3
+
+
+class WithOwnConfig(BaseModule):
+    cfg: OwnConfig
     metrics: Metrics
-
-
-class InitialisedWithDefaults(BaseModule):
-    def __init__(
-        self,
-        metrics: Metrics,
-        cfg: TrainConfig = TrainConfig(num_epochs=3),
-        models: Models = Models(Net(block=Block(5), word="no")),
-    ) -> None:
-        super().__init__(cfg=cfg, models=models, metrics=metrics)
-
-
-@pytest.mark.parametrize("experiment", [WithDefaults, InitialisedWithDefaults])
-def test_a_default_of_a_whole_group_counts(experiment: type[BaseModule], tmp_path: Path) -> None:
-    bind(experiment, tmp_path / "conf.yaml").write()
-    tree = OmegaConf.to_container(OmegaConf.load(tmp_path / "conf.yaml"))
-    assert tree["cfg"]["num_epochs"] == 3
-    net = Description(Annotated).tree["models"]["net"]
-    assert tree["models"]["net"] == net | {"block": net["block"] | {"width": 5}, "word": "no"}
 
 
 def test_conf_yaml_lists_few_settings_and_a_run_has_all(tmp_path: Path) -> None:
     """Those that every file has, what the experiment sets, and what is edited: the code knows the others."""
     path = tmp_path / "conf.yaml"
-    bind(WithDefaults, path).write()
+    bind(WithOwnConfig, path).write()
     listed = [*FIRST_SETTINGS - {"path", "overwrite"}, "_target_", "trackers", "callbacks"]
     assert set(OmegaConf.load(path).cfg) == set(listed)
     path.write_text(path.read_text().replace("  start_epoch:", "  seed: 3  # mine\n  start_epoch:"))
-    binding = bind(WithDefaults, path)
+    binding = bind(WithOwnConfig, path)
     assert not binding.stale
-    config = load_config(WithDefaults, ["cfg.precision=bf16", "cfg.num_epochs=4"], path)
+    config = load_config(WithOwnConfig, ["cfg.precision=bf16", "cfg.num_epochs=4"], path)
     assert set(config.tree["cfg"]) == set(Description(Annotated).tree["cfg"])
     assert (config.cfg.seed, config.cfg.precision, config.cfg.num_epochs) == (3, "bf16", 4)
     path.write_text(path.read_text().replace("  num_epochs: 3\n", ""))
-    assert load_config(WithDefaults, [], path).cfg.num_epochs == 3
+    assert load_config(WithOwnConfig, [], path).cfg.num_epochs == 3
     with pytest.raises(ConfigError, match=r"there is no key 'cfg.presision' in .*. Did you mean 'cfg.precision'\?"):
-        load_config(WithDefaults, ["cfg.presision=bf16"], path)
+        load_config(WithOwnConfig, ["cfg.presision=bf16"], path)
 
 
 def test_nested_calls_are_written_with_their_real_arguments() -> None:
@@ -177,6 +173,32 @@ def test_nested_calls_are_written_with_their_real_arguments() -> None:
     assert (net["block"]["width"], net["block"]["scale"]) == (3, 1e-8)
     assert [layer["bias"] for layer in net["stack"]["_args_"]] == [False, True]
     assert net["widths"] == [5, 10, 5]
+
+
+class Rows(Dataset):
+    def __init__(self, count: int = 3) -> None:
+        self.count = count
+
+
+@dataclass
+class Loaded4:
+    train: Rows = Rows(4)
+
+
+class WithLoaded(BaseModule):
+    cfg: TrainConfig
+    datasets: Loaded4
+
+
+def test_a_dataset_that_the_import_has_loaded_is_compared_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a package that does not call `defer_loading`."""
+    binding = bind(WithLoaded, tmp_path / "conf.yaml")
+    assert "    _target_: test_binding.Rows\n    count: 4\n" in binding.after
+    monkeypatch.setattr(Loaded4.train, "count", 5)
+    with pytest.raises(BindError, match="datasets.train: conf.yaml would not re-create .*: count is 5 and would be 4"):
+        bind(WithLoaded, tmp_path / "conf.yaml")
 
 
 def test_parameters_of_an_optimizer_are_left_open() -> None:
@@ -216,21 +238,20 @@ def test_an_argument_without_default_is_open() -> None:
 
 def test_binding_again_keeps_values_comments_and_order(tmp_path: Path) -> None:
     path = tmp_path / "conf.yaml"
-    tree = Description(Annotated).tree
-    first = merge(path, tree)
+    first = bind(Annotated, path)
     assert not first.lines()
     first.write()
     assert path.read_text().startswith(header(path))
-    text = path.read_text().replace("lr: 0.5", "lr: 0.25  # found by hand").replace("  seed: 0\n", "")
+    text = path.read_text().replace("lr: 0.5", "lr: 0.25  # found by hand").replace("  name: experiment\n", "")
     path.write_text(text.replace("num_epochs: 10", "num_epochs: 10\n  gone: 3"))
-    again = merge(path, tree)
+    again = bind(Annotated, path)
     again.write()
     assert again.changes.kept == ["optimizers.adam.lr"]
-    assert again.changes.added == ["cfg.seed"]
+    assert again.changes.added == ["cfg.name"]
     assert again.changes.dropped == {"cfg.gone": "3"}
     assert "lr: 0.25  # found by hand" in path.read_text()
     assert path.read_text().startswith(header(path))
-    assert not merge(path, tree).stale
+    assert not bind(Annotated, path).stale
 
 
 class Untyped(BaseModule):
@@ -266,6 +287,8 @@ class WithConstant(BaseModule):
     ("experiment", "message"),
     [
         (Untyped, "Untyped.__init__: 'models' has no type; write models: Models"),
+        (WithDefault, "WithDefault: 'metrics' has a default; write the defaults of its arguments in Metrics"),
+        (InitialisedWithDefault, "InitialisedWithDefault.__init__: 'cfg' has a default; write "),
         (WithLambda, "models.act: <function <lambda> at 0x"),
         (WithConstant, "models.block: conf.yaml would not re-create this default: renamed is 4 and would be 3"),
     ],
@@ -283,7 +306,7 @@ def test_a_damaged_file_is_refused_and_kept(content: bytes, problem: str, tmp_pa
     path = tmp_path / "conf.yaml"
     path.write_bytes(content)
     with pytest.raises(BindError, match=problem):
-        merge(path, Description(Annotated).tree)
+        bind(Annotated, path)
     assert path.read_bytes() == content
 
 
@@ -313,7 +336,7 @@ class TestAgainstTheFormerDefaults:
         for name, former in (("word", "yes"), ("plain", None)):
             path.write_text(path.read_text().replace(f"{name}: {json.dumps(former)}\n", f"{name}: ???\n"))
         stored = json.loads(schema.read_text())
-        del stored["properties"]["models"]["then"]["properties"]["net"]["then"]["properties"]["word"]["default"]
+        del stored["x-defaults"]["models.net.word"]
         schema.write_text(json.dumps(stored))
         if not known:
             schema.unlink()
@@ -360,13 +383,12 @@ class TestAgainstTheFormerDefaults:
         binding.write()
         assert not bind(Annotated, path).stale
 
-    @pytest.mark.parametrize("schema", [True, False])
-    def test_a_class_that_the_code_has_left_is_replaced(self, path: Path, schema: bool) -> None:
-        path.write_text(path.read_text().replace("test_binding.Block", "test_binding.Gone"))
+    def test_a_class_that_the_code_has_left_is_replaced(self, path: Path) -> None:
         known = path.with_name("conf.schema.json")
-        known.write_text(
-            known.read_text().replace("test_binding.Block", "test_binding.Gone")
-        ) if schema else known.unlink()
+        path.write_text(path.read_text().replace("test_binding.Block", "test_binding.Gone"))
+        with pytest.raises(BindError, match="test_binding.Gone, which cannot be described .it cannot be imported: "):
+            bind(Annotated, path)  # the user's choice
+        known.write_text(known.read_text().replace("test_binding.Block", "test_binding.Gone"))
         binding = bind(Annotated, path)
         assert binding.changes.updated == ["models.net.block._target_"]
         assert "_target_: test_binding.Block" in binding.after
@@ -413,11 +435,12 @@ models:
 """
     DEFAULTS = {"models.net.width": 8, "models.net.dropout": 0.1, "models.net.depth": 2}
 
-    def merged(self, tmp_path: Path, **arguments: object) -> Binding:
-        path = tmp_path / "conf.yaml"
-        path.write_text(self.FORMER)
+    def merged(self, **arguments: object) -> tuple[list[str], str]:
+        """Return the lines and the text of the merged file."""
+        merge, file = Merge(self.DEFAULTS, lambda path, key: {}), commented_map(self.FORMER, "conf.yaml")
         node = {"_target_": "test_binding.Net", **arguments}
-        return merge(path, {"models": {"_target_": "builtins.dict", "net": node, "other": 1}}, self.DEFAULTS)
+        merge.into(file, {"models": {"_target_": "builtins.dict", "net": node, "other": 1}})
+        return merge.changes.lines(), yaml_text(file)
 
     @pytest.mark.parametrize(
         "arguments",
@@ -426,15 +449,15 @@ models:
             {"width": 8, "drop_rate": 0.1, "depth": 2},  # may be the same under another name, or something else
         ],
     )
-    def test_what_the_code_no_longer_has_is_dropped_with_its_value(self, tmp_path: Path, arguments: dict) -> None:
-        binding = self.merged(tmp_path, **arguments)
-        assert "dropped  models.net.dropout: 0.4  # found by hand (no longer an argument)" in binding.lines()
-        assert "    # layers\n    depth: 3\n" in binding.after
+    def test_what_the_code_no_longer_has_is_dropped_with_its_value(self, arguments: dict) -> None:
+        lines, after = self.merged(**arguments)
+        assert "dropped  models.net.dropout: 0.4  # found by hand (no longer an argument)" in lines
+        assert "    # layers\n    depth: 3\n" in after
 
     @pytest.mark.parametrize("gone", ["width", "dropout", "depth"])
-    def test_comments_of_other_keys_stay(self, tmp_path: Path, gone: str) -> None:
+    def test_comments_of_other_keys_stay(self, gone: str) -> None:
         arguments = {"width": 8, "dropout": 0.1, "depth": 2}
-        after = self.merged(tmp_path, **{name: value for name, value in arguments.items() if name != gone}).after
+        _, after = self.merged(**{name: value for name, value in arguments.items() if name != gone})
         assert after == "".join(line for line in self.FORMER.splitlines(keepends=True) if f" {gone}:" not in line)
 
 
@@ -490,7 +513,7 @@ class TestAnotherClass:
     def test_it_replaces_a_class_method_and_keeps_what_was_edited(self, path: Path) -> None:
         binding = bind(WithFresh, path)
         assert binding.changes.updated == ["models._target_", "models.net._target_"]
-        assert binding.changes.dropped == {"models.net.revision": '"v2"'}
+        assert binding.changes.dropped == {"models.net.name": '"bert"', "models.net.revision": '"v2"'}
         node = "  net:\n    _target_: test_binding.Small\n    dropout: 0.4  # mine\n    width: 8\n"
         assert node in binding.after
         assert "start_workers: 5" in binding.after

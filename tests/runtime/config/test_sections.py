@@ -45,10 +45,6 @@ class Own(BaseModule):
     cfg: OwnConfig
 
 
-class OfGroup(BaseModule):
-    cfg: TrainConfig = TrainConfig(elastic=Elastic(max_failures=7))
-
-
 class Foreign:
     """Settings that do not inherit those of the runtime."""
 
@@ -168,10 +164,6 @@ class TestUserCode:
         assert config.cfg.cross_validation.splitter.n_splits == 3
         found = load_config(Own, ["cfg.sharding.shard_size=4", "cfg.start_workers=4"], conf).cfg.sharding
         assert found == Sharding(4)
-
-    def test_defaults_of_the_whole_group(self, conf: Path) -> None:
-        assert bound(OfGroup, conf)["elastic"]["max_failures"] == 7
-        assert load_config(OfGroup, [], conf).cfg.elastic == Elastic(max_failures=7)
 
     def test_a_class_that_inherits_no_settings(self, conf: Path) -> None:
         assert "elastic" not in bound(WithForeign, conf)

@@ -15,7 +15,7 @@ from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import record_default
 from mlx_runtime.config.building import build, declare
-from mlx_runtime.config.checks import Checker
+from mlx_runtime.config.checks import problems_of
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.config.constructors.signatures import groups
 from mlx_runtime.config.interpolation import parse_config
@@ -75,7 +75,7 @@ class Catch:
 @pytest.mark.parametrize("group", KEPT, ids=lambda group: group.__name__)
 def test_kept(group: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = parse_config(bound_text(group, tmp_path))
-    problems = list(Checker().check(tree, groups(experiment(group)), TrainConfig))
+    problems = list(problems_of(tree, groups(experiment(group)), TrainConfig))
     assert "???" in str(tree) or not problems
     node = tree["tools"]
     expected = declared(group)

@@ -13,8 +13,7 @@ from mlx_runtime.companions.fragments.needs import needs_of_config
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.companions.sharding.building import build_models
-from mlx_runtime.config.building import build, build_group, build_optimizers
-from mlx_runtime.config.pretrained import without_weights
+from mlx_runtime.config.building import build, build_group, build_optimizers, without_weights
 from mlx_runtime.data.definitions import construction, stream_names
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.randomness import set_seed

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.pretrained import without_weights
+from mlx_runtime.config.building import build, build_optimizers, without_weights
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.runs.checkpoints.groups import members
 

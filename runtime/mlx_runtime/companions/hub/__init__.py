@@ -1,1 +1,1 @@
-"""Mirrors of runs on the Hugging Face Hub: uploaded while they train, read back, and continued on another machine."""
+"""Mirrors of runs on the Hugging Face Hub, which other machines read and continue, and pretrained models."""

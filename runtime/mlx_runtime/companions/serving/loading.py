@@ -18,9 +18,8 @@ from mlx_runtime.companions.serving.predictor import (
     user_line,
 )
 from mlx_runtime.companions.serving.schema import Schema
-from mlx_runtime.config.building import build, build_cfg, build_group
+from mlx_runtime.config.building import build, build_cfg, build_group, built_to_be_restored
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.data.batches import Batch, move_tensors
 from mlx_runtime.data.definitions import construction, stream_names

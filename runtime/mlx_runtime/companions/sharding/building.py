@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks
-from mlx_runtime.config.building import build
+from mlx_runtime.config.building import build, without_weights
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.config.pretrained import weightless, without_weights
 from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import ConfigError, suggest
@@ -96,7 +95,7 @@ def _build(node: Mapping[str, Any], elsewhere: bool) -> Any:
     for name, item in node.items():
         if isinstance(item, dict) and "_target_" in item:
             make = partial(build, item, f"models.{name}")
-            with without_weights(weightless() or elsewhere):
+            with without_weights() if elsewhere else contextlib.nullcontext():
                 made[name] = _on_meta(make) if elsewhere or name in deferred else make()
     make = partial(build, {name: item for name, item in node.items() if name not in made}, "models", **made)
     return _on_meta(make) if elsewhere else make()

@@ -11,24 +11,19 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.config.binding.equality import unlike
-from mlx_runtime.config.binding.expressions import record_default
-from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass, commented_map, read_text, yaml_text
+from mlx_runtime.config.binding.merging import Changes, Merge, commented_map, read_text, yaml_text
 from mlx_runtime.config.binding.nodes import Description, Node
 from mlx_runtime.config.building import DUMMY_PARAMS, declare
 from mlx_runtime.config.constructors.signatures import (
-    MISSING,
     argument_texts,
     base_of,
     groups,
-    is_factory,
-    own_default,
     parameters,
     plain_defaults,
     schema_type,
@@ -36,12 +31,15 @@ from mlx_runtime.config.constructors.signatures import (
     try_convert,
 )
 from mlx_runtime.config.constructors.targets import names_repositories, object_at
-from mlx_runtime.config.interpolation import parse_config
+from mlx_runtime.config.interpolation import parse_config, values_by_key
 from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import BindError, ConfigError, short_message
 from mlx_runtime.storage.local import read_regular, write_atomic
 
 SCHEMA = "conf.schema.json"
+
+DEFAULTS = "x-defaults"
+"""Key in the schema of the defaults at the last bind, by full key, without the classes that the user has chosen."""
 
 Schema = dict[str, Any]
 
@@ -81,8 +79,8 @@ class Binding:
     before: str
     after: str
     changes: Changes
-    schema: str = ""
-    notices: list[str] = field(default_factory=list)
+    schema: str
+    notices: list[str]
 
     @property
     def stale(self) -> bool:
@@ -110,88 +108,53 @@ def bind(experiment: type, path: Path) -> Binding:
     BindError if conf.yaml cannot re-create a default of the code, or an existing file is not YAML.
     """
     description = Description(experiment)
-    _verify(experiment, description.tree, yaml_text(description.tree))
+    _verify(description)
     before = read_text(path)
-    present = commented_map(before, path) if before.strip() else {}
+    present = commented_map(before, path)
     notices: list[str] = []
     if names_repositories(description.tree):
         notices = companions.part("hub.pins").pin_defaults(description.tree, present)
     former = {}
-    with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
-        former = json.loads(read_regular(path.with_name(SCHEMA), BindError))
-    tree = description.tree | {"cfg": _select_settings(experiment, description.tree["cfg"], present.get("cfg"))}
-    binding = merge(path, tree, former_defaults(former), description.of_class, former.get("x-chosen", {}))
-    binding.notices = description.notices + notices
-    schema = schema_of(experiment, description.tree) | {"x-chosen": binding.changes.chosen}
-    binding.schema = json.dumps(schema, indent=1) + "\n"
-    return binding
+    with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):  # missing or damaged
+        former = json.loads(read_regular(path.with_name(SCHEMA), BindError))[DEFAULTS]
+    cfg = description.tree["cfg"]
+    tree = description.tree | {"cfg": _select_settings(experiment, cfg, present.get("cfg"))}
+    merge, after = Merge(former, description.of_class), header(path) + yaml_text(tree)
+    if present:
+        merge.into(present, tree)
+        after = yaml_text(present) if merge.changes else before  # or keep the layout
+    cfg |= {name: item for name, item in tree["cfg"].items() if not isinstance(item, dict) or "_target_" in item}
+    tree |= {"cfg": cfg}
+    values, choices = values_by_key(tree), {key for key in merge.changes.kept if key.endswith("._target_")}
+    defaults = {key: value for key, value in values.items() if key not in choices and f"{key}._target_" not in values}
+    schema = json.dumps(schema_of(experiment, tree) | {DEFAULTS: defaults}, indent=1) + "\n"
+    return Binding(path, before, after, merge.changes, schema, description.notices + notices)
 
 
 def _select_settings(experiment: type, cfg: Node, present: Any) -> Node:
-    """Return the settings to list in conf.yaml: common ones, those that user code declares, and those already listed.
+    """Return the settings to list in conf.yaml: common ones, those already listed, and those of the user's code.
 
     The others have the runtime's defaults. Settings that are not plain values are listed, too.
     """
     there = present if isinstance(present, dict) else {}
-    declared, defaults = FIRST_SETTINGS | _declared_settings(experiment), plain_defaults(base_of(experiment))
+    defaults = plain_defaults(base_of(experiment))
     listed = {}
     for name, value in cfg.items():
-        section = there.get(name)
-        if name.startswith("_") or name in declared or name not in defaults or value != defaults[name]:
+        section = isinstance(value, dict) and isinstance(there.get(name), dict)
+        if name in FIRST_SETTINGS or name not in defaults or value != defaults[name]:
             listed[name] = value
-        elif isinstance(value, dict) and isinstance(section, dict):
-            listed[name] = {key: item for key, item in value.items() if key in section}
         elif name in there:
-            listed[name] = value
+            listed[name] = {key: value[key] for key in value if key in there[name]} if section else value
     return listed
 
 
-def _declared_settings(experiment: type) -> set[str]:
-    """Return the names of the settings that user code declares: the fields of its class, without inherited ones."""
-    base, cls = base_of(experiment), groups(experiment)["cfg"]
-    own = [item for item in cls.__mro__ if item not in base.__mro__]
-    names = {name for item in own for name in inspect.get_annotations(item)}
-    return names | ({item.name for item in parameters(cls) or []} if not issubclass(cls, base) else set())
-
-
-def merge(
-    path: Path,
-    tree: dict[str, Node],
-    former: Mapping[str, Any] | None = None,
-    node_of_class: NodeOfClass = lambda path, key: None,
-    chosen: Mapping[str, str] = MappingProxyType({}),
-) -> Binding:
-    """Update conf.yaml to match the code, in memory.
-
-    `former` contains the defaults at the last bind, and `chosen` the classes that the user had chosen, by full key.
-    """
-    before = read_text(path)
-    changes = Changes()
-    if not before.strip():
-        return Binding(path, before, header(path) + yaml_text(dict(tree)), changes)
-    merged = commented_map(before, path)
-    Merge(former or {}, node_of_class, changes, chosen).into(merged, tree)
-    return Binding(path, before, yaml_text(merged) if changes else before, changes)  # or keep the layout
-
-
-def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
+def _verify(description: Description) -> None:
     """Build each default from the YAML text, and raise BindError if it differs from the declared one."""
-    written = parse_config(text)
+    written = values_by_key(parse_config(yaml_text(description.tree)))
     problems = []
-    for group, cls in groups(experiment).items():
-        if (own := own_default(experiment, group, cls)) is not None:
-            if difference := _difference(own.default, cls, written[group], group):
-                problems.append(f"{group}: conf.yaml would not re-create this default: {difference}")
-            continue
-        for item in parameters(cls) or []:
-            if item.default is not MISSING and item.name in tree[group]:
-                default, key = item.default, f"{group}.{item.name}"
-                if is_factory(default):
-                    recorded = record_default(cls, item.name)
-                    assert recorded is not None, "a factory without source is refused earlier"
-                    default = recorded[0]
-                if difference := _difference(default, item.annotation, written[group][item.name], key):
-                    problems.append(f"{key}: conf.yaml would not re-create this default: {difference}")
+    for key, (default, hint) in description.defaults.items():
+        if key in written and (difference := _difference(default, hint, written[key], key)):
+            problems.append(f"{key}: conf.yaml would not re-create this default: {difference}")
     if problems:
         raise BindError("\n  ".join(problems))
 
@@ -228,30 +191,18 @@ def schema_of(experiment: type, tree: Mapping[str, Node]) -> Schema:
         "type": "object",
         "required": list(groups(experiment)),
         "additionalProperties": False,
-        "properties": {name: _node(node, "") for name, node in tree.items()},
+        "properties": {name: _node(node) for name, node in tree.items()},
     }
 
 
-def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
-    """Return the defaults in a schema, by full key."""
-    defaults: dict[str, Any] = {}
-    properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
-    for name, part in properties.items():
-        here = f"{key}.{name}".lstrip(".")
-        if "default" in part:
-            defaults[here] = part["default"]
-        defaults |= former_defaults(part, here)
-    return defaults
-
-
-def _node(node: Node, description: str) -> Schema:
-    """Return the schema of a node. It is valid only for the code's `_target_`; another class has other arguments."""
+def _node(node: Node, description: str = "") -> Schema:
+    """Return the schema of a node. It is valid only for its `_target_`; another class has other arguments."""
     target = object_at(node["_target_"])
     items = parameters(target) or []
     hints = {item.name: item.annotation for item in items}
     texts = argument_texts(target)
     properties: dict[str, Schema] = {
-        "_target_": {"type": "string", "description": "class or function to call", "default": node["_target_"]},
+        "_target_": {"type": "string", "description": "class or function to call"},
         "_args_": {"type": "array"},
         "_partial_": {"type": "boolean"},
     }
@@ -261,8 +212,7 @@ def _node(node: Node, description: str) -> Schema:
             properties[name] = _node(value, text)
         elif name not in properties:
             kind = schema_type(hints.get(name, Any))
-            described = ({"anyOf": [kind, OPEN]} if kind else {}) | ({"description": text} if text else {})
-            properties[name] = described | ({} if value == "???" else {"default": value})
+            properties[name] = ({"anyOf": [kind, OPEN]} if kind else {}) | ({"description": text} if text else {})
     return {
         "type": "object",
         "description": description or ADDRESS.sub("", (inspect.getdoc(target) or "").partition("\n")[0]),

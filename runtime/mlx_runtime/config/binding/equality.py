@@ -15,23 +15,28 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mlx_runtime.config.constructors.declarations import Declaration, is_loaded_later, is_pretrained
+from mlx_runtime.config.constructors.declarations import Declaration, is_pretrained
 from mlx_runtime.config.constructors.signatures import parameters, try_convert
 from mlx_runtime.errors import short_message
 
-_SCALARS = (complex, set, frozenset, bytes, str, int, float)
+_CODE = (PurePath, type, types.ModuleType, types.CodeType, inspect.Signature)
+"""Types whose objects are compared as a whole, without their attributes."""
+
+_VALUES = (complex, set, frozenset, bytes, str, int, float, *_CODE)
+"""Types whose objects are compared with `==`."""
+
 _CONTAINERS = (dict, list, tuple, deque)
-_CODE = (type, types.ModuleType, types.CodeType, inspect.Signature)
-_WHOLE = (torch.Tensor, torch.Generator, PurePath, *_CODE)
-"""Types whose objects are compared as a whole."""
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
     functools.partial: ("func", "args", "keywords"),
     types.FunctionType: ("__code__", "__defaults__", "__closure__"),
     types.CellType: ("cell_contents",),
+    UninitializedParameter: ("requires_grad",),
+    UninitializedBuffer: ("requires_grad",),
+    torch.Tensor: ("shape", "dtype", "requires_grad", "_version"),
 }
 """Attributes to compare, for types that do not list theirs."""
 
@@ -54,7 +59,7 @@ def _differences(
     first: Any, second: Any, where: str, seen: dict[tuple[int, int], tuple[Any, Any]]
 ) -> Iterator[tuple[str | None, str]]:
     """Yield the path of each differing part (None if comparing it raised an exception), and a description of it."""
-    if isinstance(second, Declaration) and is_loaded_later(second) and not isinstance(first, Declaration):
+    if isinstance(second, Declaration) and not isinstance(first, Declaration):
         second = second.make()  # the default was made, too: by code outside `src`, or in a function
     if first is second or (id(first), id(second)) in seen:
         return
@@ -63,13 +68,16 @@ def _differences(
     if not _same_type(type(first), type(second)):
         yield where, f"{here} is a {type(first).__name__} and would be a {type(second).__name__}"
         return
-    alike = True
     try:
-        for part, one, other in _parts(first, second):
-            for difference in _differences(one, other, f"{where}{part}", seen):
-                alike = False
+        one, other = _parts(first), _parts(second)
+        if lacking := sorted(one.keys() ^ other.keys()):
+            yield where, f"{here} differs in {lacking[0].strip()}, which only one of them has"
+        differs = bool(lacking)
+        for part in one:
+            for difference in _differences(one[part], other.get(part), f"{where}{part}", seen):
+                differs = True
                 yield difference
-        if alike and not _same_whole(first, second):
+        if not differs and not _same_value(first, second, bool(one)):
             yield where, f"{here} is {first!r:.60} and would be {second!r:.60}"
     except Exception as error:  # raised by an `__eq__`, a `__repr__` or a property
         yield None, f"{here} cannot be compared: {type(error).__name__}: {short_message(error)}"
@@ -81,69 +89,41 @@ def _same_type(first: type, second: type) -> bool:
     return first is second or all(getattr(first, name) == getattr(second, name) for name in names)
 
 
-def _parts(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each part of two objects of one type, like `.bias`, and both of its values."""
-    if isinstance(first, _WHOLE):
-        return
+def _parts(thing: Any) -> dict[str, Any]:
+    """Return the parts of an object by name, like `.bias`."""
     for cls, names in _ATTRIBUTES.items():
-        if isinstance(first, cls):
-            yield from ((f".{name}", getattr(first, name), getattr(second, name)) for name in names)
-            return
-    if isinstance(first, Declaration):
-        yield ".target", first.target, second.target
-        yield "", _arguments(first), _arguments(second)
-    elif isinstance(first, weakref.ref):
-        yield "()", first(), second()
-    else:
-        yield from _items(first, second)
-        yield from _state(first, second)
-
-
-def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the items of containers."""
-    if isinstance(first, dict):
-        yield ".keys()", list(first), list(second)
-        yield ".default_factory", getattr(first, "default_factory", None), getattr(second, "default_factory", None)
-        for name, one, other in zip(first, first.values(), second.values()):  # noqa: B905 - the keys were compared
-            yield f"[{name!r}]", one, other
-    elif isinstance(first, _CONTAINERS):
-        yield " length", len(first), len(second)
-        yield ".maxlen", getattr(first, "maxlen", None), getattr(second, "maxlen", None)
-        for index, (one, other) in enumerate(zip(first, second)):  # noqa: B905 - the length was compared
-            yield f"[{index}]", one, other
-
-
-def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield attributes and, for objects of C or Rust without visible attributes, the pickled state."""
-    attributes, others = _attributes(first), _attributes(second)
-    if attributes or others:
-        yield " attributes", sorted(attributes), sorted(others)
-        for name in attributes:
-            if name in others:
-                yield f".{name}", attributes[name], others[name]
+        if isinstance(thing, cls):
+            return {f".{name}": getattr(thing, name) for name in names}
+    if isinstance(thing, torch.Generator):
+        return {" state": thing.get_state().tolist()}
+    if isinstance(thing, Declaration):
+        return {".target": thing.target, **{f".{name}": value for name, value in _arguments(thing).items()}}
+    if isinstance(thing, weakref.ref):
+        return {"()": thing()}
+    if isinstance(thing, _CODE):
+        return {}
+    parts = {f".{name}": value for name, value in _attributes(thing).items()}
+    if isinstance(thing, dict):
+        parts |= {".keys()": list(thing), ".default_factory": getattr(thing, "default_factory", None)}
+        places = [f"[{name!r}]" if isinstance(name, str) else f"[{index}]" for index, name in enumerate(thing)]
+        return parts | dict(zip(places, thing.values(), strict=True))
+    if isinstance(thing, _CONTAINERS):
+        items = {f"[{index}]": item for index, item in enumerate(thing)}
+        return {**parts, ".maxlen": getattr(thing, "maxlen", None), **items}
     hooks = ("__reduce__", "__reduce_ex__", "__getstate__")
-    pickles_itself = any(getattr(type(first), name, None) is not getattr(object, name, None) for name in hooks)
-    if not isinstance(first, _CONTAINERS + _SCALARS) and (not attributes or pickles_itself):
-        yield " state", _pickle(first), _pickle(second)
+    pickles_itself = any(getattr(type(thing), name, None) is not getattr(object, name, None) for name in hooks)
+    wanted = not isinstance(thing, _VALUES) and (not parts or pickles_itself)  # as objects of C or Rust need
+    if wanted and (state := _pickle(thing)) is not None:
+        parts[" state"] = state
+    return parts
 
 
-def _same_whole(first: Any, second: Any) -> bool:
-    """Return True if two objects with equal parts are also equal as a whole."""
-    if isinstance(first, torch.Tensor):
-        names = ("requires_grad",) if is_lazy(first) else ("shape", "dtype", "requires_grad", "_version")
-        return all(getattr(first, name) == getattr(second, name) for name in names)
-    if isinstance(first, torch.Generator):
-        return torch.equal(first.get_state(), second.get_state())
+def _same_value(first: Any, second: Any, has_parts: bool) -> bool:
+    """Return True if two objects whose parts are equal are equal."""
     if isinstance(first, float) and math.isnan(first):
         return math.isnan(second)
-    if isinstance(first, (PurePath, *_SCALARS, *_CODE)):
-        return bool(first == second)
-    if isinstance(first, (weakref.ref, *_ATTRIBUTES, *_CONTAINERS)):
-        return True
-    if _attributes(first) or _pickle(first) is not None:
-        return True
     defines_eq = any("__eq__" in base.__dict__ for base in type(first).__mro__[:-1])
-    return not defines_eq or bool(first == second)
+    return not (isinstance(first, _VALUES) or (defines_eq and not has_parts)) or bool(first == second)
 
 
 def _pickle(thing: Any) -> Any:

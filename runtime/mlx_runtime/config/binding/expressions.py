@@ -2,8 +2,7 @@
 
 A default such as `fc: nn.Linear = nn.Linear(32, 10)` is an object, and objects do not remember their constructor call.
 So the default's *expression* is read from the source and evaluated again, with every call in it recorded. This yields
-the constructor and its arguments, regardless of the attributes of the object (decision 0003). The outermost constructor
-is not called again; the default itself is its result.
+the constructor and its arguments, regardless of the attributes of the object (decision 0003).
 """
 
 import ast
@@ -23,11 +22,8 @@ from typing import Any
 
 from mlx_runtime.config.constructors.declarations import CallRewriter, declare_call
 
-_CALL, _OUTERMOST, _NAME = "__mlx_call__", "__mlx_outermost__", "__mlx_name__"
+_CALL, _NAME = "__mlx_call__", "__mlx_name__"
 """Names of the methods of a `Recording` in an instrumented expression."""
-
-_CONTAINERS = (tuple, list, dict, set, frozenset)
-"""Types whose objects are written item by item, so that each item needs a record of its calls."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +45,6 @@ class Recording:
 
     calls: dict[int, Call] = field(default_factory=dict)
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    default: Any = None
-    """The value of the expression."""
-
-    def outermost(self, function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-        """Record the last call of the expression. A constructor is not called again: the default is its result."""
-        if type(self.default) is not function or function in _CONTAINERS:
-            return self.call(function)
-
-        def keep(*args: Any, **kwargs: Any) -> Callable[[], Any]:
-            self.calls[id(self.default)] = Call(function, args, kwargs, self.default)
-            return lambda: self.default
-
-        return keep
 
     def call(self, function: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
         """Return a function that takes the arguments, and returns a function that makes and records the call."""
@@ -95,16 +78,13 @@ class Recording:
             self.calls = calls
 
 
-def record_default(target: Callable[..., Any], name: str, default: Any = None) -> tuple[Any, Recording] | None:
-    """Evaluate the default expression of a parameter again; None if its source is not available.
-
-    If `default` is its value, the outermost constructor is not called again.
-    """
+def record_default(target: Callable[..., Any], name: str) -> tuple[Any, Recording] | None:
+    """Evaluate the default expression of a parameter again; None if its source is not available."""
     if isinstance(target, type) and (dataclasses.is_dataclass(target) or name in inspect.get_annotations(target)):
         source = _field(target, name)
     else:
         source = _argument(target.__init__ if isinstance(target, type) else target, name)  # type: ignore[misc]
-    return _record(*source, name, default) if source else None
+    return _record(*source, name) if source else None
 
 
 def record_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
@@ -117,22 +97,19 @@ def record_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     top = home.partition(".")[0]
     package = [name for name in list(sys.modules) if name == top or name.startswith(f"{top}.")]
     for module in filter(None, map(sys.modules.get, [home, *package])):
-        for constant, held in list(vars(module).items()):
-            if held is value and (expression := _assigned_expression(module, constant)) is not None:
+        for constant in [name for name, held in list(vars(module).items()) if held is value]:
+            body = _statements.__wrapped__(module)  # not cached, because a module may be loaded again
+            if (expression := _assigned_expression(body, constant)) is not None:
                 return _record(expression, vars(module), constant)
     return None
 
 
-def _record(
-    expression: ast.expr, namespace: Mapping[str, Any], name: str, default: Any = None
-) -> tuple[Any, Recording]:
+def _record(expression: ast.expr, namespace: Mapping[str, Any], name: str) -> tuple[Any, Recording]:
     """Evaluate an expression with every call recorded. Datasets are declared, not loaded."""
-    recording = Recording(default=default)
+    recording = Recording()
     body = _Instrument(namespace).visit(copy.deepcopy(expression))
-    if isinstance(expression, ast.Call):
-        body.func.func.func.id = _OUTERMOST
     code = compile(ast.fix_missing_locations(ast.Expression(body)), f"<default of {name}>", "eval")
-    hooks = {_CALL: recording.call, _OUTERMOST: recording.outermost, _NAME: recording.name}
+    hooks = {_CALL: recording.call, _NAME: recording.name}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # issued when the default itself was constructed
         return eval(code, {**namespace, **hooks}), recording
@@ -174,9 +151,7 @@ def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     """Return the default expression of a field of a dataclass, and the names that it may use."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
     definition = next(iter(_statements(owner)), None)
-    body = definition.body if isinstance(definition, ast.ClassDef) else []
-    fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
-    expression = fields[0].value if fields else None
+    expression = _assigned_expression(definition.body, name) if isinstance(definition, ast.ClassDef) else None
     if expression is None:
         return None
     if isinstance(expression, ast.Call):
@@ -188,28 +163,24 @@ def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
     return expression, {**vars(importlib.import_module(owner.__module__)), **vars(owner)}
 
 
-def _assigned_expression(module: types.ModuleType, name: str) -> ast.expr | None:
-    """Return the expression assigned to a top-level name, or None if the module assigns it never or repeatedly."""
+def _assigned_expression(body: list[ast.stmt], name: str) -> ast.expr | None:
+    """Return the expression that a module or class assigns to a name; None if it assigns it never or repeatedly."""
     values = []
-    for statement in _statements(module):
+    for statement in body:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             values.append(getattr(statement, "value", None))
     return values[0] if len(values) == 1 else None
 
 
+@functools.lru_cache(maxsize=64)
 def _statements(thing: Any) -> list[ast.stmt]:
-    """Parse the source of a module, class or function; empty if it is not available."""
-    return _parse(thing) if isinstance(thing, types.ModuleType) else _parse_once(thing)
+    """Parse the source of a module, class or function; empty if it is not available.
 
-
-def _parse(thing: Any) -> list[ast.stmt]:
+    Cached, because `inspect` parses the whole module to find the source of a class.
+    """
     try:
         source = inspect.getsource(thing)
         return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
     except (OSError, TypeError, SyntaxError):
         return []
-
-
-_parse_once = functools.lru_cache(maxsize=64)(_parse)
-"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

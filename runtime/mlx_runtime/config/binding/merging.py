@@ -1,6 +1,5 @@
 """Merging of the code's defaults into the text of conf.yaml; the user's values and comments stay."""
 
-import contextlib
 import io
 import json
 import re
@@ -18,13 +17,12 @@ from ruamel.yaml.tokens import CommentToken
 from mlx_runtime.config.binding.nodes import Node
 from mlx_runtime.config.constructors.signatures import parameters, takes_any_keyword
 from mlx_runtime.config.constructors.targets import object_at
-from mlx_runtime.config.interpolation import values_by_key
 from mlx_runtime.errors import BindError
 from mlx_runtime.storage.documents import AMBIGUOUS, yaml_message
 from mlx_runtime.storage.local import read_regular
 
-NodeOfClass = Callable[[str, str], Node | None]
-"""Returns the node of a user's `_target_`, given its path and key, or None if the class does not exist any more."""
+NodeOfClass = Callable[[str, str], Node]
+"""Returns the node of a user's `_target_` with all defaults, given its path and key."""
 
 
 @dataclass
@@ -32,15 +30,13 @@ class Changes:
     """The changes of a merge, by full keys.
 
     `updated` values had the former default and get the new one, `dropped` maps keys to removed values with comments,
-    and `kept` lists the user's values that differ from the default. `chosen` has the classes that the user has chosen,
-    by the full key of their nodes.
+    and `kept` lists the user's values that differ from the default.
     """
 
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if the file must change."""
@@ -60,18 +56,19 @@ class Changes:
 class Merge:
     """Updates the mappings of a file in place, so that comments stay where they are.
 
-    `former` contains the defaults of the code at the last bind by full key; a value that still equals its former
-    default follows the code. `node_of_class` describes classes that only the file names; `changes` receives all
-    changes. `chosen` has the classes that the user had chosen at the last bind, by the full key of their nodes.
+    `former` contains the defaults at the last bind by full key; a value that still equals its former default follows
+    the code. `node_of_class` describes classes that only the file names; `changes` receives all changes.
     """
 
     former: Mapping[str, Any]
     node_of_class: NodeOfClass
-    changes: Changes
-    chosen: Mapping[str, str] = field(default_factory=dict)
+    changes: Changes = field(default_factory=Changes)
 
     def into(self, old: CommentedMap, new: Node, key: str = "") -> None:
-        """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
+        """Update `old`, the mapping at `key` in the file, to match the node `new`.
+
+        The nodes in `new` whose class the user has changed are replaced by those of the user's class.
+        """
         items = parameters(object_at(new["_target_"])) if "_target_" in new else []
         open_ended = items is None or takes_any_keyword(items)  # without a signature, nothing can be dropped
         for name, value in new.items():
@@ -80,9 +77,9 @@ class Merge:
                 old[name] = quote_strings(value)
                 self.changes.added.append(here)
             elif isinstance(value, dict) and "_target_" in value and isinstance(old[name], CommentedMap):
-                self._node(old[name], value, here)
+                new[name] = self._node(old[name], value, here)
             elif name != "_target_" and _differ(old[name], value):
-                if self._unedited(old[name], here):
+                if not _differ(old[name], self.former.get(here, "???")):
                     old[name] = quote_strings(value)
                     self.changes.updated.append(here)
                 else:
@@ -92,51 +89,25 @@ class Merge:
                 value = json.dumps(old[name], default=str, ensure_ascii=False)
                 self.changes.dropped[f"{key}.{name}".lstrip(".")] = f"{value}  {remove_key(old, name)}".rstrip()
 
-    def _node(self, old: CommentedMap, new: Node, key: str) -> None:
-        """Update a node of the code's class, of a class that the code no longer uses, or of the user's choice."""
+    def _node(self, old: CommentedMap, new: Node, key: str) -> Node:
+        """Update a node, and return the description of its class: the code's, or the user's choice."""
         path = old.get("_target_", new["_target_"])
-        if path == new["_target_"]:
-            self.into(old, new, key)
-            return
-        try:
-            left_by_code = self.former.get(f"{key}._target_") == path
-            users = None if left_by_code else self.node_of_class(path, key)
-        except BindError as error:
-            hint = f"name another class there, or {new['_target_']}, the code's default"
-            raise BindError(f"{key}._target_ is {path}, which cannot be described ({error}); {hint}") from error
-        if users is None:
-            self._replace(old, new, key)
-            return
-        self.changes.kept.append(f"{key}._target_")
-        if old.get("_partial_"):  # its caller passes the other arguments
-            users = {name: value for name, value in users.items() if name in old}
-        self.changes.chosen[key] = path
-        former: Mapping[str, Any] = {}  # once the class has been bound, all values are the user's
-        if self.chosen.get(key) != path and not old.get("_partial_"):
-            former = self._defaults_of(self.chosen[key], key) if key in self.chosen else self.former
-        Merge(former, self.node_of_class, self.changes, self.chosen).into(old, users, key)
-
-    def _defaults_of(self, path: str, key: str) -> dict[str, Any]:
-        """Return the defaults of the class that the user had chosen before, by full key."""
-        with contextlib.suppress(BindError):
-            return {f"{key}.{name}": value for name, value in values_by_key(self.node_of_class(path, key)).items()}
-        return {}
-
-    def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
-        """Change the class of a node; arguments of both classes keep the user's value."""
-        for name in list(old):
-            if name not in new and (str(name).startswith("_") or self._unedited(old[name], f"{key}.{name}")):
+        if path == self.former.get(f"{key}._target_") != new["_target_"]:  # the code has changed the class
+            self.changes.updated.append(f"{key}._target_")
+            old["_target_"] = new["_target_"]
+            for name in [name for name in old if str(name).startswith("_") and name not in new]:
                 remove_key(old, name)
-        old["_target_"] = new["_target_"]
-        old.move_to_end("_target_", last=False)
-        self.changes.updated.append(f"{key}._target_")
-        count = len(self.changes.added)
+        elif path != new["_target_"]:
+            self.changes.kept.append(f"{key}._target_")
+            try:
+                new = self.node_of_class(path, key)
+            except BindError as error:
+                hint = f"name another class there, or {new['_target_']}, the code's default"
+                raise BindError(f"{key}._target_ is {path}, which cannot be described ({error}); {hint}") from error
+            if old.get("_partial_"):  # its caller passes the other arguments
+                new = {name: old[name] for name in new if name in old}
         self.into(old, new, key)
-        del self.changes.added[count:]  # they belong to the new class
-
-    def _unedited(self, value: Any, key: str) -> bool:
-        """Return True if the user has not edited the value: it is the former default, or `???` without one."""
-        return not _differ(value, self.former[key]) if key in self.former else bool(value == "???")
+        return new
 
 
 def _differ(first: Any, second: Any) -> bool:
@@ -162,9 +133,9 @@ def read_text(file: Path) -> str:
 
 
 def commented_map(text: str, title: object) -> CommentedMap:
-    """Read a mapping with its comments, its order and its quotes."""
+    """Read a mapping with its comments, its order and its quotes; it is empty if there is no text."""
     try:
-        tree = _yaml().load(text)
+        tree = _yaml().load(text if text.strip() else "{}")
     except Exception as error:  # ruamel raises many types of exceptions, all with the same meaning
         raise BindError(f"{title} is not valid YAML: {yaml_message(error)}") from error
     if not isinstance(tree, CommentedMap):

@@ -2,11 +2,9 @@
 
 import enum
 import functools
-import importlib.util
 import inspect
-import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,17 +15,16 @@ import torch.utils.data
 from mlx_runtime.config.binding.equality import unlike
 from mlx_runtime.config.binding.expressions import Call, Recording, record_constant, record_default
 from mlx_runtime.config.building import DUMMY_PARAMS
-from mlx_runtime.config.constructors.declarations import Declaration, SourceLoader, is_data
+from mlx_runtime.config.constructors.declarations import Declaration
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
     base_of,
     convert,
     groups,
     is_factory,
-    own_default,
     parameters,
 )
-from mlx_runtime.config.constructors.targets import object_at, path_of
+from mlx_runtime.config.constructors.targets import import_problem, object_at, path_of
 from mlx_runtime.config.interpolation import escape
 from mlx_runtime.errors import BindError, short_message
 from mlx_runtime.sections import Section
@@ -51,36 +48,35 @@ BASES = (
 
 
 class Description:
-    """An experiment as nodes, by the groups of its constructor (`cfg`, `models`, …), with notices for the user."""
+    """An experiment as nodes, by the groups of its constructor (`cfg`, `models`, …), with notices for the user.
+
+    `defaults` contains the default and the type of each member of a group, by full key.
+    """
 
     def __init__(self, experiment: type) -> None:
         self.tree: dict[str, Node] = {}
+        self.defaults: dict[str, tuple[Any, Any]] = {}
         self.notices: list[str] = []
         self._home = experiment.__module__
         self._open: list[type] = []
         self._owners: dict[int, tuple[str, tuple[str, str], Any]] = {}
         for name, cls in groups(experiment).items():
             _refuse_untyped(cls, name)
-            if (own := own_default(experiment, name, cls)) is not None:
-                self.tree[name] = self._default(experiment, own, name)
-            else:
-                self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
+            self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
             if name in ("losses", "metrics"):
                 self.notices += _unrecorded_notices(self.tree[name], name)
         base = base_of(experiment)
         settings = self._node(base, path_of(base), {}, Recording(), "cfg")  # the user's class may lack some
         self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
 
-    def of_class(self, path: str, key: str) -> Node | None:
-        """Return the node of the class or function at a path with all defaults; None if its package lacks it."""
+    def of_class(self, path: str, key: str) -> Node:
+        """Return the node of the class or function at a path, with all defaults."""
         if not isinstance(path, str):
             raise BindError("it is not the dotted path of a class or function")
         try:
             target = object_at(path)
         except (ImportError, AttributeError) as error:
-            if importlib.util.find_spec(path.partition(".")[0]) is None:  # the package is not installed here
-                raise BindError(f"it cannot be imported: {short_message(error)}") from error
-            return None
+            raise BindError(f"it {import_problem(error)}") from error
         return self._node(target, path, {}, Recording(), key)
 
     def _call(self, call: Call, recording: Recording, key: str) -> Node:
@@ -97,14 +93,10 @@ class Description:
                 bound = None
             if bound is not None:
                 return self._node(function, path, bound.arguments, recording, key)
-            node = {"_target_": path} | ({"_partial_": True} if partial else {})
-            return node | self._passed_arguments(args, call.kwargs, recording, key)
-
-    def _passed_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
-        """Return the arguments of a call as passed, without defaults."""
-        node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in kwargs.items()}
-        positional = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in enumerate(args)]
-        return {**node, "_args_": positional} if positional else node
+            node: Node = {"_target_": path} | ({"_partial_": True} if partial else {})  # arguments without defaults
+            node |= {name: self._value(item, Any, recording, f"{key}.{name}") for name, item in call.kwargs.items()}
+            positional = [self._value(item, Any, recording, f"{key}[{index}]") for index, item in enumerate(args)]
+            return {**node, "_args_": positional} if positional else node
 
     def _node(self, target: Any, path: str, given: Mapping[str, Any], recording: Recording, key: str) -> Node:
         """Return the node of a call, with the defaults of the parameters for which no argument was given."""
@@ -134,23 +126,26 @@ class Description:
 
     def _default(self, target: Any, parameter: inspect.Parameter, key: str) -> Any:
         """Return a parameter's default as YAML. Its expression is read only if the value alone is not enough."""
-        if parameter.default is MISSING:
-            return self._described_type(parameter.annotation, key)
+        default, hint = parameter.default, parameter.annotation
+        if default is MISSING:
+            return self._described_type(hint, key)
         try:
             try:
-                return self._value(parameter.default, parameter.annotation, Recording(), key)
+                value = self._value(default, hint, Recording(), key)
             except BindError:
-                recorded = record_default(target, parameter.name, parameter.default)
+                recorded = record_default(target, parameter.name)
                 if recorded is None:
                     raise
-                if not is_factory(parameter.default):
-                    _refuse_loaded(target.__module__, recorded[1], key)
-                return self._value(recorded[0], parameter.annotation, recorded[1], key)
+                value = self._value(recorded[0], hint, recorded[1], key)
+                default = recorded[0] if is_factory(default) else default
         except BindError:
             raise
         except Exception as error:  # from a signature, an `__eq__`, or an expression that cannot be evaluated again
             why = f"{type(error).__name__}: {short_message(error)}"
             raise BindError(f"{key}: its default cannot be read: {why}") from error
+        if key.count(".") == 1:
+            self.defaults.setdefault(key, (default, hint))
+        return value
 
     def _inspect(self, path: str, parameter: inspect.Parameter, key: str) -> None:
         """Refuse reserved names; report missing types in user code and objects shared by two defaults."""
@@ -171,15 +166,14 @@ class Description:
         """Return the value of a parameter without a default: the node of its class, or `???` if it has none."""
         if not _describes_itself(hint) or hint in self._open:
             return "???"
-        self._open.append(hint)  # classes that take objects of their own class would never end
         try:
-            return self._node(hint, path_of(hint), {}, Recording(), key)
-        except BindError as error:
-            if str(error).startswith(key):
-                raise
-            return "???"  # not a class that can be imported
-        finally:
-            self._open.pop()
+            path = path_of(hint)
+        except BindError:
+            return "???"
+        self._open.append(hint)  # classes that take objects of their own class would never end
+        node = self._node(hint, path, {}, Recording(), key)
+        self._open.pop()
+        return node
 
     def _value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         """Return a value as YAML, or raise a BindError with the key. Constants of `src` are written as calls."""
@@ -189,7 +183,6 @@ class Description:
             constant = record_constant(value, self._home)
             if constant is None or constant[0] is value:
                 raise
-            _refuse_loaded(self._home, constant[1], key)
             return self._write_value(constant[0], hint, constant[1], key)
 
     def _write_value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
@@ -229,10 +222,6 @@ class Description:
         if type(value) in (set, frozenset):
             items = [self._value(item, Any, Recording(), key) for item in sorted(value, key=repr)]
             return {"_target_": f"builtins.{type(value).__name__}", "_args_": [items]}
-        if type(value) is bytes:
-            return {"_target_": "builtins.bytes.fromhex", "_args_": [value.hex()]}
-        if type(value) is complex:
-            return {"_target_": "builtins.complex", "_args_": [value.real, value.imag]}
         if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
             return {"_target_": path_of(type(value)), "_args_": [value.item()]}
         name, kind = key.rpartition(".")[2], type(value).__name__
@@ -245,18 +234,6 @@ class Description:
 def _refuse_reserved(name: Any, key: str, kind: str) -> None:
     if name in RESERVED:
         raise BindError(f"{key}: {kind} cannot be named {name}, which is reserved in conf.yaml")
-
-
-def _refuse_loaded(module: str, recording: Recording, key: str) -> None:
-    """Refuse a default with a dataset or a trained model that was loaded while its module of `src` was imported."""
-    loader = getattr(sys.modules.get(module), "__loader__", None)
-    if module.partition(".")[0] != "src" or isinstance(loader, SourceLoader):
-        return
-    if any(isinstance(call.result, Declaration) or is_data(call.function) for call in recording.calls.values()):
-        raise BindError(
-            f"{key} was loaded while src was imported; to load it in workers only, write at the top of "
-            "src/__init__.py: import mlx_runtime; mlx_runtime.defer_loading(__name__)"
-        )
 
 
 def _refuse_untyped(cls: type, key: str) -> None:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
@@ -26,6 +26,8 @@ _DEFERRED = "__deferred__"
 class Declaration:
     """A dataset or model that is not constructed yet: its class or function, and the arguments of the call."""
 
+    __slots__ = ("args", "kwargs", "target")
+
     def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
 
@@ -37,14 +39,6 @@ class Declaration:
         if name.startswith("__"):
             raise AttributeError(name)
         raise self._unmade(f"has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("target", "args", "kwargs"):
-            raise self._unmade(f"has no attribute {name!r}")
-        object.__setattr__(self, name, value)
-
-    def __getitem__(self, item: Any) -> Any:
-        raise self._unmade("has no items")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise self._unmade("cannot be called")
@@ -69,19 +63,22 @@ def _make(value: Any) -> Any:
     return value
 
 
+HF_DATASETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
+"""Classes of Hugging Face, by name because few projects import them."""
+
+
 def is_dataset(cls: Any) -> bool:
     """Return True if `cls` is a class of datasets: of torch, of Hugging Face, or with `to_hf()`. Imports neither."""
-    data = sys.modules.get("torch.utils.data")
-    if not isinstance(cls, type):
-        return False
-    return (data is not None and issubclass(cls, data.Dataset)) or hasattr(cls, "to_hf") or is_hf_dataset(cls)
+    return hasattr(cls, "to_hf") or _derives_from(cls, {"torch.utils.data.dataset.Dataset", *HF_DATASETS})
 
 
 def is_hf_dataset(cls: Any) -> bool:
     """Return True if `cls` is the `Dataset` or `IterableDataset` of Hugging Face, or derived from one."""
-    library = sys.modules.get("datasets")
-    kinds = (getattr(library, "Dataset", None), getattr(library, "IterableDataset", None))
-    return isinstance(cls, type) and issubclass(cls, tuple(kind for kind in kinds if isinstance(kind, type)))
+    return _derives_from(cls, HF_DATASETS)
+
+
+def _derives_from(cls: Any, names: Set[str]) -> bool:
+    return isinstance(cls, type) and any(f"{base.__module__}.{base.__qualname__}" in names for base in cls.__mro__)
 
 
 def returns_hf_dataset(function: Any) -> bool:
@@ -105,17 +102,14 @@ def defer_callee(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]
         return functools.partial(functools.partial, _declare_pretrained, callee)
     if is_data(callee):
         return functools.partial(functools.partial, Declaration, callee)
-    return functools.partial(_call_or_declaration if _spreads(callee) else functools.partial, callee)
+    if callee is not functools.partial and library_of(callee) in sys.stdlib_module_names:
+        return functools.partial(functools.partial, callee)  # like `field`, which may hold declarations
+    return functools.partial(_call_or_declaration, callee)
 
 
 def declare_call(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a class or function, or declare the call."""
     return defer_callee(callee)(*args, **kwargs)()
-
-
-def _spreads(callee: Any) -> bool:
-    """Return False for functions of the standard library, like `field`, which may hold declarations."""
-    return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
 
 
 def is_data(callee: Any) -> bool:
@@ -140,14 +134,10 @@ def is_pretrained(target: Any) -> bool:
     name, library = getattr(target, "__name__", ""), library_of(target)
     if name == "from_pretrained":
         return library in FROM_PRETRAINED
-    if library == "torchvision":
-        module = target.__module__.removeprefix("torchvision.")
-        in_registry = module == "models._api"  # this module also has `list_models`
-        return module.startswith("models") and inspect.isfunction(target) and (not in_registry or name == "get_model")
-    return (library, name) == ("timm", "create_model") or (getattr(target, "__module__", ""), name) in (
-        ("torch.jit._serialization", "load"),
-        ("torch.hub", "load"),
-    )
+    path = f"{getattr(target, '__module__', '')}.{name}"
+    if path.startswith("torchvision.models.") and inspect.isfunction(target):
+        return not path.startswith("torchvision.models._api.") or name == "get_model"  # that module has `list_models`
+    return (library, name) == ("timm", "create_model") or path in ("torch.jit._serialization.load", "torch.hub.load")
 
 
 def _declare_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:

@@ -17,6 +17,8 @@ from mlx_runtime.sections import Section
 
 MISSING = inspect.Parameter.empty
 
+Visit = Callable[[Any, Any, str], None]
+
 SCHEMA_TYPES: dict[Any, str] = {
     **{bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"},
     **{list: "array", tuple: "array", Sequence: "array", dict: "object"},
@@ -38,22 +40,17 @@ def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
         outer = inspect.signature(target.__init__, follow_wrapped=False).parameters.values()
         items += [item for item in outer if item.kind is item.VAR_KEYWORD]  # for configs of transformers
     function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    names = getattr(function, "__globals__", {})
+    return [item.replace(annotation=_resolved(item.annotation, names)) for item in items]
+
+
+def _resolved(hint: Any, names: dict[str, Any]) -> Any:
+    """Resolve one annotation by itself, because a name that only type checkers import would fail all others."""
+    if hint is MISSING:
+        return hint
     try:
-        resolved = typing.get_type_hints(function)
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": hint}), names)["it"]
     except Exception:  # annotations are arbitrary expressions
-        resolved = {}
-    return [item.replace(annotation=_hint(item, resolved, function)) for item in items]
-
-
-def _hint(item: inspect.Parameter, resolved: dict[str, Any], function: Any) -> Any:
-    """Resolve one annotation separately, because a name that only type checkers import would fail all others."""
-    if item.annotation is not MISSING and item.name in resolved:
-        return resolved[item.name]
-    if not isinstance(item.annotation, str):
-        return item.annotation
-    try:
-        return eval(item.annotation, dict(getattr(function, "__globals__", {})))
-    except Exception:
         return Any
 
 
@@ -74,7 +71,8 @@ def base_of(experiment: type) -> Any:
 def groups(experiment: type) -> dict[str, type]:
     """Return the groups of an experiment: parameters of its `__init__` or, without one, annotated attributes."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    hints = {item.name: item.annotation for item in parameters(experiment) or [] if item.kind in named}
+    items = {item.name: item for item in parameters(experiment) or [] if item.kind in named}
+    hints = {name: item.annotation for name, item in items.items()}
     owner = f"{experiment.__name__}.__init__"
     if not hints:
         ours = ("mlx_runtime", "builtins")
@@ -86,29 +84,17 @@ def groups(experiment: type) -> dict[str, type]:
         if hint is MISSING or not isinstance(hint, type):
             title = name.capitalize() if name != "cfg" else base_of(experiment).__name__
             raise BindError(f"{owner}: {name!r} has no type; write {name}: {title}")
+        if (items[name].default if name in items else getattr(experiment, name, MISSING)) not in (MISSING, None):
+            raise BindError(f"{owner}: {name!r} has a default; write the defaults of its arguments in {hint.__name__}")
     if "cfg" not in hints:
         example = f"cfg: {base_of(experiment).__name__}"
         raise BindError(f"{owner} has no cfg; write {example}, and declare the other groups the same way")
     return hints
 
 
-def own_default(experiment: type, group: str, hint: type) -> inspect.Parameter | None:
-    """Return a group as a parameter if the experiment itself has a default for it, as in `cfg: Config = Config(3)`."""
-    items = {item.name: item.default for item in parameters(experiment) or []}
-    default = items.get(group, getattr(experiment, group, None))
-    if default is MISSING or default is None:
-        return None
-    return inspect.Parameter(group, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
 def settings_of(experiment: type) -> dict[str, Any]:
     """Return the plain defaults of `cfg`: those of its class, and the runtime's for settings that it lacks."""
-    cls = groups(experiment)["cfg"]
-    defaults, own = plain_defaults(base_of(experiment), cls), own_default(experiment, "cfg", cls)
-    if own is None:
-        return defaults
-    values = {name: plain(getattr(own.default, name, MISSING)) for name in defaults}
-    return defaults | {name: value for name, value in values.items() if value is not MISSING}
+    return plain_defaults(base_of(experiment), groups(experiment)["cfg"])
 
 
 def plain_defaults(*classes: type) -> dict[str, Any]:
@@ -134,34 +120,25 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def item_hint(hint: Any, kind: type, index: int = 0) -> Any:
-    """Return the annotated type of a value of a dict, or of an item of a list or tuple; Any without a single one."""
-    origins = (dict, Mapping) if kind is dict else (list, tuple, Sequence)
-    found = [typing.get_args(item) for item in alternatives(hint) if typing.get_origin(item) in origins]
-    if len(found) != 1:
-        return Any
-    arguments = found[0][1:] if kind is dict else [item for item in found[0] if item is not ...]
-    return arguments[index] if len(arguments) > index else arguments[0] if len(arguments) == 1 else Any
-
-
-def convert(value: Any, hint: Any) -> Any:
+def convert(value: Any, hint: Any, key: str = "", visit: Visit | None = None) -> Any:
     """Convert a YAML value to an annotated type; TypeError if it does not fit.
 
-    Nodes and `???` inside the value fit any type, because they are checked on their own.
+    Nodes and `???` inside the value fit any type; `visit` is called with each one, its type and its key.
     """
     if (isinstance(value, dict) and "_target_" in value) or (isinstance(value, str) and value == "???"):
+        if visit is not None:
+            visit(value, hint, key)
         return value
     if hint in (Any, MISSING, object) or isinstance(hint, typing.TypeVar):
-        return value
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    kind = origin or hint
-    if kind is typing.Annotated:
-        return convert(value, arguments[0])
+        if visit is None or type(value) not in (dict, list):
+            return value
+        hint = type(value)
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
         exact = [choice for choice in arguments if (typing.get_origin(choice) or choice) is type(value)]
         for choice in [*exact, *arguments]:
             with contextlib.suppress(TypeError):
-                return convert(value, choice)
+                return convert(value, choice, key, visit)
         raise TypeError
     if kind is Literal:
         return _check(value, any(type(value) is type(choice) and value == choice for choice in arguments))
@@ -169,12 +146,14 @@ def convert(value: Any, hint: Any) -> Any:
         hints = arguments or (Any, ...)
         if hints[1:] == (...,):
             hints = hints[:1] * len(value)
-        return tuple(map(convert, _check(value, len(hints) == len(value)), hints))
+        items = zip(_check(value, len(hints) == len(value)), hints, strict=True)
+        return tuple(convert(item, wanted, f"{key}[{index}]", visit) for index, (item, wanted) in enumerate(items))
     if kind in (list, Sequence) and isinstance(value, list):
-        return [convert(item, arguments[0] if arguments else Any) for item in value]
-    if kind is dict and isinstance(value, dict):
-        key, item = arguments or (Any, Any)
-        return {convert(k, key): convert(v, item) for k, v in value.items()}
+        wanted = arguments[0] if arguments else Any
+        return [convert(item, wanted, f"{key}[{index}]", visit) for index, item in enumerate(value)]
+    if kind in (dict, Mapping) and isinstance(value, dict):
+        names, wanted = arguments or (Any, Any)
+        return {convert(name, names): convert(item, wanted, f"{key}.{name}", visit) for name, item in value.items()}
     if kind is float and type(value) is int:
         return value  # Python accepts an int, too; an int default of a float stays an int
     if kind is int and type(value) is bool:

@@ -4,7 +4,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,16 +62,11 @@ def object_at(path: str) -> Any:
     raise ModuleNotFoundError(f"no module named {parts[0]!r}", name=parts[0])
 
 
-def import_problem(path: str, error: Exception) -> str:
+def import_problem(error: Exception) -> str:
     """Return why a path cannot be imported, with the cure."""
-    import difflib  # here, as `extras`, for errors only
+    from mlx_runtime.extras import cure  # here, for errors only
 
-    from mlx_runtime.extras import cure
-
-    home, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, vars(sys.modules[home]), n=1) if home in sys.modules else []
-    meant = f". Did you mean '{home}.{near[0]}'?" if near else ""
-    return "; ".join(filter(None, [f"cannot be imported: {str(error).splitlines()[-1]}", cure(error)])) + meant
+    return "; ".join(filter(None, [f"cannot be imported: {str(error).splitlines()[-1]}", cure(error)]))
 
 
 def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterable[str]) -> Any:
@@ -81,7 +75,7 @@ def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterab
     try:
         found = object_at(path)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{title} {import_problem(path, error)}") from error
+        raise ConfigError(f"{title} {import_problem(error)}") from error
     if missing := [item for item in needs if not callable(getattr(found, item, None))]:
         raise ConfigError(f"{title} has no method {missing[0]}, which every {setting} has")
     return found

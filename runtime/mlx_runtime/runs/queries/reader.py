@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
-from mlx_runtime.config.building import build, build_group
+from mlx_runtime.config.building import build, build_group, built_to_be_restored
 from mlx_runtime.config.interpolation import parse_config, unset_variables
-from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, MlxError, StorageError, UsageError, full_message, located
