@@ -67,9 +67,11 @@ def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> 
     name = "cfg.elastic.min_workers" if cfg.elastic.min_workers else "cfg.start_workers"
     value = cfg.elastic.min_workers or cfg.start_workers
     workers = max(1, value)
-    cores = workers * cfg.cpus_per_worker if cluster else max(cfg.cpus_per_worker, -(-workers // WORKERS_PER_CORE))
+    cores = workers * cfg.cpus_per_worker if cluster else -(-workers // WORKERS_PER_CORE)
     devices = workers * cfg.gpus_per_worker * bool(cfg.use_gpu)
     where = "the cluster" if cluster else "this machine"
+    if cfg.cpus_per_worker > cpus:
+        return f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {where} has {cpus:g} CPUs; lower it"
     for kind, needed, room, cure in (
         ("CPUs", cores, cpus, f"lower {name} or cfg.cpus_per_worker"),
         ("GPUs", devices, gpus, f"lower {name}, or leave cfg.use_gpu at null"),

@@ -765,7 +765,7 @@ class TestRefusals:
                 "cfg.start_workers=0 needs 1 GPUs; this machine has room for 0; lower ",
                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
             ),
-            (["cfg.cpus_per_worker=100000"], "cfg.start_workers=2 needs 100000 CPUs; this machine has room for "),
+            (["cfg.cpus_per_worker=100000"], "cfg.cpus_per_worker=100000, but this machine has "),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, list) else "",
     )

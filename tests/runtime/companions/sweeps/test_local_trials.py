@@ -262,7 +262,7 @@ class TestSlots:
             ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),
             ({"start_workers": 3, "use_gpu": True}, (None, None), "cfg.start_workers=3 needs 3 GPUs"),
-            ({"cpus_per_worker": 9}, (None, None), "cfg.cpus_per_worker=9, but this machine has 8 cores"),
+            ({"cpus_per_worker": 9}, (None, None), "cfg.cpus_per_worker=9, but this machine has 8 CPUs"),
         ],
     )
     def test_what_does_not_fit_is_refused(
