@@ -104,7 +104,9 @@ class Checkpointer:
                 {name: parts.without(part, name) for name, part in of.items()} for of in (of_rank, groups)
             )
         ranks = gather(copy_to_cpu(of_rank))  # on the CPU: rank 0 may not have their GPU
-        state = None if ranks is None else self._state(ranks, groups) | {"epoch": epoch, "finished": finished}
+        state: State | None = None
+        if writes and ranks is not None:
+            state = self._state(ranks, groups) | {"epoch": epoch, "finished": finished}
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         if parts is not None or state is not None:
             self._saver.save(state, checkpoint, parts)
@@ -258,7 +260,7 @@ class Checkpointer:
         if made:
             raise MlxError(
                 f"{', '.join(sorted(made))} was not restored before the loop saved it; call self.restore_checkpoint() "
-                "after the loop has made it"
+                "after the loop has made all of its objects"
             )
 
     def _regrouped_by_loop(self, state: State) -> set[str]:
@@ -332,14 +334,14 @@ class Checkpointer:
 
     def _load(self, name: str, state: State, *, only: set[str] | None = None) -> None:
         """Restore the members of a group; tools get the settings that the config has changed."""
-        device, members_now = self._context.topology.device, self._context.groups.members(name)
+        present, device = self._context.groups.members(name), self._context.topology.device
         saved = {
             item: self._with_settings(state, f"{name}.{item}".removeprefix("per_worker."), part)
             for item, part in state[name].items()
         }
         moved = {key if name == "tools" else f"tools.{key}": device for key in state["on_device"]}
         of_workers = self._of_workers(name) if name != "per_worker" else set()
-        only = ({*members_now, *saved} if only is None else only) - of_workers
+        only = ({*present, *saved} if only is None else only) - of_workers
         group, owned = self._context.groups[name], self._is_sharded()
         for text in load_into(group, saved, name, only=only, moved=moved, owned=owned):
             self._reporter.events.notice(text.removeprefix("per_worker."))

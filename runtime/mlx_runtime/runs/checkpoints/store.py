@@ -122,7 +122,7 @@ class CheckpointStore:
     def load(self, checkpoint: CheckpointInfo, *, whole: bool = True) -> State:
         """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
 
-        Without `whole`, it has a `StoredTensor`, not read yet, for each sharded tensor.
+        Without `whole`, it has a `StoredTensor`, not read yet, for each sharded tensor; then `sharded` is True.
         """
         state = _load_state(self.storage, checkpoint.name, checkpoint)
         return _full(state) if whole else state
