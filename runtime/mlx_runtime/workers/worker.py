@@ -91,7 +91,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project):
             if topology.writes:
-                sink.send(_workers_started(groups, topology, strategy.described()))
+                sink.send(_workers_started(groups, topology, tuple(strategy.described)))
             if strategy.notice is not None:
                 session.reporter.notice(strategy.notice)
             if (text := unused_prefetch(cfg.loader, cfg.prefetch_batches)) is not None:
