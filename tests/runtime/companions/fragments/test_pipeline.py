@@ -412,7 +412,7 @@ def session(
     members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", replicas=APART)
     context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
-    reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda values, *_: record(values))
+    reporter = SimpleNamespace(notice=notice, record=lambda values, *_: record(values))
     progress = SimpleNamespace(global_step=1, epoch=0)
     metrics = SimpleNamespace(receive=lambda: None)
     optimization = SimpleNamespace(strategy=made)
