@@ -127,7 +127,7 @@ class Checkpointer:
         if titles and group in ("models", "optimizers"):
             raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
         if titles:
-            self._reporter.events.notice(
+            self._reporter.notice(
                 f"not in checkpoints: {titles}; only numbers, text and untrained tensors are, in lists and dicts, too. "
                 "A class with state_dict and load_state_dict chooses them, for example array.tolist()"
             )
@@ -157,7 +157,7 @@ class Checkpointer:
         saved.prune(cfg.keep_checkpoints, cfg.monitor, cfg.mode)
         path, step = saved.path(checkpoint), checkpoint.global_step
         event = CheckpointSaved(checkpoint.epoch, checkpoint.finished, step, path, checkpoint.metrics)
-        self._reporter.events.send(event)
+        self._reporter.send(event)
         if self._reporter.tracking is not None:
             self._reporter.tracking.trackers.handle(event)
 
@@ -204,7 +204,7 @@ class Checkpointer:
             self._reporter.forget()
         elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: the training function decides
             epochs = f"{context.cfg.start_epoch} of {context.cfg.num_epochs}"
-            self._reporter.events.notice(f"already at epoch {epochs}; raise cfg.num_epochs to train further")
+            self._reporter.notice(f"already at epoch {epochs}; raise cfg.num_epochs to train further")
         return int(state["epoch"])
 
     def resume(self, loader: str | None) -> None:
@@ -235,11 +235,11 @@ class Checkpointer:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
-                self._reporter.events.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
+                self._reporter.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
         if loader is not None:
             self._load_rank(prepared, metrics=within)
         elif not state["finished"]:
-            self._reporter.events.notice(
+            self._reporter.notice(
                 f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
             )
         self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
@@ -278,7 +278,7 @@ class Checkpointer:
     def _find(self) -> tuple[State, State] | None:
         """Return the state to restore, as saved and as prepared for loading, or None if there is no checkpoint."""
         saved, path = self._context.checkpoints, self._context.cfg.restore_checkpoint_path
-        notice = self._reporter.events.notice
+        notice = self._reporter.notice
         while True:
             newest = saved.newest(notice) if self._context.topology.writes else None
             fields = broadcast(None if newest is None else asdict(newest[0]))
@@ -344,7 +344,7 @@ class Checkpointer:
         only = ({*present, *saved} if only is None else only) - of_workers
         group, owned = self._context.groups[name], self._is_sharded()
         for text in load_into(group, saved, name, only=only, moved=moved, owned=owned):
-            self._reporter.events.notice(text.removeprefix("per_worker."))
+            self._reporter.notice(text.removeprefix("per_worker."))
 
     def _with_settings(self, state: State, key: str, part: State) -> State:
         """Return the state of an object, with the settings that the config has changed if it is a tool."""
@@ -365,7 +365,7 @@ class Checkpointer:
             return
         for name in sorted(only):
             text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
-            self._reporter.events.notice(text)
+            self._reporter.notice(text)
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
@@ -395,7 +395,7 @@ class Checkpointer:
                 saved = merge_ranks([part[name] for part in mine], group)
                 for item in sorted(set(members(group)) & set(of_replicas[0][name]) - set(saved)):
                     text = f"{name}.{item} starts over: its states of several workers cannot be merged"
-                    self._reporter.events.notice(text)
+                    self._reporter.notice(text)
             load_into(group, saved, name, only=set(saved))
 
 

@@ -287,7 +287,7 @@ class MetricRecorder:
                 state = merge_snapshots(title, metric, [message.snapshots[name] for message in messages])
                 found = None if state is None else numbers(title, compute_from(metric, state))
             if found is None:
-                self._reporter.events.notice(f"{title} is skipped: it was not updated")
+                self._reporter.notice(f"{title} is skipped: it was not updated")
                 continue
             values |= found
             if state is not None and item.training and is_average(metric):

@@ -154,7 +154,7 @@ class Optimization:
         if counted and sum(loss.calls for loss in called.values()) == 1:
             return called[counted[0]].counted
         if counted:
-            self._reporter.events.notice(
+            self._reporter.notice(
                 f"self.backward weighs rows equally, not what losses.{counted[0]} counts, because several losses were "
                 f"called before it: {', '.join(called)}; pass weight=, or call self.backward after each"
             )
@@ -291,9 +291,7 @@ class Optimization:
                 "call self.optimizer_step() instead"
             )
         if cfg.gradient_clip is not None:
-            self._reporter.events.notice(
-                "cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip"
-            )
+            self._reporter.notice("cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip")
 
     def _report_norms(self, values: dict[str, float]) -> None:
         progress = self._context.progress

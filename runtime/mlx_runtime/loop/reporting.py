@@ -20,33 +20,53 @@ SLOW_INPUT_PCT = 20
 """Share of a pass spent waiting for data above which a line suggests a remedy."""
 
 
-class EventSender:
-    """Sends events to the driver, from rank 0 only."""
+class Reporter:
+    """Events, and the latest values of all recorded numbers.
 
-    def __init__(self, context: RunContext, sink: Sink) -> None:
-        self._context, self._sink = context, sink
+    Every worker keeps the numbers; rank 0 sends the events, and records the numbers with `tracking`.
+    """
+
+    def __init__(self, context: RunContext, sink: Sink, tracking: ReportWriter | None = None) -> None:
+        self._context, self._sink, self.tracking = context, sink, tracking
         self._sent: set[Event] = set()
         self._last_step: tuple[Pass | None, float] = (None, 0.0)
+        self.latest: dict[str, float] = {}  # last value of every recorded number
+        self.states: dict[str, Any] = {}  # states of metrics at their last record; see `MetricRecorder`
+        self.logged: set[str] = set()  # names of the numbers that user code logged itself
+        self.unsaved: dict[str, float] = {}  # numbers recorded since the last checkpoint
+        self._of_epoch: dict[str, float] = {}
+        self._epoch = 0  # epoch of these numbers
+        self._input_speed: dict[str, Any] = {}
+        self._epoch_started = time.monotonic()
+        self._not_finite = False
+        # State of the trackers and global step at which this attempt begins to record; None once it has.
+        self._begins_at: tuple[Mapping[str, Any] | None, int] | None = (None, 0)
+
+    # -- events for the driver
 
     def send(self, event: Event) -> None:
+        """Send an event to the driver, from rank 0 only."""
         if self._context.topology.writes:
             self._sink.send(event)
 
-    def send_once(self, event: Event) -> None:
-        """Send an event unless an equal one was sent before."""
+    def notice(self, text: str) -> None:
+        """Show a line to the user, once."""
+        self._send_once(Notice(text))
+
+    def warn(self, text: str) -> None:
+        """Show a warning to the user, once."""
+        self._send_once(WarningNotice(text))
+
+    def _send_once(self, event: Event) -> None:
         if event not in self._sent:
             self._sent.add(event)
             self.send(event)
-
-    def notice(self, text: str) -> None:
-        """Show a line to the user, once."""
-        self.send_once(Notice(text))
 
     def pass_begun(self, loader: Loader) -> None:
         """Report the size of a dataset."""
         global_batch = loader.batch_size * loader.accumulate * loader.shard.topology.data_parallel_size
         name, training = loader.shard.name, loader.shard.training
-        self.send_once(LoaderOpened(name, training, loader.rows, len(loader), global_batch, loader.updates))
+        self._send_once(LoaderOpened(name, training, loader.rows, len(loader), global_batch, loader.updates))
 
     def step(self, item: Pass, values: Mapping[str, float]) -> None:
         """Report the progress of a pass, unless it was just reported."""
@@ -61,23 +81,7 @@ class EventSender:
         epoch = self._context.progress.epoch
         self.send(StepProgress(item.name, epoch, item.step, steps, rate, dict(values)))
 
-
-class Reporter:
-    """Latest values of all recorded numbers. Every worker keeps them; rank 0 records them with `tracking`."""
-
-    def __init__(self, context: RunContext, events: EventSender, tracking: ReportWriter | None = None) -> None:
-        self._context, self.events, self.tracking = context, events, tracking
-        self.latest: dict[str, float] = {}  # last value of every recorded number
-        self.states: dict[str, Any] = {}  # states of metrics at their last record; see `MetricRecorder`
-        self.logged: set[str] = set()  # names of the numbers that user code logged itself
-        self.unsaved: dict[str, float] = {}  # numbers recorded since the last checkpoint
-        self._of_epoch: dict[str, float] = {}
-        self._epoch = 0  # epoch of these numbers
-        self._input_speed: dict[str, Any] = {}
-        self._epoch_started = time.monotonic()
-        self._not_finite = False
-        # State of the trackers and global step at which this attempt begins to record; None once it has.
-        self._begins_at: tuple[Mapping[str, Any] | None, int] | None = (None, 0)
+    # -- numbers
 
     def begin(self) -> None:
         """Start recording this attempt, once. Until then, the files of the previous attempt are unchanged."""
@@ -87,7 +91,7 @@ class Reporter:
         if self.tracking is not None:
             self.tracking.rewind(*begins_at)
             self.tracking.start()
-        self.events.send(LoopStarted())
+        self.send(LoopStarted())
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the numbers of a checkpoint."""
@@ -146,7 +150,7 @@ class Reporter:
         self._not_finite = True  # later ones would be reported again and again
         text = f"not finite at step {step} of epoch {epoch + 1}: {', '.join(names)}. Checkpoints without a finite "
         text += "cfg.monitor are never the best; cfg.debug.stop_on_nan=true ends a run at the first such gradient"
-        self.events.send(WarningNotice(text))
+        self.send(WarningNotice(text))
 
     def check_monitor(self) -> None:
         """Warn if no recorded number can determine the best checkpoint, or if the worst would be chosen."""
@@ -157,10 +161,10 @@ class Reporter:
         if getattr(metric, "higher_is_better", None) is (mode == "min"):
             cure = "max" if mode == "min" else "min"
             text = f"cfg.mode={mode} takes the worst {monitor} for the best; set cfg.mode={cure}"
-            self.events.send_once(WarningNotice(text))
+            self.warn(text)
         if monitor not in self.latest:
             kept = f"not recorded yet; the newest checkpoints are kept.{suggest(monitor, self.latest)}"
-            self.events.send_once(WarningNotice(f"cfg.monitor is {monitor!r}, which is {kept}"))
+            self.warn(f"cfg.monitor is {monitor!r}, which is {kept}")
 
     def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:
         """Keep the reading speed of a training pass, for the line of the epoch."""
@@ -169,7 +173,7 @@ class Reporter:
         self._input_speed["row_counts"] = item.part.row_counts
         if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.shard.prepared is None:
             cure = "try cfg.loader=workers=N, or prepare it once with --prepare-batches"
-            self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {cure}")
+            self.notice(f"reading datasets.{loader.shard.name} holds up training; {cure}")
 
     def end_epoch(self, values: Mapping[str, float], epoch: int | None = None) -> None:
         """Report the numbers recorded since the end of the last epoch, if any.
@@ -184,7 +188,7 @@ class Reporter:
             cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
             epochs = cfg.num_epochs if progress.epochs is None else progress.epochs
             ended = EpochEnded(self._epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
-            self.events.send(ended)
+            self.send(ended)
             self.record({**values, "time/epoch_s": seconds}, progress.global_step, self._epoch)
             if self.tracking is not None:
                 self.tracking.trackers.handle(ended)

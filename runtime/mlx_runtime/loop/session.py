@@ -30,14 +30,13 @@ from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.randomness import set_seed
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
-from mlx_runtime.events import WarningNotice
 from mlx_runtime.loop.checkpointer import Checkpointer
 from mlx_runtime.loop.context import RunContext, params_of
 from mlx_runtime.loop.job import Sink
 from mlx_runtime.loop.metric_recording import MetricRecorder
 from mlx_runtime.loop.optimization import Optimization, prepare_models
 from mlx_runtime.loop.passes import Pass, PassTracker
-from mlx_runtime.loop.reporting import EventSender, Reporter
+from mlx_runtime.loop.reporting import Reporter
 from mlx_runtime.loop.stopping import LoopStopped, StopPoll
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.trackers import ReportWriter
@@ -63,11 +62,11 @@ class Session:
         self.context, self.progress, self.send = context, context.progress, sink.send
         self.progress.epoch = context.cfg.start_epoch
         self.passes = PassTracker(training=not context.evaluates)
-        self.reporter = Reporter(context, EventSender(context, sink), tracking)
+        self.reporter = Reporter(context, sink, tracking)
         self.metrics = MetricRecorder(context, self.reporter)
         self.optimization = Optimization(context, self.reporter, strategy)
         self.checkpoints = Checkpointer(context, self.reporter, self.optimization)
-        topology, least, notice = context.topology, context.cfg.elastic.min_workers, self.reporter.events.notice
+        topology, least, notice = context.topology, context.cfg.elastic.min_workers, self.reporter.notice
         self.stopping = StopPoll(
             topology,
             sink.stop_asked,
@@ -122,7 +121,7 @@ class Session:
         cfg, trained = self.context.cfg, self._begins_at is None or self.progress.global_step > self._begins_at[1]
         is_left = 0 < cfg.start_epoch < cfg.num_epochs and self.context.steps_left != 0
         if is_left and not trained and not self.context.evaluates:
-            self.reporter.events.notice(
+            self.reporter.notice(
                 f"worker_loop returned at epoch {cfg.start_epoch} of {cfg.num_epochs} without training. If early "
                 "stopping ended the run, also raise its patience, e.g. tools.early_stopping.patience=20"
             )
@@ -176,7 +175,7 @@ class Session:
         if loader.current is part:  # it advances
             self.checkpoints.resume(shard.name)
         self.reporter.begin()
-        self.reporter.events.pass_begun(loader)
+        self.reporter.pass_begun(loader)
         if leads and item.training:
             self._begin_training(item, between_epochs=between_epochs)
         elif leads:
@@ -204,7 +203,7 @@ class Session:
                 self.begin_epoch(item.loader.epoch - 1)
             self.optimization.begin_step(item.part, item.accumulate)
             self._count_step(self.optimization.accumulation.first)
-        self.reporter.events.step(item, self.metrics.values(item))
+        self.reporter.step(item, self.metrics.values(item))
         self._call("on_batch_start", item.name, batch)
 
     def _count_step(self, number: int = 1) -> None:
@@ -295,7 +294,7 @@ class Session:
             return
         self._without_update = None
         if item.part.given:
-            self.reporter.events.notice(
+            self.reporter.notice(
                 f"no optimizer updated a model in a pass over {item.dataset}, which counts as training; call "
                 "self.optimizer_step() after self.backward(loss), or, if it does not train, read it inside "
                 '`with self.stage("probe"):`'
@@ -338,14 +337,14 @@ class Session:
         for name in ("limit_batches", "overfit_batches"):
             if getattr(self.context.cfg.debug, name) is not None:
                 text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
-                self.reporter.events.notice(f"{text}; cfg.max_steps limits any loop")
+                self.reporter.notice(f"{text}; cfg.max_steps limits any loop")
         if self.replicated:
             from mlx_runtime.loop import replicas
 
             if replicas.has_unsharded_data():
                 text = "every worker trains on all rows of its own DataLoader; give each worker a part of them with "
                 text += "ray.train.torch.prepare_data_loader, or read them with self.generate_loaders"
-                self.reporter.events.send_once(WarningNotice(text))
+                self.reporter.warn(text)
 
     def _end_own_epoch(self) -> None:
         """Count an epoch as a step if it has no others."""
@@ -368,7 +367,7 @@ class Session:
         if self._begins_at is not None and self.progress.global_step > self._begins_at[1]:
             (expected, _), self._begins_at = self._begins_at, None
             if epoch != expected and self.context.cfg.num_epochs > 0:  # 0: a training function counts them
-                self.reporter.events.notice(
+                self.reporter.notice(
                     f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
                     "write range(cfg.start_epoch, cfg.num_epochs)"
                 )
@@ -381,7 +380,7 @@ class Session:
             if getattr(loss, "grows", False):
                 cure = 'if it returns the sum over a batch, pass reduction="sum" to losses.Mean, and bind again'
                 text = f"values of losses.{name} grow with the number of rows; {cure}"
-                self.reporter.events.send_once(WarningNotice(text))
+                self.reporter.warn(text)
         self.metrics.receive()
         self.reporter.end_epoch(values or {}, epoch)
 
@@ -484,7 +483,7 @@ class Session:
 
             self._compared = True
             for text in replicas.differences(self.context.groups):
-                self.reporter.events.send_once(WarningNotice(text))
+                self.reporter.warn(text)
 
     def _store(self, epoch: int, *, finished: bool) -> None:
         self.reporter.begin()
@@ -495,7 +494,7 @@ class Session:
     def _finish(self, item: Pass | None, *, finished: bool) -> NoReturn:
         """Leave the loop at `cfg.max_steps`, at a point from which a run with a higher limit can continue."""
         step = self.progress.global_step
-        self.reporter.events.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
+        self.reporter.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
         if self.checkpoints.step != step:
             self._store(self.progress.epoch, finished=finished)
         if item is not None:

@@ -33,6 +33,7 @@ class DDP:
         needs: settings without which models cannot have this strategy.
         notice: a line for the user, or None.
         topology: the position of this worker.
+        described: a line about each sharded model, with its layout and the bytes per worker.
     """
 
     shards = False
@@ -60,6 +61,7 @@ class DDP:
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
         self.cfg, self.topology = cfg, topology
+        self.described: list[str] = []
 
     def build(self, node: Mapping[str, Any]) -> Any:
         """Build the group `models` from its node in conf.yaml, with models distributed across the workers."""
@@ -99,10 +101,6 @@ class DDP:
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
         """Return the states of whole models on rank 0, given this worker's states by group and name."""
         return states
-
-    def described(self) -> tuple[str, ...]:
-        """Return a line about each sharded model, with its layout and the bytes per worker."""
-        return ()
 
 
 def strategy_names(cfg: Any, node: Mapping[str, Any] | None) -> set[str]:

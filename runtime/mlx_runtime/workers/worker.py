@@ -31,7 +31,7 @@ from mlx_runtime.errors import (
     user_errors,
     user_traceback,
 )
-from mlx_runtime.events import Event, LoopEnded, Notice, WarningNotice, WorkerPosition, WorkersStarted
+from mlx_runtime.events import Event, LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.loop.context import Groups, RunContext
@@ -91,11 +91,11 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project):
             if topology.writes:
-                sink.send(_workers_started(groups, topology, strategy.described()))
+                sink.send(_workers_started(groups, topology, tuple(strategy.described)))
             if strategy.notice is not None:
-                session.reporter.events.notice(strategy.notice)
+                session.reporter.notice(strategy.notice)
             if (text := unused_prefetch(cfg.loader, cfg.prefetch_batches)) is not None:
-                session.reporter.events.notice(text)
+                session.reporter.notice(text)
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
             _run_loop(experiment, shards, job, stack, session)
@@ -103,7 +103,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
             checks = hooks and not (stopped or cfg.compile or strategy.shards)
             if checks and (problem := hooks["examples"].problem(experiment, topology.device)):
-                session.reporter.events.send_once(WarningNotice(problem))
+                session.reporter.warn(problem)
             if tracking is not None:
                 tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
             return result
@@ -230,7 +230,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     if cfg.debug.profile and topology.writes:
         from mlx_runtime.loop.profiling import trace
 
-        notify = session.reporter.events.notice
+        notify = session.reporter.notice
         session.step_done = stack.enter_context(trace(job.folder, topology.device, notify))
     if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
         observe(session)

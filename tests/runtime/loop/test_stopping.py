@@ -25,11 +25,11 @@ class TestInterval:
     @staticmethod
     def steps(poll: StopPoll, clock: list[float], seconds: float, most: int = 1000) -> int:
         """Return the number of steps of some duration until a round."""
-        before = poll._rounds
+        before = poll.rounds
         for number in range(1, most + 1):
             clock[0] += seconds
             poll.step()
-            if poll._rounds > before:
+            if poll.rounds > before:
                 return number
         return most
 

@@ -82,7 +82,7 @@ def enter(session: Any, job: "Job", sink: Any) -> Iterator["Meeting"]:
         seed=context.cfg.seed,
         beat=session.beat,
         stop_asked=sink.stop_asked,
-        notice=session.reporter.events.notice,
+        notice=session.reporter.notice,
     )
     with made.stack:
         yield made

@@ -103,7 +103,7 @@ class EqualAtFirst:
 @contextlib.contextmanager
 def averages(session: Any, job: "Job", sink: Any) -> Iterator[None]:
     """Average the replicas of a run while the block runs. Every worker must enter it."""
-    context, notice = session.context, session.reporter.events.notice
+    context, notice = session.context, session.reporter.notice
     wanted, topology = context.cfg.replicas, context.topology
     meeting: Meeting | None = None
     with contextlib.ExitStack() as stack:
@@ -436,7 +436,7 @@ class Own:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         made, live = self._averages, self._averages.live()
         if state.get("held", "") != made.held:
-            made._session.reporter.events.notice(_STARTS_OVER)
+            made._session.reporter.notice(_STARTS_OVER)
             return
         made.restored()
         with torch.no_grad():

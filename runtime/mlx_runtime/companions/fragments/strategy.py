@@ -119,7 +119,6 @@ class Pipeline(DDP):
             topology = replace(topology, replicate=_unchanged)
         super().__init__(cfg, replace(topology, model_parallel_size=size, replica_ranks=ranks))
         self.notice = self._layout.notice
-        self._lines: list[str] = []
         self._holders: list[Any] = []  # by model
         self._scheduled: list[Any] = []  # models with their stages, for schedules that own the backward pass
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
@@ -183,7 +182,7 @@ class Pipeline(DDP):
         for stages, ends in dict.fromkeys(kinds):
             found = None if whole else cut(name, model, blocks, stages * chunks_of(fragments), ends)
             made = Cut({"": stages - 1}, {}) if found is None else found.folded(stages)
-            self._lines.append(_line(name, model, made, stages))
+            self.described.append(_line(name, model, made, stages))
             unfolded[stages, ends], cuts[stages, ends] = found, made
         loose = [title for made in cuts.values() for title in made.loose]
         own = kinds[self.topology.data_parallel_rank]
@@ -338,9 +337,6 @@ class Pipeline(DDP):
                 session.reporter.record({"fragments/bytes": sum(sent), **each}, number, session.progress.epoch)
 
         session.step_done = step_done
-
-    def described(self) -> tuple[str, ...]:
-        return tuple(self._lines)
 
 
 def chunks_of(fragments: Any) -> int:

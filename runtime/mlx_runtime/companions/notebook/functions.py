@@ -144,7 +144,7 @@ class FunctionExperiment(BaseModule):
             session.end_epoch({name: float(value) for name, value in values.items() if name != "epoch"})
             of_all = gather({**values, **facts})
             if of_all is not None:
-                session.reporter.events.send(FunctionReport(tuple(of_all)))
+                session.reporter.send(FunctionReport(tuple(of_all)))
             session.stopping.step()
             if not self._saves and session.stopping.vote():  # no checkpoint is about to follow
                 session.stop()

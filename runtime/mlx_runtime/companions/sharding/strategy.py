@@ -76,7 +76,6 @@ class FSDP(DDP):
         super().__init__(cfg, topology)
         self._mesh = cache(self._new_mesh)  # one per strategy
         self._offloads = cfg.sharding.offload == "cpu" and topology.device.type != "cpu"
-        self._lines: list[str] = []
         if cfg.sharding.offload == "cpu" and not self._offloads:
             self.notice = "cfg.sharding.offload=cpu has no effect: models are on the CPU already"
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
@@ -153,7 +152,7 @@ class FSDP(DDP):
             model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
         model.register_forward_hook(_reshard_after_evaluation)
         if next(model.parameters(), None) is not None:
-            self._lines.append(_line(name, model, blocks, strategy, mesh))
+            self.described.append(_line(name, model, blocks, strategy, mesh))
 
     def _new_mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
         return init_device_mesh(self.topology.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -187,9 +186,6 @@ class FSDP(DDP):
             for group in optimizer.param_groups:
                 if len(by_mesh(group["params"])) > 1:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
-
-    def described(self) -> tuple[str, ...]:
-        return tuple(self._lines)
 
 
 class HSDP(FSDP):

@@ -249,7 +249,7 @@ def stages(rank: int) -> Any:
         found["held"] = [name for name, item in model.named_parameters() if not item.is_meta]
         optimizer = trained(model, made, tokens(), clip=0.5)
         found[microbatches] = whole_states(made, model, optimizer)
-    found["lines"] = made.described()
+    found["lines"] = tuple(made.described)
     torch.manual_seed(0)
     rounding = strategy(rank, microbatches=3, traffic="int8")
     rounded = rounding.build(node(Transformer)).net
@@ -275,7 +275,7 @@ def scripts(rank: int) -> Any:
     torch.manual_seed(0)
     alone = Scripted()
     trained(alone, None, tokens())
-    return made.described(), states["models"]["net"], dict(alone.state_dict())
+    return tuple(made.described), states["models"]["net"], dict(alone.state_dict())
 
 
 @work
@@ -412,7 +412,7 @@ def session(
     members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", replicas=APART)
     context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
-    reporter = SimpleNamespace(events=SimpleNamespace(notice=notice), record=lambda values, *_: record(values))
+    reporter = SimpleNamespace(notice=notice, record=lambda values, *_: record(values))
     progress = SimpleNamespace(global_step=1, epoch=0)
     metrics = SimpleNamespace(receive=lambda: None)
     optimization = SimpleNamespace(strategy=made)
@@ -481,7 +481,7 @@ def others(rank: int) -> Any:
     net.requires_grad_(True)
     saved = saved_tensors({"net": net}, buffers=True)
     filled = whole_states(made, net, trained(net, made, tokens()))["models"]["net"], saved
-    return {"filled": filled, "input": images.grad, "errors": errors, "drawn": seeds, "lines": made.described()}
+    return {"filled": filled, "input": images.grad, "errors": errors, "drawn": seeds, "lines": tuple(made.described)}
 
 
 class Skipping(nn.Module):

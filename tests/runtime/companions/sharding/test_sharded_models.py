@@ -71,7 +71,7 @@ def built(kind: type[nn.Module], strategy: str, **settings: Any) -> tuple[Any, t
     torch.manual_seed(0)
     node = {"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.{kind.__name__}"}}
     made = strategy_of(TrainConfig(strategy=strategy, **settings), ALONE, node)
-    return made.build(node).net, made.described()
+    return made.build(node).net, tuple(made.described)
 
 
 def test_views_may_be_changed_in_place() -> None:

@@ -332,7 +332,7 @@ def training(rank: int) -> dict[str, float]:
     for group in (Planned, PlannedByFunction):
         strategy, ours = sharded(node(group, net=Net))
         train(ours.net, torch.optim.AdamW(trained(ours.net), lr=0.01))
-        assert ", 2 blocks and" in strategy.described()[0] or group is PlannedByFunction  # the head is tied
+        assert ", 2 blocks and" in strategy.described[0] or group is PlannedByFunction  # the head is tied
         found[group.__name__] = distance(ours.net, theirs)
     return found
 
