@@ -196,8 +196,9 @@ def read(
     try:
         for item in [*implied, *typed]:
             key, added = item.key_or_group, str(item.input_line).startswith("+")
-            if not (key in keys or added or any(key.startswith(f"{node}.") for node in replaced)):
-                problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)} {cure}"))
+            if item.package or not (key in keys or added or any(key.startswith(f"{node}.") for node in replaced)):
+                name = f"{key}@{item.package}" if item.package else key  # of a config group, which Hydra has
+                problems.append(Problem(key, f"there is no key {name!r} in {title}.{suggest(name, keys)} {cure}"))
             elif not item.is_delete():
                 OmegaConf.update(config, key, item.value(), force_add=True)
             elif key in keys:

@@ -150,6 +150,11 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             "there is no key 'cfg.num_epoch' in {conf}. Did you mean 'cfg.num_epochs'? "
             "To add it: +KEY=..., or mlx train bind if the code has it",
         ),
+        (
+            ["cfg.seed@x=3"],  # of a config group, in Hydra
+            "there is no key 'cfg.seed@x' in {conf}. Did you mean 'cfg.seed'? "
+            "To add it: +KEY=..., or mlx train bind if the code has it",
+        ),
         (["cfg.start_workers=-1"], "cfg.start_workers is -1; the minimum is 0"),
         (
             ["cfg.precision=16"],
