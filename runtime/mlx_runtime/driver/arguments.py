@@ -88,9 +88,7 @@ class Request:
             typed = command.make_context("main.py", [*words], ignore_unknown_options=True).params
         except click.UsageError as error:
             raise UsageError(error.format_message()) from None
-        if unknown := [word for word in typed["overrides"] if word.startswith("--")]:
-            known = ", ".join(item.opts[0] for item in OPTIONS if isinstance(item, click.Option) and not item.hidden)
-            raise UsageError(f"there is no option {unknown[0]}; there are {known}, and overrides: key=value")
+        refuse_options(typed["overrides"], "mlx train run")
         return cls.of(**typed)
 
     @property
@@ -102,3 +100,11 @@ class Request:
     def __iter__(self) -> Iterator[str]:
         """Iterate over these arguments, for a main.py that adds some: `[*overrides, "cfg.seed=1"]`."""
         return iter(self.words)
+
+
+def refuse_options(overrides: Sequence[str], command: str) -> None:
+    """Raise an error for words that look like options, but are none of the command."""
+    for item in overrides:
+        if item.startswith("-") and not item.startswith(("--from=", "--variant=")):  # those of a sweep
+            cure = f"see: {command} --help; settings are overrides, like cfg.start_workers=2"
+            raise UsageError(f"there is no option {item}; {cure}")

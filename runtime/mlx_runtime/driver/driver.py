@@ -14,6 +14,7 @@ from mlx_runtime.driver.run_recorder import RunRecorder, claim
 from mlx_runtime.errors import USER_ERRORS, MlxError, StorageError, located, short_message
 from mlx_runtime.loop.job import LOCATE, STOP, Inbox, Job
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.workers.stop_requests import StopRequests, Terminated
 
@@ -177,7 +178,7 @@ class Driver:
                 root=folder.root,
                 project=plan.project,
                 cluster=plan.cluster,
-                verbose=plan.verbose,
+                verbose=Settings.read().verbose,
                 prepared=sets,
                 subsets=plan.fold.subsets() if plan.fold is not None else {},
                 receiver=(receiver.address, receiver.key),

@@ -26,7 +26,6 @@ from mlx_runtime.loop.options import TrainConfig, strategy_problems
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.workers.placement import engine_class, engine_for
 
@@ -77,8 +76,6 @@ class RunPlan:
     cluster: Cluster
     engine: "Engine"
     project: Path  # folder of the experiment
-    launched: bool = False  # True in a job of a cluster; its record exists already
-    verbose: bool = False  # let Ray print
     extensions: tuple[RunExtension, ...] = ()  # they accompany the run in its driver
     fold: "Fold | None" = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
 
@@ -119,7 +116,7 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             f"{experiment.__name__} has no eval_loop(self, dataset_shards), which mlx train eval calls; "
             "write it in src/experiment.py, like worker_loop without the training"
         )
-    project, settings = Path.cwd(), Settings.read()
+    project = Path.cwd()
     with contextlib.ExitStack() as stack:
         if not cluster.reads_streams and stream_names(config.tree):
             prepared = companions.part("prepared.datasets")
@@ -136,10 +133,9 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
                 config = dataclasses.replace(config, changes=changes_since(before, config))
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
-        launched = settings.job is not None
         fold = folds.fold_of(config) if folds is not None else None
         extensions = tuple(_extensions(config)) if config.kept else ()
-        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, extensions, fold)
+        yield RunPlan(experiment, config, cluster, engine, project, extensions, fold)
 
 
 def check_datasets(config: RunConfig) -> None:

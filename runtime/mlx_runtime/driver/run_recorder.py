@@ -128,7 +128,8 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
         UsageError: another driver is training the run.
         StorageError: the run folder cannot be written.
     """
-    config, facts = plan.config, _facts(plan)
+    config, job = plan.config, Settings.read().job
+    facts = _facts(plan, launched=job is not None)
     if config.run is not None:
         from mlx_runtime.loop.resuming import best_kept
         from mlx_runtime.runs import drivers  # here, because new runs do not need them
@@ -137,9 +138,9 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
         previous = records.load_record(folder)
         before = previous.get(records.REPLACED) or previous
         facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
-        if previous["status"] != "PENDING" or not plan.launched:  # else the launcher has recorded these
+        if previous["status"] != "PENDING" or job is None:  # else the launcher has recorded these
             previous = before
-            facts |= {"attempts": records.attempts(previous), "job": Settings.read().job}
+            facts |= {"attempts": records.attempts(previous), "job": job}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
         previous = {}
@@ -166,10 +167,10 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
 
 
-def _facts(plan: RunPlan) -> dict[str, Any]:
+def _facts(plan: RunPlan, *, launched: bool) -> dict[str, Any]:
     """Return the initial fields of the record."""
     cfg, facts = plan.config.cfg, provenance(plan.config.overrides)
-    if plan.launched:  # the launcher has recorded these
+    if launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if plan.fold is not None:
         rows = companions.part("sweeps.folds").rows_digest([plan.fold])

@@ -1,4 +1,4 @@
-"""Requests to end a run early: `Driver.stop`, SIGTERM, `mlx xp stop`, or another driver that takes the run over.
+"""Requests to end a run early: by code, SIGTERM, `mlx xp stop`, or another driver that takes the run over.
 
 A closed terminal sends SIGHUP, which has the same effect as SIGTERM unless it is ignored, as under nohup.
 """

@@ -71,8 +71,8 @@ def test_a_job_is_resumed_where_it_ran(monkeypatch: pytest.MonkeyPatch, address:
 
 
 @pytest.mark.pure
-def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
-    with pytest.raises(UsageError, match="there is no option --overfitt=2; there are --fast-dev-run, .*--from, "):
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(UsageError, match="there is no option --overfitt=2; see: mlx train run --help"):
         Request.parse(["--overfitt=2"])
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mlx_runtime import __version__
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
-from mlx_runtime.driver.arguments import Request
+from mlx_runtime.driver.arguments import Request, refuse_options
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.workers.placement import JOB_FLAG
@@ -220,7 +220,7 @@ def load(kind: Kind, overrides: Sequence[str], verb: str) -> tuple[Path, type]:
     Return its folder and its class.
     """
     folder = kind.folder()
-    refuse_options(kind, overrides, verb)
+    refuse_options(overrides, f"{kind.command} {verb}")
     prepare_fork()
     if kind == AN_EXPERIMENT and not Settings.read().quiet:
         print(f"loading   {kind.file}", flush=True)
@@ -231,12 +231,3 @@ def load(kind: Kind, overrides: Sequence[str], verb: str) -> tuple[Path, type]:
 
         warm_up()
     return folder, cls
-
-
-def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
-    """Raise an error for words that look like options, but are not options of the verb."""
-    known = ("--from=", "--variant=") if kind == AN_EXPERIMENT else ()  # these belong to the overrides of a sweep
-    for item in overrides:
-        if item.startswith("-") and not item.startswith(known):
-            cure = f"see: {kind.command} {verb} --help; settings are overrides, like cfg.start_workers=2"
-            raise UsageError(f"there is no option {item}; {cure}")

@@ -5,7 +5,7 @@ import click
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
-from mlx_runtime.driver.arguments import Request
+from mlx_runtime.driver.arguments import Request, refuse_options
 
 
 @click.command("prepare", context_settings=commands.OVERRIDES)
@@ -16,7 +16,7 @@ def train_prepare(variants: tuple[str, ...], overrides: tuple[str, ...]) -> None
     """Map every dataset through ray_map_batches once and store it for later runs."""
     overrides = Request.of(overrides, variants=variants).overrides
     folder = AN_EXPERIMENT.folder()
-    projects.refuse_options(AN_EXPERIMENT, overrides, "prepare")
+    refuse_options(overrides, "mlx train prepare")
     projects.bind_first(AN_EXPERIMENT, folder)
     experiment = main_class(AN_EXPERIMENT, folder)
     from mlx_runtime.companions.prepared.display import prepare

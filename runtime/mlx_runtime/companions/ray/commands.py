@@ -12,9 +12,8 @@ import click
 from mlx_runtime import companions
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import Function, say
-from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
-from mlx_runtime.driver.arguments import Request
+from mlx_runtime.driver.arguments import Request, refuse_options
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import Settings
@@ -62,7 +61,7 @@ def launch_and_exit(
     """
     try:
         folder = kind.folder()
-        projects.refuse_options(kind, overrides, "launch")
+        refuse_options(overrides, f"{kind.command} launch")
         from mlx_runtime.companions.ray.addresses import Address
         from mlx_runtime.companions.ray.launch import prepare
 
