@@ -197,7 +197,7 @@ class Driver:
             hang_timeout_s = self._plan.config.cfg.elastic.hang_timeout_s
             deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), hang_timeout_s)
             self.control.locate = deadlocks.locate
-        look_at, stop_sent, missing = time.monotonic() + SLOW_START_S, False, None
+        look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
             group = self._plan.engine.start(job, self._emit, self._stop_requested)
@@ -215,6 +215,9 @@ class Driver:
                         waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
                         if missing and missing != waited:
                             self._emit(events.WorkersWaiting(missing))
+                        elif not missing and not announced:
+                            self._emit(events.Notice("starting  workers"))
+                            announced = True
                     if missing and not recorder.trains and self._stop_requested():
                         raise Terminated  # no worker can save a checkpoint
                     self.control.check()

@@ -165,8 +165,6 @@ def test_an_error_of_user_code_is_raised_after_the_last_event(drive: Drive, digi
 
 @pytest.mark.pure
 def test_what_workers_sent_before_an_error_is_received() -> None:
-    """Until the last of them has ended."""
-
     class Group:
         def poll(self) -> bool:
             self.worker = Remote(receiver.address, receiver.key, 0)
@@ -174,7 +172,6 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
 
         def close(self) -> None:
             self.worker.send(Notice("the last words"))
-            self.worker.close()
 
     heard: list[Event] = []
     cfg = SimpleNamespace(callbacks={}, elastic=Elastic())
