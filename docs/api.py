@@ -123,7 +123,7 @@ def _signature(name: str, item: Any) -> str:
     shown = []
     for parameter in inspect.signature(item).parameters.values():
         plain = parameter.replace(annotation=inspect.Parameter.empty)
-        if parameter.name != "self":
+        if not parameter.name.startswith(("self", "_")):
             shown.append(re.sub(r"<factory>|<[^>]*>", "...", str(plain)))
     return f"{name}({', '.join(shown)})"
 
