@@ -1,5 +1,6 @@
 """`BaseModule`: the base class of experiments, with all methods that user code calls during training."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
@@ -241,7 +242,8 @@ class BaseModule:
         for model in models:
             model.eval()
         try:
-            with torch.no_grad(), self._session.stage(None, training=False):
+            outside = contextlib.nullcontext()
+            with torch.no_grad(), self._run.stage(None, training=False) if self._run is not None else outside:
                 yield
         finally:
             for part, mode in modes.items():

@@ -191,20 +191,22 @@ class PassTracker:
         self._scopes[-1].latest = None
 
     @contextmanager
-    def scope(self, name: str | None, *, training: bool) -> Iterator[None]:
+    def scope(self, name: str | None, *, training: bool) -> Iterator[Scope]:
         """Give the same name to all passes that begin within the scope. None trains in a scope that does not train.
 
-        Without a name, as in an evaluation, what is saved after the scope may belong to its last pass.
+        Without a name, as in an evaluation, the name is that of the scope around it, and what is saved after the scope
+        may belong to its last pass.
         """
-        self._scopes.append(Scope(name, training and self.trains))
+        around = self._scopes[-1]
+        self._scopes.append(Scope(name or around.name, training and self.trains))
         try:
-            yield
+            yield self._scopes[-1]
         finally:
             scope = self._scopes.pop()
             for item in scope.stack:
                 item.active = False
             if name is None and scope.latest is not None:
-                self._scopes[-1].latest = scope.latest
+                around.latest = scope.latest
 
     # -- records
 

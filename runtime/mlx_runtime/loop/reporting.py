@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime.data.loaders import Loader
+from mlx_runtime.data.readers import MapReader
 from mlx_runtime.errors import suggest
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
 from mlx_runtime.loop.context import RunContext
@@ -152,8 +153,11 @@ class Reporter:
         text += "cfg.monitor are never the best; cfg.debug.stop_on_nan=true ends a run at the first such gradient"
         self.send(WarningNotice(text))
 
-    def check_monitor(self) -> None:
-        """Warn if no recorded number can determine the best checkpoint, or if the worst would be chosen."""
+    def check_monitor(self, epoch: int) -> None:
+        """Warn if no recorded number can determine the best checkpoint, or if the worst would be chosen.
+
+        A metric of a stage that the first epoch lacks may still come.
+        """
         monitor, mode = self._context.cfg.monitor, self._context.cfg.mode
         if monitor is None:
             return
@@ -162,7 +166,9 @@ class Reporter:
             cure = "max" if mode == "min" else "min"
             text = f"cfg.mode={mode} takes the worst {monitor} for the best; set cfg.mode={cure}"
             self.warn(text)
-        if monitor not in self.latest:
+        stages = {name.rpartition("/")[0] for name in self.latest}
+        may_come = epoch <= self._context.cfg.start_epoch and monitor.rpartition("/")[0] not in stages
+        if monitor not in self.latest and not may_come:
             kept = f"not recorded yet; the newest checkpoints are kept.{suggest(monitor, self.latest)}"
             self.warn(f"cfg.monitor is {monitor!r}, which is {kept}")
 
@@ -171,8 +177,9 @@ class Reporter:
         loader: Loader = item.loader
         self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
         self._input_speed["row_counts"] = item.part.row_counts
-        if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.shard.prepared is None:
-            cure = "try cfg.loader=workers=N, or prepare it once with --prepare-batches"
+        if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and isinstance(loader.reader, MapReader):
+            may_prepare = getattr(loader.shard.dataset, "prepare", True)
+            cure = "try cfg.loader=workers=N" + (", or prepare it once with --prepare-batches" if may_prepare else "")
             self.notice(f"reading datasets.{loader.shard.name} holds up training; {cure}")
 
     def end_epoch(self, values: Mapping[str, float], epoch: int | None = None) -> None:

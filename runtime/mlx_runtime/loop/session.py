@@ -396,7 +396,10 @@ class Session:
         self.progress.epoch = epoch
         if item.loader is None:  # the loop counts from 0, even after a restart
             if item.training and not self._stepped and batch_idx + 1 != item.step:
-                self._begin_own_step()
+                if self.reads_no_loader:
+                    self._begin_own_step()
+                else:
+                    self.progress.global_step += 1
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
 
@@ -424,9 +427,11 @@ class Session:
         self.metrics.flush()
         if name is None:
             self._sync_buffers()
-        with self.passes.scope(name, training=training):
+        with self.passes.scope(name, training=training) as scope:
             yield
             self.metrics.flush()
+            for item in reversed(scope.stack):
+                self._end_pass(item)
 
     def every(self, steps: int | None) -> bool:
         """Return True if the current training step completes a multiple of `steps`; see `BaseModule.every`."""
@@ -461,11 +466,13 @@ class Session:
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
             self.end_epoch(epoch=epoch if own else None)
-            self.reporter.check_monitor()
+            self.reporter.check_monitor(epoch)
             self._warn_of_differences()
         self._store(epoch, finished=finished)
         if own:
             self.progress.epoch = epoch + 1
+            if self.context.steps_left == 0:
+                self._finish(None, finished=True)
         if not in_last_step and self.stopping.vote():
             self.stop()
 

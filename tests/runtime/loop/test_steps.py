@@ -331,10 +331,11 @@ class TestLoopsWithoutLoaders:
         class Search(BaseModule):
             def worker_loop(self, dataset_shards: Any) -> None:
                 for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+                    self.begun = epoch
                     self.save_checkpoint(epoch=epoch, metrics={"best": -epoch})
 
         _, events = run_own(made := Search(cfg=TrainConfig(num_epochs=9, max_steps=3)), tmp_path)
-        assert made.global_step == 3
+        assert (made.global_step, made.begun) == (3, 2)  # no epoch begins that is not saved
         assert [(item.epoch, item.values) for item in of_type(events, EpochEnded)] == [
             (epoch, {"best": -epoch}) for epoch in range(3)
         ]
@@ -707,6 +708,17 @@ class TestCallbacks:
         heard = self.Heard()
         run(Experiment(callbacks={"heard": heard}, debug=Debug(limit_batches=1), num_epochs=2), tmp_path)
         assert "".join(heard.calls) == "train[1](val[1)train[2](val[2)"
+
+    def test_an_evaluation_ends_with_its_block(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def evaluate(self: Experiment, loader: Any, epoch: int) -> None:
+            self.left = iter(loader)
+            with self.evaluation():
+                next(self.left)
+
+        monkeypatch.setattr(Experiment, "evaluate", evaluate)
+        heard = self.Heard()
+        run(Experiment(callbacks={"heard": heard}, debug=Debug(limit_batches=1), num_epochs=1), tmp_path)
+        assert "".join(heard.calls) == "train[1](val[1)"
 
     def test_one_that_fails_is_reported_once(self, tmp_path: Path) -> None:
         heard = SimpleNamespace(on_batch_end=lambda *_: 1 / 0)

@@ -103,6 +103,16 @@ class TestPoll:
         assert poll.vote()
         assert not poll.stopped
 
+    def test_a_preempted_node_is_noticed_although_epochs_end_with_a_vote(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stopping, "MAX_STEPS_PER_VOTE", 1)
+        poll = StopPoll(ALONE, lambda: False, preempted=lambda: True)
+        for _ in range(VOTES_PER_PREEMPTION_CHECK // 2):
+            assert not poll.agreed
+            poll.step()
+            poll.step()
+            poll.vote()
+        assert poll.agreed
+
     @pytest.mark.parametrize("fewer", [True, False])
     def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(
         self, fewer: bool, monkeypatch: pytest.MonkeyPatch
