@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -115,4 +116,9 @@ def main() -> None:
         # Pipes receive each line immediately, and characters that the encoding lacks are escaped.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
-    mlx(prog_name="mlx")
+    with clean_exit():
+        try:
+            Path.cwd()
+        except OSError as error:
+            raise UsageError("the working directory no longer exists; change to another one") from error
+        mlx(prog_name="mlx")

@@ -92,16 +92,19 @@ class Driver:
                     record.alive(),
                 ):
                     guard.close()
-                    for extension in self._plan.extensions:
-                        extensions.enter_context(self._accompany(extension, accompanied))
-                    self._train(recorder, stack)
+                    try:
+                        for extension in self._plan.extensions:
+                            extensions.enter_context(self._accompany(extension, accompanied))
+                        self._train(recorder, stack)
+                    except (StorageError, KeyboardInterrupt) as error:
+                        if record.folder.uri:  # it may take a while
+                            why = "" if isinstance(error, KeyboardInterrupt) else f"{short_message(error)}; "
+                            self._emit(events.Notice(f"ending    {why}recording the end of the run"))
+                        raise
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and self.control.taken_over:
                     raise record.disown() from None
                 self.stopped = isinstance(error, KeyboardInterrupt)
-                if record.folder.uri and isinstance(error, StorageError | KeyboardInterrupt):  # it may take a while
-                    why = "" if self.stopped else f"{short_message(error)}; "
-                    self._emit(events.Notice(f"ending    {why}recording the end of the run"))
                 status = "FAILED" if not self.stopped else "PRUNED" if self.control.pruned else "STOPPED"
                 ended = self._record_end(recorder.end_early, status, error)
             else:

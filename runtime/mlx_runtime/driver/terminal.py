@@ -207,7 +207,7 @@ def at_breakpoint(step_aside: Callable[[], object]) -> Iterator[None]:
 
     def hook(*args: Any, **options: Any) -> Any:
         step_aside()
-        if before is not sys.__breakpointhook__ or os.environ.get("PYTHONBREAKPOINT"):
+        if before is not sys.__breakpointhook__ or os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
             return before(*args, **options)
         return pdb.Pdb().set_trace(sys._getframe().f_back)  # debug the user's frame; `before` would stop in this one
 

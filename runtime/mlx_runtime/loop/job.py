@@ -41,7 +41,6 @@ class Cluster:
     use_gpu: bool = False  # True if each worker trains on GPUs
     gpus_per_worker: float = 1.0  # or the share of one
     in_driver: bool = False  # training runs in the process of the driver
-    shares_cores: bool = True  # workers share the cores of this machine, rather than reserve CPUs
     captures_output: bool = True  # the engine reports the output of workers; otherwise, they write logs themselves
     reads_streams: bool = False  # workers can read streams of Ray Data
     preempted: Callable[[], bool] | None = None  # collective that returns True if a node is about to be preempted

@@ -86,10 +86,18 @@ class Pipes(Inbox):
                 timeout_s = 0.0
 
     def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
-        """Yield the remaining events, until all workers have closed their ends or `timeout_s` have passed."""
+        """Yield the remaining events until all workers have closed their ends or have sent none for `timeout_s`.
+
+        After five times as long, give up on workers that keep sending.
+        """
         until = time.monotonic() + timeout_s
+        limit = until + 4 * timeout_s
         for thread in list(self.readers):
-            thread.join(max(0.0, until - time.monotonic()))
+            while thread.is_alive() and (left_s := until - time.monotonic()) > 0:
+                received = self._messages.qsize()
+                thread.join(left_s)
+                if self._messages.qsize() > received:
+                    until = min(time.monotonic() + timeout_s, limit)
         yield from self.events(timeout_s=0.01)
 
     def broadcast(self, order: bytes) -> None:

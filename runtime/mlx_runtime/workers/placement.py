@@ -67,17 +67,17 @@ def shortage(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -> 
     name = "cfg.elastic.min_workers" if cfg.elastic.min_workers else "cfg.start_workers"
     value = cfg.elastic.min_workers or cfg.start_workers
     workers = max(1, value)
-    cores = workers * cfg.cpus_per_worker if cluster else -(-workers // WORKERS_PER_CORE)
-    devices = workers * cfg.gpus_per_worker * bool(cfg.use_gpu)
+    cores, devices = workers * cfg.cpus_per_worker, workers * cfg.gpus_per_worker * bool(cfg.use_gpu)
     where = "the cluster" if cluster else "this machine"
     if cfg.cpus_per_worker > cpus:
         return f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {where} has {cpus:g} CPUs; lower it"
-    for kind, needed, room, cure in (
-        ("CPUs", cores, cpus, f"lower {name} or cfg.cpus_per_worker"),
-        ("GPUs", devices, gpus, f"lower {name}, or leave cfg.use_gpu at null"),
-    ):
-        if needed > room:
-            return f"{name}={value} needs {needed} {kind}; {where} has room for {room:g}; {cure}"
+    if not cluster and workers > (most := int(cpus * WORKERS_PER_CORE)):
+        return f"{name}={value}, but {where} has room for {most} workers; lower it"
+    if cluster and cores > cpus:
+        return f"{name}={value} needs {cores} CPUs; {where} has room for {cpus:g}; lower {name} or cfg.cpus_per_worker"
+    if devices > gpus:
+        lower = f"lower {name}, or " if value else ""
+        return f"{name}={value} needs {devices:g} GPUs; {where} has room for {gpus:g}; {lower}leave cfg.use_gpu at null"
     return None
 
 

@@ -63,7 +63,7 @@ def test_jobs_of_ray_end_as_stopped(address: str, asked: list[str], monkeypatch:
         ("mlx xp ls >/dev/full", 1, "cannot write the output: No space left on device"),
         ("mlx --help >/dev/full", 1, "cannot write the output: No space left on device"),
         ("mlx xp ls --json | true; exit ${PIPESTATUS[0]}", 1, None),  # a reader that closes its pipe has what it wanted
-        ("mkdir gone && cd gone && rmdir ../gone && mlx train bind", 1, "No such file or directory"),
+        ("mkdir gone && cd gone && rmdir ../gone && mlx xp ls", 2, "the working directory no longer exists"),
         ("HOME=/proc/none MLX_STORAGE=~/runs mlx data show", 2, "/proc/none/runs does not exist on this machine"),
         ("HOME=/proc/none mlx xp ls", 0, None),
         ("mlx xp ls --html /proc/none/page.html", 2, "cannot write /proc/none/page.html: No such file or directory"),

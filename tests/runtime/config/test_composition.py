@@ -5,7 +5,7 @@ import inspect
 import os
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +71,8 @@ class Drawing:
         shape: Shape = Needy(3),
         parts: list[Needy] = [Needy(1)],
         by_name: dict[str, Needy] | None = None,
+        either: list[int] | list[Needy] = [Needy(1)],
+        others: Collection[Needy] = (),
         time: str = "12:30",
     ): ...
 
@@ -217,6 +219,16 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             ["tools.drawing.by_name={a: {_target_: {here}.Net}}"],
             "tools.drawing.by_name.a._target_ is {here}.Net, which is not a {here}.Needy, as {here}.Drawing wants",
         ),
+        (
+            ["tools.drawing.either=[{_target_: {here}.Needy, must: 1, mayb: 2}]"],
+            "tools.drawing.either[0].mayb: {here}.Needy has no such argument. Did you mean 'may'?",
+        ),
+        (
+            ["tools.drawing.others=[{_target_: {here}.Needy}]"],
+            "tools.drawing.others[0].must: missing, and {here}.Needy has no default for it; bind again, or add it with "
+            "+tools.drawing.others[0].must=...",
+        ),
+        (["~tools.first=2"], "tools.first is 1, not 2"),
         (
             ["tools.drawing.time=1.10"],
             "tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write 'tools.drawing.time=\"1.10\"'",

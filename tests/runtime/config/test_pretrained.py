@@ -393,6 +393,8 @@ def test_what_is_declared_cannot_be_changed_silently(source: ModuleType) -> None
         AttributeError, match=r"so it cannot be called; make it a default .*, or call AutoTokenizer\.from_pr"
     ):
         source.words("a text")
+    with pytest.raises(AttributeError, match="it has no items"):
+        source.Models.net["x"]
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.pure
 
 def test_workers_of_one_machine_may_outnumber_its_cores_within_reason() -> None:
     assert shortage(TrainConfig(start_workers=64), 2, 0, cluster=False) is None
-    cure = "lower cfg.start_workers or cfg.cpus_per_worker"
-    text = f"cfg.start_workers=65 needs 3 CPUs; this machine has room for 2; {cure}"
+    text = "cfg.start_workers=65, but this machine has room for 64 workers; lower it"
     assert shortage(TrainConfig(start_workers=65), 2, 0, cluster=False) == text
+    cure = "lower cfg.start_workers or cfg.cpus_per_worker"
     text = f"cfg.start_workers=8 needs 8 CPUs; the cluster has room for 2; {cure}"
     assert shortage(TrainConfig(start_workers=8), 2, 0, cluster=True) == text
 

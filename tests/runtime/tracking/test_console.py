@@ -208,7 +208,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
 def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> None:
     cfg = TrainConfig(start_workers=4, elastic=Elastic(min_workers=1))
     screen = io.StringIO()
-    cluster = Cluster("in Ray cluster with 4 CPUs", 4, 0, engine="ray", shares_cores=False)
+    cluster = Cluster("in Ray cluster with 4 CPUs", 4, 0, engine="ray")
     plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, None), tmp_path)
     lines = ConsoleLines(Display(screen), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))

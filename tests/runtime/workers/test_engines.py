@@ -762,7 +762,7 @@ class TestRefusals:
             (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.start_workers=20 needs 20 GPUs"),
             pytest.param(
                 ["cfg.use_gpu=true", "cfg.start_workers=0"],
-                "cfg.start_workers=0 needs 1 GPUs; this machine has room for 0; lower ",
+                "cfg.start_workers=0 needs 1 GPUs; this machine has room for 0; leave cfg.use_gpu at null",
                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
             ),
             (["cfg.cpus_per_worker=100000"], "cfg.cpus_per_worker=100000, but this machine has "),

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from mlx_runtime.driver.arguments import Request, refuse_options
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.workers.placement import JOB_FLAG
-from mlx_runtime.workers.stop_requests import StopRequests, Terminated, sigterm_stops
+from mlx_runtime.workers.stop_requests import DRIVER_SIGNALS, StopRequests, Terminated, sigterm_stops
 
 if TYPE_CHECKING:
     from mlx_runtime.config.binding.conf_file import Binding
@@ -120,10 +121,15 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
     import mlx_runtime.config.binding  # noqa: F401 - imports torch once for both processes
     from mlx_runtime.workers.fork_server import die_with_parent, unsafe_to_fork
 
+    def begin() -> None:
+        die_with_parent()
+        for number in DRIVER_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)  # this process reports them
+
     if unsafe_to_fork():
         return None
     context = multiprocessing.get_context("fork")
-    with contextlib.suppress(Exception), ProcessPoolExecutor(1, context, initializer=die_with_parent) as pool:
+    with contextlib.suppress(Exception), ProcessPoolExecutor(1, context, initializer=begin) as pool:
         return pool.submit(_bound, kind, folder, "meta").result()
     return None
 

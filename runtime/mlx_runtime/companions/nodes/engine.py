@@ -70,7 +70,7 @@ class Nodes(Local):
         own.start_workers = nodes[0].slots
         title = f"on {len(nodes)} machines, {nodes[0].slots} of them on this one"
         here = this_machine(own)
-        yield dataclasses.replace(here, title=title, host=_own_address(nodes[0], cfg.nodes), shares_cores=False)
+        yield dataclasses.replace(here, title=title, host=_own_address(nodes[0], cfg.nodes))
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         super().__init__(cfg, cluster, timeout_s=timeout_s)

@@ -49,7 +49,6 @@ def on_ray(cfg: TrainConfig, why: str = "", *, forward: bool = True) -> Iterator
             why=why,
             use_gpu=uses_gpus(cfg, gpus),
             gpus_per_worker=cfg.gpus_per_worker,
-            shares_cores=embedded,
             captures_output=False,
             reads_streams=True,
             preempted=None if embedded else preempted,

@@ -40,6 +40,9 @@ class Declaration:
             raise AttributeError(name)
         raise self._unmade(f"has no attribute {name!r}")
 
+    def __getitem__(self, item: Any) -> Any:
+        raise self._unmade("has no items")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise self._unmade("cannot be called")
 

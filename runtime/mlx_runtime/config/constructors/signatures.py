@@ -135,11 +135,16 @@ def convert(value: Any, hint: Any, key: str = "", visit: Visit | None = None) ->
         hint = type(value)
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
-        exact = [choice for choice in arguments if (typing.get_origin(choice) or choice) is type(value)]
-        for choice in [*exact, *arguments]:
+        found = {}
+        for choice in arguments:
             with contextlib.suppress(TypeError):
-                return convert(value, choice, key, visit)
-        raise TypeError
+                found[choice] = convert(value, choice)
+        if not found:
+            raise TypeError
+        if visit is not None:  # nodes fit any type, so several alternatives may fit
+            convert(value, next(iter(found)) if len(found) == 1 else Any, key, visit)
+        exact = (item for choice, item in found.items() if (typing.get_origin(choice) or choice) is type(value))
+        return next(exact, next(iter(found.values())))
     if kind is Literal:
         return _check(value, any(type(value) is type(choice) and value == choice for choice in arguments))
     if kind is tuple and isinstance(value, list | tuple):
@@ -154,6 +159,8 @@ def convert(value: Any, hint: Any, key: str = "", visit: Visit | None = None) ->
     if kind in (dict, Mapping) and isinstance(value, dict):
         names, wanted = arguments or (Any, Any)
         return {convert(name, names): convert(item, wanted, f"{key}.{name}", visit) for name, item in value.items()}
+    if visit is not None and type(value) in (dict, list):
+        convert(value, Any, key, visit)  # the nodes in other containers
     if kind is float and type(value) is int:
         return value  # Python accepts an int, too; an int default of a float stays an int
     if kind is int and type(value) is bool:
