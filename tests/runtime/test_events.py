@@ -40,7 +40,7 @@ EVENTS: tuple[Event, ...] = (
     Report(10, 0, {"train/loss": 0.5}, {"hostname": "here", "pid": 7}),
     CheckpointSaved(0, True, 10, "s3://bucket/x", {"val/loss": 0.25}),
     Notice("slow", once=True),
-    FunctionReport(({"loss": 0.5, "epoch": 1}, {"loss": 0.25, "epoch": 1})),
+    FunctionReport(({"loss": 0.5, "epoch": 1}, {"loss": 0.25, "epoch": 2**63})),
     FunctionReturned(1, 2, "gASVBgAAAAAAAACMAmhpLg=="),
     WarningNotice("not finite"),
     WorkerOutput("a\nb", to_stderr=True),

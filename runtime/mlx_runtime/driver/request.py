@@ -127,9 +127,9 @@ def load_config(
             assert conf is not None
             from mlx_runtime.loop import resuming
 
-            another = new_run(run, config.cfg)
-            changes = resuming.allowed_changes(run, conf, config, another)
-            resuming.refuse_finished(run, conf, config.cfg, another, named=request.resume not in ("auto", "latest"))
+            changes = resuming.allowed_changes(run, conf, config, new_run(run, config.cfg))
+            another, named = new_run(run, config.cfg, "@latest"), request.resume not in ("auto", "latest")
+            resuming.refuse_finished(run, conf, config.cfg, another, named=named)
     notes = [
         f"note      ignoring {', '.join(names)} of {key} in {title or path}, set for the class that was replaced"
         for key, names in composition.left_out.items()
@@ -215,7 +215,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
     except StorageError as error:
         if not isinstance(error.__cause__, ValueError | FileNotFoundError | IsADirectoryError | IrregularError):
             raise
-        weights = f"cfg.restore_checkpoint_path={folder.checkpoints}/…"
+        weights = f"cfg.restore_checkpoint_path={join_path(folder.checkpoints, '…')}"
         raise StorageError(f"{error}. Put a good copy back, or start a new run with {weights}") from error
     if folder.uri is None:
         yield folder.conf
@@ -245,8 +245,11 @@ def _refuse_hidden(config: Config) -> None:
         )
 
 
-def new_run(run: RunFolder, cfg: TrainConfig) -> str:
-    """Return an instruction for starting a new run with the settings of a run that cannot resume."""
+def new_run(run: RunFolder, cfg: TrainConfig, checkpoint: str = "") -> str:
+    """Return an instruction for starting a new run with the settings of a run that cannot resume.
+
+    `checkpoint` is the one to start from, like `@latest`, if the new run can name it.
+    """
     if hasattr(cfg, "function"):  # of `Trainer`
         return "leave out resume=, or give the Trainer another name="
-    return f"mlx train run --from {run.title}"
+    return f"mlx train run --from {run.title}{checkpoint}"

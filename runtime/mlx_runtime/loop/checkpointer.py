@@ -259,8 +259,8 @@ class Checkpointer:
         }
         if made:
             raise MlxError(
-                f"{', '.join(sorted(made))} was not restored before the loop saved it; call self.restore_checkpoint() "
-                "after the loop has made all of its objects"
+                f"the loop saved {', '.join(sorted(made))} without restoring the state in the checkpoint; call "
+                "self.restore_checkpoint() after the loop has made all of its objects"
             )
 
     def _regrouped_by_loop(self, state: State) -> set[str]:

@@ -39,7 +39,7 @@ class GradientMonitor:
         return self._report is not None and self._every > 0 and step % self._every == 0
 
     def inspect(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
-        """Inspect the gradients of an optimizer that is about to step, if this step is wanted.
+        """Inspect the gradients of an optimizer that is about to step, at a global step that `wants` names.
 
         With `stop_on_nan`, all must be finite.
         """

@@ -62,10 +62,11 @@ class Mean(Metric):
             options["reduction"] = found = reduction
         if found in ("mean", "sum", "none") and found != reduction:
             raise MlxError(
-                f"the function has reduction={found!r}, and losses.Mean {reduction!r}; give both mean or sum"
+                f"the function has reduction={found!r}, and losses.Mean {reduction!r}; give both the same reduction"
             )
         self.function, self.ignore_index, self.reduction = function, ignore_index, reduction
         self.options = options if ignore_index is None else {"ignore_index": ignore_index, **options}
+        self._found: tuple[torch.Tensor, Any] | None = None  # value and elements, which `forward` knows already
         self.calls = 0
         self.counted: float | torch.Tensor | None = None
         self._before: tuple[torch.Tensor, bool, int] | None = None  # value, has a gradient, rows; of the last batch
@@ -87,21 +88,19 @@ class Mean(Metric):
             The value of the function, () float32.
         """
         value, elements = self._mean(args, count, options)
-        self.update(*args, _found=(value.detach(), elements), **options)
+        self._found = value.detach(), elements
+        try:
+            self.update(*args, **options)
+        finally:
+            self._found = None
         if value.requires_grad:
             self.calls += 1
             self.counted = elements if count is not None or self.ignore_index is not None else self.counted
         return value
 
-    def update(
-        self,
-        *args: Any,
-        count: float | torch.Tensor | None = None,
-        _found: tuple[torch.Tensor, Any] | None = None,  # value and number of elements, which `forward` knows already
-        **options: Any,
-    ) -> None:
+    def update(self, *args: Any, count: float | torch.Tensor | None = None, **options: Any) -> None:
         """Add a batch to the mean; see `forward`."""
-        value, elements = _found or self._mean(args, count, options)
+        value, elements = self._found or self._mean(args, count, options)
         self.total = self.total + value.double() * elements
         self.elements = self.elements + elements
 

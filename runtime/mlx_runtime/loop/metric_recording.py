@@ -136,12 +136,22 @@ class Exchange(NamedTuple):
     rates: Mapping[str, float]
 
 
+class _Member(NamedTuple):
+    """A metric, with what does not change while it is recorded."""
+
+    metric: AnyMetric
+    syncs_itself: bool
+    keeps_rows: bool
+    is_average: bool
+
+
 class MetricRecorder:
     """Records the metrics and losses of an experiment over all workers. Every worker must make the same calls."""
 
     def __init__(self, context: RunContext, reporter: Reporter) -> None:
         self._context, self._reporter = context, reporter
         self._sync = MetricSync(context.topology)
+        self._members: dict[str, _Member] = {}  # by group and name
         self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
         self.unfinished: Pass | None = None
         self._in_flight: Exchange | None = None
@@ -185,7 +195,7 @@ class MetricRecorder:
             self._before.clear()
         elif self._set_aside is None:
             metrics = self._of(("losses", "metrics"))
-            self._set_aside = around, {name: state_of(metric) for name, metric in metrics.items()}
+            self._set_aside = around, {name: state_of(member.metric) for name, member in metrics.items()}
 
     def restore(self, item: Pass) -> None:
         """Continue a training pass with its own metrics, unless the loop reset them after evaluating within a step."""
@@ -195,8 +205,8 @@ class MetricRecorder:
             self.flush()  # an evaluation that was left early
         (before, states), self._set_aside = self._set_aside, None
         if before is item and self._evaluated:
-            for name, metric in self._of(("losses", "metrics")).items():
-                load_state(metric, states[name])
+            for name, member in self._of(("losses", "metrics")).items():
+                load_state(member.metric, states[name])
         else:
             self._before.clear()
 
@@ -251,9 +261,9 @@ class MetricRecorder:
         self.receive()
         record = self._records.setdefault(item, PassRecord())
         groups = frozenset(record.new)
-        late = {name: metric for name, metric in self._of(groups).items() if name not in record.snapshots}
+        late = {name: member for name, member in self._of(groups).items() if name not in record.snapshots}
         if last and not groups:  # the numbers are already recorded, except those computed once per pass
-            late = {name: metric for name, metric in self._of(record.groups).items() if keeps_rows(metric)}
+            late = {name: member for name, member in self._of(record.groups).items() if member.keeps_rows}
             groups = frozenset(record.groups) if late else groups
         taken = _snapshots(late, whole_pass=last) | record.snapshots
         rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
@@ -277,9 +287,9 @@ class MetricRecorder:
         item, writes = exchange.item, self._context.topology.writes
         values: dict[str, float] = {}
         intervals: dict[str, float] = {}
-        for name, metric in self._of(messages[0].groups).items():
-            title, state = f"{messages[0].position[0]}/{name}", None
-            if syncs_itself(metric):
+        for name, member in self._of(messages[0].groups).items():
+            title, state, metric = f"{messages[0].position[0]}/{name}", None, member.metric
+            if member.syncs_itself:
                 found = self._value_synced_by_itself(title, metric)
             elif not writes or name not in messages[0].snapshots:
                 continue
@@ -290,7 +300,7 @@ class MetricRecorder:
                 self._reporter.notice(f"{title} is skipped: it was not updated")
                 continue
             values |= found
-            if state is not None and item.training and is_average(metric):
+            if state is not None and item.training and member.is_average:
                 since = numbers(f"{title}_interval", compute_from(metric, state_since(state, self._before.get(name))))
                 intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
                 self._before[name] = state
@@ -312,18 +322,24 @@ class MetricRecorder:
     def _may_lag(self) -> bool:
         """Return False if there are no other workers, or if metrics that synchronize themselves keep changing."""
         alone = self._context.topology.data_parallel_size == 1
-        return not alone and not any(map(syncs_itself, self._of(("losses", "metrics")).values()))
+        return not alone and not any(member.syncs_itself for member in self._of(("losses", "metrics")).values())
 
-    def _of(self, groups: Collection[str]) -> dict[str, AnyMetric]:
+    def _of(self, groups: Collection[str]) -> dict[str, _Member]:
         """Return the metrics of some groups by name, in the same order on all workers."""
         found = {}
         for group in sorted(groups):
             for name, item in self._context.groups.members(group).items():
-                check_metric(f"{group}.{name}", item)  # user code may have replaced it
-                if is_metric(item) and name in found:
+                key = f"{group}.{name}"
+                member = self._members.get(key)
+                if member is None or member.metric is not item:  # user code may have replaced it
+                    check_metric(key, item)
+                    if not is_metric(item):
+                        continue
+                    member = _Member(item, syncs_itself(item), keeps_rows(item), is_average(item))
+                    self._members[key] = member
+                if name in found:
                     raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")
-                if is_metric(item):
-                    found[name] = item
+                found[name] = member
         return found
 
     def _value_synced_by_itself(self, title: str, metric: AnyMetric) -> dict[str, float] | None:
@@ -347,15 +363,15 @@ class MetricRecorder:
         return rates
 
 
-def _snapshots(metrics: Mapping[str, AnyMetric], *, whole_pass: bool) -> dict[str, Snapshot]:
+def _snapshots(members: Mapping[str, _Member], *, whole_pass: bool) -> dict[str, Snapshot]:
     """Copy the states of metrics by name, except those that synchronize themselves.
 
     Metrics that keep every row are copied only for a whole pass, because their states grow with each step.
     """
     return {
-        name: snapshot(metric)
-        for name, metric in metrics.items()
-        if not syncs_itself(metric) and (whole_pass or not keeps_rows(metric))
+        name: snapshot(member.metric)
+        for name, member in members.items()
+        if not member.syncs_itself and (whole_pass or not member.keeps_rows)
     }
 
 

@@ -105,7 +105,7 @@ def refusals(found: Iterable[Change], cfg: type) -> list[str]:
 def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, *, named: bool) -> None:
     """Refuse to resume a run that another driver is training, or a completed run without more epochs or steps.
 
-    A pruned run resumes only if the user has `named` it.
+    A pruned run resumes only if the user has `named` it. `another` is the way to start a new run from its checkpoint.
     """
     try:
         record = drivers.refuse_living(run)
@@ -116,7 +116,7 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
     except StorageError as error:
         if not isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError):
             raise
-        raise StorageError(f"{error}. Put a good copy back, or train on in a new run: {another}@latest") from error
+        raise StorageError(f"{error}. Put a good copy back, or start a new run: {another}") from error
     epochs, steps = (before.get(name) for name in ("num_epochs", "max_steps"))
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
@@ -129,7 +129,7 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
 def allowed_changes(run: RunFolder, conf: Path, config: Config, another: str) -> tuple[Change, ...]:
     """Return the changes from the previous config of a run. Refuse those that a resumed run cannot apply.
 
-    `another` is the command that starts a new run with them.
+    `another` is the way to start a new run with them.
     """
     found = _known_changes(parse_config(conf.read_text(encoding="utf-8")), config.tree)
     if problems := refusals(found, type(config.cfg)):
@@ -188,7 +188,8 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
         return saved
     first, last = _fresh(then, key), _fresh(now, key)
     wanted, changed = {item.key for item in found}, {name for name in last if not _same(last[name], first.get(name))}
-    if wanted != changed or not all(_same(saved.get(name), first.get(name)) for name in wanted):
+    fits = changed <= wanted <= last.keys()  # an argument may leave its attribute as it was
+    if not fits or not all(_same(saved.get(name), first.get(name)) for name in wanted):
         listed = ", ".join(f"{key}.{change}" for change in found)
         raise ConfigError(
             f"{listed} cannot change on resume: the tool does not store it under its own name, has changed it, or "

@@ -5,11 +5,13 @@ Only the driver that owns the run writes it, atomically.
 
 import contextlib
 import importlib.metadata
+import math
 import platform
 import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,12 @@ from mlx_runtime.storage.files import join_path, split_options, storage_at, stor
 from mlx_runtime.storage.leases import heartbeat, is_alive, lease, this_process
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import FILES, redact, redact_override
+
+LAST_PAUSES_S = (1, 4, 8)
+"""Pauses before the last record of a run is written to an object store again."""
+
+LAST_S = 15.0
+"""Time after which the last record of a run is not written again."""
 
 LIVING = ("PENDING", "WAITING", "RUNNING")
 
@@ -129,6 +137,7 @@ class Record:
         self.held = held
         self._lock = threading.Lock()
         self._ours = True
+        self._ends_at = math.inf  # set when the end is recorded for the first time
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
         self._fields |= {name: item for name, item in (before or {}).items() if name not in ENDING}
         self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
@@ -167,7 +176,15 @@ class Record:
         """Record the end of the run, in the space reserved for it."""
         (self.folder.path / RESERVE).unlink(missing_ok=True)
         fields |= {"status": status} | dict.fromkeys(("end", "heartbeat"), now())
-        storage_at(self.folder.location).retry(lambda: self._update(fields, must=True))  # no heartbeat follows
+        self._ends_at = min(self._ends_at, time.monotonic() + LAST_S)
+        for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
+            try:
+                return self._update(fields, must=True)
+            except StorageError:  # retried here, because no heartbeat follows
+                if time.monotonic() + pause_s > self._ends_at:
+                    break
+                time.sleep(pause_s)
+        self._update(fields, must=True)
 
     def withdraw(self) -> None:
         """Give up resuming the run, and restore its previous record if it was replaced."""

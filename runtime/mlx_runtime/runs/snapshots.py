@@ -53,7 +53,7 @@ class Upload:
 
     folder: Path
     files: tuple[tuple[Path, int], ...]  # path relative to the folder, and size in bytes
-    left_out: tuple[Path, ...] = ()  # links out of the folder, and files that may hold secrets
+    left_out: tuple[Path, ...] = ()  # see `_is_private`
 
     @classmethod
     def of(cls, folder: Path) -> "Upload":
@@ -78,7 +78,7 @@ class Upload:
             return []
         more = f" and {len(self.left_out) - NAMED:,} more" if len(self.left_out) > NAMED else ""
         names = ", ".join(map(str, self.left_out[:NAMED]))
-        return [f"not uploaded, may hold secrets or lead out of the project: {names}{more}"]
+        return [f"not uploaded, links, other repositories, or what may hold secrets: {names}{more}"]
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:

@@ -85,8 +85,9 @@ NUMBER = Kind("a number", lambda value: COUNT.fits(value) or isinstance(value, f
 TIME = Kind("a time with its offset from UTC", _is_time)
 
 
-_PLAIN = {
-    **{str: TEXT, bool: FLAG, int: COUNT, float: NUMBER},
+_PLAIN = {  # numbers of user code may be larger than those of documents
+    **{str: TEXT, bool: FLAG, int: Kind("a whole number", lambda value: type(value) is int)},
+    float: Kind("a number", lambda value: type(value) in (int, float)),
     **{type(None): Kind("null", lambda value: value is None), Any: Kind("anything", lambda value: True)},
 }
 

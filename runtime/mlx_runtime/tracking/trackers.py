@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -89,11 +89,8 @@ class TensorBoard:
         if self.hparams and status == "SUCCEEDED" and metrics:
             from torch.utils.tensorboard.summary import hparams
 
-            from mlx_runtime.config.interpolation import values_by_key  # here, so that commands start quickly
-
             assert self._run is not None
-            values = values_by_key(self._run.config)
-            config = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+            config = {name: item for name, item in flatten(self._run.config) if isinstance(item, int | float | str)}
             for summary in hparams(config, dict(metrics)):  # type: ignore[no-untyped-call] # torch's own
                 self._add(summary)
         if self._writer is not None:
@@ -134,6 +131,18 @@ def row(report: Report) -> dict[str, Any]:
     """Return a report as one flat dict, with None for NaN and infinity."""
     values = {name: value if abs(value) < float("inf") else None for name, value in report.values.items()}
     return {"step": report.step, "epoch": report.epoch, **report.facts, **values}
+
+
+def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a config with its full key: `("cfg.seed", 0)`, …"""
+    if isinstance(config, Mapping):
+        for name, item in config.items():
+            yield from flatten(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(config, list):
+        for number, item in enumerate(config):
+            yield from flatten(item, f"{key}.{number}")
+    else:
+        yield key, config
 
 
 class ReportWriter:

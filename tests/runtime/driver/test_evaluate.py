@@ -69,7 +69,7 @@ def test_checkpoints_that_are_gone(trained: Path, mlx: Mlx, tmp_path: Path) -> N
     for command in (["train", "eval", "1"], ["xp", "consolidate", "digits"]):
         done = mlx(folder, *command)
         assert done.returncode == 2
-        assert done.stderr == "error: digits/run_001 has no checkpoint that can be read\n"
+        assert done.stderr == "error: digits/run_001 has no readable checkpoint\n"
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ import pytest
 from conftest import Mlx, edit
 
 from mlx_runtime import BaseModule
+from mlx_runtime.companions.notebook.functions import FunctionConfig
 from mlx_runtime.config import composition
 from mlx_runtime.driver import request
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.console_lines import resume_command
 from mlx_runtime.driver.request import FAST
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.loop.resuming import refuse_finished
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run
@@ -120,7 +122,7 @@ def test_resume_auto_starts_a_run_or_continues_the_latest_and_from_copies_its_co
         load(resume="maybe")
     copied = load(origin="run_001")
     assert (copied.run, copied.cfg.seed, copied.cfg.restore_checkpoint_path) == (None, 7, None)
-    with pytest.raises(UsageError, match="plain/run_001 has no checkpoint that can be read"):
+    with pytest.raises(UsageError, match="plain/run_001 has no readable checkpoint"):
         load(origin="run_001@best")
     CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 10, {}))
     checkpoint = Path(run.checkpoints, "epoch_0001")
@@ -129,6 +131,34 @@ def test_resume_auto_starts_a_run_or_continues_the_latest_and_from_copies_its_co
     assert started.overrides == (f"++cfg.restore_checkpoint_path='{checkpoint}'",), "a job needs it, too"
     with pytest.raises(UsageError, match="has no checkpoint epoch_0009"):
         load(origin="run_001@epoch_0009")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("cfg", "cure"),
+    [
+        (TrainConfig(), "or start a new run: mlx train run --from digits/run_001@latest"),
+        (FunctionConfig(), "or start a new run: leave out resume=, or give the Trainer another name="),
+    ],
+)
+def test_a_run_with_a_damaged_record_starts_anew(tmp_path: Path, cfg: TrainConfig, cure: str) -> None:
+    run = claim_run(str(tmp_path), "digits")
+    run.record.write_text("{")
+    start = request.new_run(run, cfg, "@latest")
+    with pytest.raises(StorageError) as told:
+        refuse_finished(run, run.conf, cfg, start, named=True)
+    assert str(told.value).endswith(f". Put a good copy back, {cure}")
+
+
+@pytest.mark.pure
+def test_a_config_that_is_gone_names_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    conf, storage = tmp_path / "conf.yaml", f"file://{tmp_path}"
+    conf.write_text(f"cfg: {{_target_: mlx_runtime.TrainConfig, name: plain, storage_path: '{storage}?a=1'}}\n")
+    claim_run(storage, "plain")
+    cure = rf"start a new run with cfg.restore_checkpoint_path={storage}/plain/run_001/checkpoints/…\?a=1$"
+    with pytest.raises(StorageError, match=cure):
+        request.load_config(Plain, Request(origin="run_001"), conf)
 
 
 @pytest.mark.process

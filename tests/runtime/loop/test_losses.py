@@ -65,6 +65,24 @@ def test_a_count_of_the_callers_own() -> None:
     torch.testing.assert_close(loss.compute(), whole)
 
 
+class Named(Mean):
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(logits, labels)
+
+
+def test_an_update_of_the_users_own() -> None:
+    """Its arguments are those of the function, which is called once per batch."""
+    calls = []
+
+    def counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(len(labels))
+        return F.cross_entropy(logits, labels)
+
+    loss, (outputs, targets) = Named(counted), batch(3)
+    assert loss(outputs, targets) == loss.compute()
+    assert calls == [3]
+
+
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - targets).square().sum()
 
@@ -137,7 +155,7 @@ def test_what_is_no_mean() -> None:
     with pytest.raises(MlxError, match=r"^losses.Mean takes a function, like F.cross_entropy, not 'cross_entropy'$"):
         Mean("cross_entropy")
     for function in (partial(F.cross_entropy, reduction="sum"), nn.MSELoss(reduction="sum")):
-        with pytest.raises(MlxError, match=r"^the function has reduction='sum', and losses.Mean 'mean'; give both"):
+        with pytest.raises(MlxError, match=r"^the function has reduction='sum', and losses.Mean 'mean'; give both the"):
             Mean(function)
     with pytest.raises(MlxError, match=r"^the function has reduction='mean', and losses.Mean 'sum'; give both"):
         Mean(nn.MSELoss(), reduction="sum")

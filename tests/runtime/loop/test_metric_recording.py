@@ -273,6 +273,29 @@ def test_what_was_packed_does_not_change_with_the_metric() -> None:
     assert metric.compute() == 3.0
 
 
+class Asked(MetricCollection):
+    """Counts the checks of its members."""
+
+    checks = 0
+
+    def modules(self) -> Any:
+        self.checks += 1
+        return super().modules()
+
+
+def test_a_metric_is_checked_once_until_it_is_replaced() -> None:
+    module = BaseModule(cfg=TrainConfig(log_every_steps=1), metrics=SimpleNamespace(mean=Asked([tm.MeanMetric()])))
+    session = attach(module, Path("unused"))
+    item = Pass("train", training=True)
+    session.metrics.begin(item)
+    for step in range(6):
+        if step == 3:
+            first, module.metrics.mean = module.metrics.mean, Asked([tm.MeanMetric()])
+        module.metrics.mean.update(1.0)
+        session.metrics.save(item, ("metrics",))
+    assert (first.checks, module.metrics.mean.checks) == (1, 1)
+
+
 class Own(tm.MeanMetric):
     def _sync_dist(self, dist_sync_fn=None, process_group=None) -> None:
         raise AssertionError("not here")

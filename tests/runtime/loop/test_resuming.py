@@ -43,6 +43,11 @@ class Stopper:
         self.left, self.best = counts, float("inf")
 
 
+class Limited:
+    def __init__(self, limit: int):
+        self.limit = min(limit, 5)
+
+
 class Saving:
     """Has a state_dict."""
 
@@ -232,6 +237,10 @@ class TestTools:
         with pytest.raises(ConfigError, match=message):
             with_settings(self.saved(delta=0.1), node(Stopper), node(Stopper, **changed), "tools.x")
 
+    def test_an_argument_that_leaves_the_tool_as_it_was(self) -> None:
+        saved = {"limit": 5}
+        assert with_settings(saved, node(Limited, limit=10), node(Limited, limit=20), "tools.x") == saved
+
     def test_a_tool_with_a_state_dict_too(self) -> None:
         saved = {"decay": 0.5, "shadow": torch.ones(2)}
         state = with_settings(saved, node(Saving), node(Saving, decay=0.9), "tools.x")
@@ -309,9 +318,9 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
     "a damaged record": (
         damage_record,
         (),
-        "Put a good copy back, or train on in a new run: mlx train run --from faults/run_001@latest",
+        "Put a good copy back, or start a new run: mlx train run --from faults/run_001@latest",
     ),
-    "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or train on"),
+    "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or start"),
     "an empty config": (
         lambda folder: (run_of(folder) / "conf.yaml").write_text(""),
         (),

@@ -355,7 +355,7 @@ class TestLoopsWithoutLoaders:
         made = Search(cfg=TrainConfig(num_epochs=3))
         if not restores:
             with pytest.raises(
-                MlxError, match=r"^self.average was not restored before .* self.restore_checkpoint\(\) "
+                MlxError, match=r"^the loop saved self.average without restoring .* self.restore_checkpoint\(\) "
             ):
                 run_own(made, tmp_path)
             return

@@ -603,7 +603,7 @@ class TestBest:
         name = saved(run, 0, **metrics)
         assert ranking.best("digits")["value"] == 0.9
         (Path(run.checkpoints) / name / "checkpoint.json").write_text("{")
-        with pytest.raises(UsageError, match=r"^digits/run_001 has no checkpoint that can be read$"):
+        with pytest.raises(UsageError, match=r"^digits/run_001 has no readable checkpoint$"):
             ranking.best("digits")
         saved(made(monitor="f1", mode="max"), 0, f1=0.8)
         assert ranking.best("digits")["run"] == "run_002"

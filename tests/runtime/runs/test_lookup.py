@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import names_run
-from mlx_runtime.runs.queries.lookup import resolve_checkpoint, resolve_run
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
+from mlx_runtime.runs.folder import claim_run, names_run
+from mlx_runtime.runs.queries.lookup import conf_value, find_checkpoint, resolve_checkpoint, resolve_run
 
 pytestmark = pytest.mark.pure
 
@@ -28,3 +30,20 @@ def test_a_folder_that_is_no_run(resolve: Callable[[str], object], tmp_path: Pat
         resolve(str(tmp_path))
     with pytest.raises(UsageError, match="^runs/digits/run_009 is not the folder of a run; choose"):
         resolve("runs/digits/run_009")
+
+
+def test_the_best_checkpoint_of_a_run_with_a_damaged_record(tmp_path: Path) -> None:
+    run = claim_run(str(tmp_path), "digits")
+    CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 10, {"loss": 0.5}))
+    run.record.write_text("{")
+    with pytest.raises(StorageError, match=r"run\.json.*; without it, name a checkpoint, like latest or epoch_0001$"):
+        find_checkpoint(run, "best")
+
+
+def test_a_value_of_an_unset_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLX_TEST_UNSET", raising=False)
+    Path("src").mkdir()
+    Path("src/conf.yaml").write_text("cfg: {storage_path: '${oc.env:MLX_TEST_UNSET}/runs'}\n")
+    with pytest.raises(ConfigError, match=r"^cfg.storage_path in src/conf.yaml is .*, and MLX_TEST_UNSET is not set$"):
+        conf_value("cfg.storage_path")

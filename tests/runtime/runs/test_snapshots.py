@@ -119,7 +119,7 @@ def test_secrets_are_left_out_and_named(tmp_path: Path) -> None:
     assert named == {*SECRETS}
     [note] = upload.notes
     assert note.startswith(
-        "not uploaded, may hold secrets or lead out of the project: .aws/credentials, .env, .env.local"
+        "not uploaded, links, other repositories, or what may hold secrets: .aws/credentials, .env, .env.local"
     )
     assert note.endswith(" and 4 more")
 

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mlx_runtime.companions.services.csv_file import CSV
 from mlx_runtime.companions.services.identity import read_or_create
-from mlx_runtime.companions.services.mlflow import MLflow, flatten
+from mlx_runtime.companions.services.mlflow import MLflow
 from mlx_runtime.companions.services.weights_and_biases import WandB
 from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
@@ -25,7 +25,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage.files import join_path
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.tracking.trackers import JSONL, ReportWriter, TensorBoard
+from mlx_runtime.tracking.trackers import JSONL, ReportWriter, TensorBoard, flatten
 
 pytestmark = pytest.mark.pure
 
@@ -123,6 +123,7 @@ def test_tensorboard_takes_more_than_numbers(tmp_path: Path) -> None:
     assert tags["tensors"] == ["note/text_summary"]
     started = found.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     assert b"cfg.seed" in started
+    assert b"models.net.widths.1" in started
 
 
 def records(log: bytes) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """The tracker for MLflow."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -8,6 +8,7 @@ from mlx_runtime.companions.services.identity import read_or_create
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.tracking.callbacks import Report, RunInfo
+from mlx_runtime.tracking.trackers import flatten
 
 
 class MLflow:
@@ -80,15 +81,3 @@ class MLflow:
     def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
         ends = {"SUCCEEDED": "FINISHED", "STOPPED": "KILLED"}
         self._client.set_terminated(self._id, ends.get(status, "FAILED"))
-
-
-def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of a config with its full key: `("cfg.seed", 0)`, …"""
-    if isinstance(config, Mapping):
-        for name, item in config.items():
-            yield from flatten(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(config, list):
-        for number, item in enumerate(config):
-            yield from flatten(item, f"{key}.{number}")
-    else:
-        yield key, config

@@ -7,7 +7,7 @@ from pathlib import Path
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo, best_first, list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
@@ -45,10 +45,13 @@ def conf_value(key: str) -> str | None:
     """Return a value in the conf.yaml of the working directory, or None if there is no such file."""
     if not CONF.is_file():
         return None
-    from mlx_runtime.config.interpolation import Reference, parse_config, values_by_key  # here, for a quick start
+    # here, for a quick start
+    from mlx_runtime.config.interpolation import Reference, parse_config, unset_variables, values_by_key
 
     try:
         value = values_by_key(parse_config(CONF.read_bytes())).get(key)
+        if unset := sorted(unset_variables(value)):
+            raise ConfigError(f"{key} in {CONF} is {value}, and {', '.join(unset)} is not set")
         if isinstance(value, Reference) or not isinstance(value, str | int | float | None):
             raise ValueError(f"{key} is {value!r:.100}, which is not text here")
     except (OSError, ValueError) as error:
@@ -109,11 +112,15 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
     """
     found = list_checkpoints(folder.checkpoints, report=True)
     if not found:
-        raise UsageError(f"{folder.title} has no checkpoint that can be read")
+        raise UsageError(f"{folder.title} has no readable checkpoint")
     if which == "latest":
         return found[-1]
     if which == "best":
-        record = records.load_record(folder)
+        try:
+            record = records.load_record(folder)
+        except StorageError as error:
+            cure = f"without it, name a checkpoint, like latest or {found[-1].name}"
+            raise StorageError(f"{error}; {cure}") from error
         ranked = best_first(found, record.get("monitor"), record.get("mode") or "min")
         if not ranked:
             raise UsageError(f"{folder.title} has no checkpoint with a finite value of cfg.monitor")

@@ -54,7 +54,7 @@ def best(
         warn(note)
     if not found:
         if lost := [row.folder for row in rows if row.value(chosen) is not None]:
-            raise UsageError(f"{lost[-1].title} has no checkpoint that can be read")
+            raise UsageError(f"{lost[-1].title} has no readable checkpoint")
         if any(chosen in row.metrics for row in rows):
             raise UsageError(f"no value of {chosen} in {where} is finite")
         raise UsageError(f"{chosen} is not recorded in {where}.{suggest_metric(rows, chosen)}")
