@@ -16,7 +16,7 @@ from mlx_runtime.companions import COMPANIONS
 
 pytestmark = pytest.mark.process
 
-MAX_MODULES, MAX_LINES = 84, 14_620
+MAX_MODULES, MAX_LINES = 82, 13_980
 """Of a run in one process. The goal is 60 and 11,000; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (

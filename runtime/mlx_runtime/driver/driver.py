@@ -205,6 +205,7 @@ class Driver:
         with contextlib.ExitStack() as stack:
             group = self._plan.engine.start(job, self._emit, self._stop_requested)
             stack.callback(group.close)
+            self.control.locate = getattr(group, "locate", self.control.locate)  # of an engine without workers
             try:
                 while group.poll():
                     for event in receiver.events(timeout_s=0.1):

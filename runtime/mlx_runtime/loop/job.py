@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_runtime.errors import WorkerLostError
-from mlx_runtime.events import Event, RunInfo
+from mlx_runtime.events import Event, RunInfo, WorkerPosition
 
 if TYPE_CHECKING:  # they import torch, which the fork server of spawned workers does not need
     from mlx_runtime.companions.prepared.store import PreparedSet
@@ -85,6 +85,7 @@ class Direct:
 
     def __init__(self, handle: Callable[[Event], None], stop_asked: Callable[[], bool]) -> None:
         self.send, self.stop_asked = handle, stop_asked
+        self.position: Callable[[], WorkerPosition] = lambda: WorkerPosition(0)
 
 
 class Inbox:

@@ -61,9 +61,9 @@ def answer_request(folder: RunFolder, positions: Iterable[WorkerPosition], world
         folder.withdraw(folder.LOCATE)
 
 
-def answer_here(folder: RunFolder) -> None:
+def answer_here(folder: RunFolder, position: WorkerPosition | None = None) -> None:
     """Store the position of a run that trains in the main thread of this process, or has no workers yet."""
-    answer_request(folder, [locate(WorkerPosition(0), threading.main_thread().ident or 0, Path.cwd())], 1)
+    answer_request(folder, [locate(position or WorkerPosition(0), threading.main_thread().ident or 0, Path.cwd())], 1)
 
 
 def read_answer(folder: RunFolder) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from mlx_runtime.loop.session import Session
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.runs.checkpoints.groups import members
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import environment
 from mlx_runtime.tracking.trackers import ReportWriter
@@ -234,7 +235,9 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         session.step_done = stack.enter_context(trace(job.folder, topology.device, notify))
     if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
         observe(session)
-    if not isinstance(sink, Direct):
+    if isinstance(sink, Direct):
+        sink.position = partial(_position, session)
+    else:
         from mlx_runtime.workers.deadlocks import Watchdog  # imported here, because a single process cannot deadlock
 
         watchdog = Watchdog(cfg.elastic.hang_timeout_s, sink.send, partial(_position, session), job.project)
@@ -307,7 +310,8 @@ class InProcess:
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "InProcess":
         if any(name not in job.prepared for name in stream_names(job.tree)):
             self._stack.enter_context(companions.part("ray.start").start_ray(self._cfg))
-        self._train = partial(train_to, Direct(handle, stop_asked), job)
+        self._sink = Direct(handle, stop_asked)
+        self._train = partial(train_to, self._sink, job)
         enter_ray_train(job)
         return self
 
@@ -318,6 +322,12 @@ class InProcess:
 
     def waits_for(self) -> None:
         return None
+
+    def locate(self, folder: RunFolder) -> None:
+        """Answer a request for the position of the run."""
+        from mlx_runtime.workers.deadlocks import answer_here
+
+        answer_here(folder, self._sink.position())
 
     def close(self) -> None:
         self._stack.close()

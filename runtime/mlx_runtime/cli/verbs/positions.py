@@ -89,6 +89,6 @@ def _cells(rank: int, item: Mapping[str, Any] | None) -> dict[str, str]:
         "rank": str(rank),
         "node": item["host"],
         "step": f"{item['epoch'] + 1}: {step}",
-        "age": format_duration(item["seconds"]) if item["stage"] else "",
+        "age": format_duration(item["seconds"]) if item["stage"] and item["seconds"] else "",
         "line": item["at"],
     }
