@@ -167,8 +167,9 @@ class EpochTable:
 
     def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
         """Yield each line of an epoch, and True if it belongs to a header. `width` is the terminal's, or None."""
-        unit = self._unit if event.samples_per_s is None else next(iter(event.row_counts), "samples")
         new = [name for name in event.values if name not in self._names]
+        unit = None if new else self._unit
+        unit = unit if event.samples_per_s is None else next(iter(event.row_counts), "samples")
         if new or (unit, width) != (self._unit, self._width):
             # What is recorded by itself, like the test metrics, gets its own columns, but not again and again.
             names = [*(self._names if self._seen.keys() & event.values.keys() else ()), *new]

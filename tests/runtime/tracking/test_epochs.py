@@ -39,11 +39,15 @@ def test_100_columns_hold_two_stages_of_four_numbers() -> None:
 
 def test_the_speed_has_the_unit_of_the_dataset() -> None:
     rate = {"samples_per_s": 20_000.0, "row_counts": {"tokens": 64.0, "characters": 300.0}}
-    assert drawn(EpochTable(), 80, ended(0, "train/loss", **rate), ended(1, "train/loss")) == [
+    events = ended(0, "train/loss", **rate), ended(1, "train/loss"), ended(2, "test/loss")
+    assert drawn(EpochTable(), 80, *events) == [
         "      train",
         "epoch     loss  tokens/s   time",
         " 1/30   0.5000 1,280,000  0.2 s",
         " 2/30   1.5000            0.2 s",
+        "      test",
+        "epoch     loss   time",
+        " 3/30   2.5000  0.2 s",
     ]
 
 
