@@ -376,7 +376,7 @@ class TestExamples:
         assert "src/training.py:" in message
         assert printed_last == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
         assert (resumed, from_path, attempt) == ([6, 6], [6, 6], 2)
-        assert again[1].endswith(" has succeeded; for a new run, leave out --resume (resume= in Python)")
+        assert again[1].endswith(" has succeeded; for a new run, leave out resume")
 
     def test_lost_workers_are_replaced_and_continue_from_the_checkpoint(self, others: Found) -> None:
         assert others["restarted"] == [[6, 6], 1]
