@@ -199,7 +199,7 @@ def read(
             if item.package or not (key in keys or added or any(key.startswith(f"{node}.") for node in replaced)):
                 name = f"{key}@{item.package}" if item.package else key  # of a config group, which Hydra has
                 problems.append(Problem(key, f"there is no key {name!r} in {title}.{suggest(name, keys)} {cure}"))
-            elif item.is_delete() and "=" in str(item.input_line) and keys[key] != item.value():
+            elif item.is_delete() and key in keys and "=" in str(item.input_line) and keys[key] != item.value():
                 problems.append(Problem(key, f"{key} is {keys[key]!r:.100}, not {item.value()!r:.100}"))
             elif not item.is_delete():
                 merges = isinstance(keys.get(key), dict) and isinstance(item.value(), dict)

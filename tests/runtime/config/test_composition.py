@@ -256,6 +256,8 @@ def test_another_class_has_its_own_defaults_and_what_is_typed_for_it(conf: Path)
     deep = f"models.net._target_={__name__}.Deep"
     config = load_config(Experiment, [deep, "models.net.depth=3"], conf)
     assert config.tree["models"]["net"] == {"_target_": f"{__name__}.Deep", "depth": 3}
+    again = load_config(Experiment, [deep, "models.net.depth=3", "~models.net.width=4"], conf)  # it is left out anyway
+    assert again.tree["models"] == config.tree["models"]
     left_out = f"width, kind, layer of models.net in {conf}, set for the class that was replaced"
     assert config.notes == (f"note      ignoring {left_out}",)
     conf.write_text(config.yaml())
