@@ -47,8 +47,7 @@ class StopPoll:
         self._ask, self._resumable_by_fewer = preempted, resumable_by_fewer
         self._group = None if is_alone() else torch.distributed.new_group(backend="gloo")
         self._round: tuple[Any, torch.Tensor] | None = None  # under way
-        self.rounds = 0  # begun so far
-        self._polls = 0  # those of `step`
+        self.rounds = 0  # begun by `step` so far
         self._sent_at = time.monotonic()
         self._steps_left = 1  # until the next round
         self.interval = 1  # steps between two rounds, the same on all workers
@@ -61,8 +60,8 @@ class StopPoll:
         if self.agreed or self._steps_left > 0:
             return False
         self._poll()
-        self._polls += 1
-        if self._ask is None or self._polls % VOTES_PER_PREEMPTION_CHECK or not self._ask():
+        self.rounds += 1
+        if self._ask is None or self.rounds % VOTES_PER_PREEMPTION_CHECK or not self._ask():
             return False
         self._ask = None
         then = "the others resume from a checkpoint" if self._resumable_by_fewer else "stopping with a checkpoint"
@@ -93,7 +92,6 @@ class StopPoll:
         if self._group is not None:
             work = torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
         self._round, self._steps_left = (work, votes), self.interval
-        self.rounds += 1
 
     def _receive(self) -> None:
         """Wait for the round under way, if there is one."""

@@ -140,13 +140,16 @@ def test_what_does_not_fit_comes_later(on_workers: dict[str, list[Any]]) -> None
     assert on_workers["large"] == [[BUFFER_BYTES, BUFFER_BYTES + 1], None]
 
 
-def _alone(rank: int) -> str:
+def _refused(rank: int, position: tuple[str, int], groups: set[str]) -> str:
     sync = MetricSync(topology(rank))
-    said = frozenset({"losses", "metrics"}) if rank == 0 else frozenset({"losses"})
-    sync.send(SyncMessage(("train", 10), said))
+    sync.send(SyncMessage(position, frozenset(groups)))
     with pytest.raises(MlxError) as told:
         sync.receive()
     return str(told.value)
+
+
+def _alone(rank: int) -> str:
+    return _refused(rank, ("train", 10), {"losses", "metrics"} if rank == 0 else {"losses"})
 
 
 @pytest.mark.process
@@ -159,11 +162,7 @@ def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any
 
 
 def _apart(rank: int) -> str:
-    sync = MetricSync(topology(rank))
-    sync.send(SyncMessage(("train", 10) if rank == 0 else ("val", 3), frozenset()))
-    with pytest.raises(MlxError) as told:
-        sync.receive()
-    return str(told.value)
+    return _refused(rank, ("train", 10) if rank == 0 else ("val", 3), set())
 
 
 @pytest.mark.process
