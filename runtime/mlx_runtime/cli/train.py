@@ -1,6 +1,5 @@
 """`mlx train`."""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -22,16 +21,7 @@ group.add_command(commands.new_command(AN_EXPERIMENT))
 group.add_command(commands.bind_command(AN_EXPERIMENT))
 
 
-class _WithVariants(click.Command):
-    """A command whose `--help` lists the variants of the experiment in the working directory."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        names = [f"--variant {file.stem}" for file in sorted(Path("src/variants").glob("*.yaml"))]
-        self.epilog = f"Variants: {', '.join(names)}" if names else None
-        super().format_epilog(ctx, formatter)
-
-
-@group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
+@group.command(context_settings=commands.OVERRIDES)
 @options.json
 @options.debug
 @commands.variant_option
@@ -47,7 +37,7 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
     click.echo(projects.show(keys, request.overrides, as_json=as_json), nl=False)
 
 
-@group.command(cls=_WithVariants, context_settings=commands.OVERRIDES, params=[*OPTIONS])
+@group.command(context_settings=commands.OVERRIDES, params=[*OPTIONS])
 @options.verbosity
 def run(**typed: Any) -> None:
     """Train on this machine. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
