@@ -54,6 +54,7 @@ class Optimization:
             self._monitor = GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report)
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
+        self._stepped: bool | None = None  # an optimizer has stepped in this update; False if the scaler skipped it
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
         self._stepping = False  # an optimizer steps on behalf of `step`
         self.knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
@@ -195,7 +196,14 @@ class Optimization:
             return True
         from mlx_runtime.distributed.torch_private import overflowed  # here, because only fp16 needs it
 
-        return not overflowed(self._scaler, optimizer)
+        stepped = not overflowed(self._scaler, optimizer)
+        self._stepped = stepped or bool(self._stepped)
+        return stepped
+
+    @property
+    def skipped(self) -> bool:
+        """True if the scaler has skipped all steps of the current update."""
+        return self._stepped is False
 
     def _optimizer(self, name: str | None, call: str = "") -> tuple[str, Optimizer]:
         """Return the name of an optimizer, and the optimizer; None means the only one."""
@@ -226,6 +234,7 @@ class Optimization:
     def begin_step(self, part: WorkerPass, per_update: int) -> None:
         """Begin a training step; see `Accumulation.begin_step`. The steps before an interruption do not count."""
         self.knows_steps = True
+        self._stepped = None
         self._update_scale()
         self._divisor = part.loss_divisor(per_update)
         if per_update > 1:

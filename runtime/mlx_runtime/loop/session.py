@@ -202,15 +202,9 @@ class Session:
             if item.part.given == 1 and not self.passes.is_within_training(item):
                 self.begin_epoch(item.loader.epoch - 1)
             self.optimization.begin_step(item.part, item.accumulate)
-            self._count_step(self.optimization.accumulation.first)
+            self.progress.global_step += self.optimization.accumulation.first
         self.reporter.step(item, self.metrics.values(item))
         self._call("on_batch_start", item.name, batch)
-
-    def _count_step(self, number: int = 1) -> None:
-        self.progress.global_step += number
-        every = self.context.cfg.checkpoint_every_steps
-        if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
-            self.checkpoints.requested = True
 
     def step_finished(self, item: Pass, batch: Batch) -> None:
         """Record, save and stop; the last two only between two updates, when all workers are at the same step."""
@@ -224,12 +218,20 @@ class Session:
         if item.finished:
             self._end_pass(item)
         if item.training:
-            self.step_done(self.progress.global_step)
+            self._training_step_done()
         if not item.training or item.finished:
             return  # after the last step of training, evaluation follows, and then the checkpoint of the epoch
         self._poll_stop()
         if self.optimization.step_completed_update():
             self._save_or_stop(item)
+
+    def _training_step_done(self) -> None:
+        """Report a step, and request the checkpoint that is due after it, unless the loop has saved one."""
+        step, every = self.progress.global_step, self.context.cfg.checkpoint_every_steps
+        self.step_done(step)
+        counted = self.optimization.accumulation.last and not self.optimization.skipped
+        if every is not None and counted and step % every == 0 and step != self.checkpoints.step:
+            self.checkpoints.requested = True
 
     def _poll_stop(self) -> None:
         if self.stopping.step():
@@ -279,7 +281,11 @@ class Session:
     def optimizer_step(self, name: str | None) -> bool:
         """Step an optimizer of the experiment; see `BaseModule.optimizer_step`."""
         self._without_update = None  # also if fp16 skips the step
-        return self.optimization.step(name)
+        before = self.optimization.skipped
+        stepped = self.optimization.step(name)
+        if self.optimization.knows_steps:  # otherwise, only steps that were taken have been counted
+            self.progress.global_step += before - self.optimization.skipped
+        return stepped
 
     def _updates_models(self, optimizer: Optimizer) -> bool:
         """Return False if an optimizer updates none of the experiment's models, but for example a probe."""
@@ -323,15 +329,15 @@ class Session:
 
     def _begin_own_step(self) -> None:
         """Count a step, after saving or stopping at the end of the previous one."""
+        if self.progress.global_step:
+            self._training_step_done()
+        else:
+            self._warn_of_own_data()
         if self._stepped:
             self._poll_stop()
         self._save_or_stop(None)
-        if self.progress.global_step:
-            self.step_done(self.progress.global_step)
-        else:
-            self._warn_of_own_data()
         self.passes.step_on_own_data()
-        self._count_step()
+        self.progress.global_step += 1
 
     def _warn_of_own_data(self) -> None:
         for name in ("limit_batches", "overfit_batches"):

@@ -359,6 +359,19 @@ class TestPrecision:
         assert module.global_step == 1
         assert not same(module.models.net, before)
 
+    def test_an_update_counts_if_an_optimizer_has_stepped(self, begin: Begin) -> None:
+        module, counted = begin(precision="fp16", max_steps=3), []
+        factors = iter([(float("inf"), None), (1e-3, None), (float("inf"), 1e-3), (float("inf"), float("inf"))])
+        loader = loader_of(module, batch_size=4)
+        for batch, (factor, other) in zip(loader, factors, strict=False):
+            stepped = step(module, batch, factor)
+            if other is not None:
+                module.backward(other * module.models.other(batch["x"]).square().mean())
+                stepped |= module.optimizer_step("adam")
+            counted.append((stepped, module.global_step))
+        assert counted == [(False, 0), (True, 1), (True, 2), (False, 2)]
+        assert loader.updates == 6  # if none is skipped
+
     def test_the_scale_is_that_of_the_checkpoint(self, begin: Begin) -> None:
         saved, restored = (begin(precision="fp16") for _ in range(2))
         for _ in range(2):
@@ -458,13 +471,13 @@ class TestTwoWorkers:
         assert float(took[0]) < row["duration_s"]
 
 
-def interrupt(mlx: Mlx, folder: Path, *overrides: str) -> str:
+def interrupt(mlx: Mlx, folder: Path, *overrides: str, updates: int = 4) -> str:
     """Let a run fail after the sixth step of the second epoch, and resume it. Return what the second attempt prints."""
     failed = mlx(folder, "train", "run", *overrides, "cfg.fault_step=15")
     assert "ValueError: on purpose" in failed.stderr
     done = mlx(folder, "train", "run", "--resume", "cfg.fault_step=-1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "(epoch 2, step 4)" in done.stdout  # after its first update of four steps
+    assert f"(epoch 2, step {updates})" in done.stdout  # after its first update of four steps
     return done.stdout
 
 
@@ -480,8 +493,9 @@ def test_half_precision_goes_on_where_it_was(
         *ACCUMULATE,
     )
     whole = whole_run(mlx, make_in("steps", tmp_path / "whole"), *here)
-    folder = experiment("steps")
-    interrupt(mlx, folder, *here)
+    folder, updates = experiment("steps"), whole[1]["global_steps"][13]
+    assert updates < 4  # the scaler has skipped one
+    interrupt(mlx, folder, *here, updates=updates)
     assert final(whole[0])["scaler"]["scale"] < 2.0**16
     assert differences(final(whole[0]), final(folder)) == []
 
