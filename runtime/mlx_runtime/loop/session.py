@@ -229,8 +229,9 @@ class Session:
         """Report a step, and request the checkpoint that is due after it, unless the loop has saved one."""
         step, every = self.progress.global_step, self.context.cfg.checkpoint_every_steps
         self.step_done(step)
-        counted = self.optimization.accumulation.last and not self.optimization.skipped
-        if every is not None and counted and step % every == 0 and step != self.checkpoints.step:
+        if every is None or step % every or step == self.checkpoints.step:
+            return
+        if self.optimization.accumulation.last and not self.optimization.skipped:
             self.checkpoints.requested = True
 
     def _poll_stop(self) -> None:
