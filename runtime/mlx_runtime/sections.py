@@ -86,16 +86,12 @@ class Fragments(Section):
         plan: file of `mlx train clusterize` with the pipelines and the blocks of each stage; None means stages of about
             equal numbers of parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
-        schedule: order in which stages train microbatches; all but `gpipe` need `self.forward_backward`.
-        chunks: stages per worker with the schedules `interleaved` and `zero_bubble`.
         traffic: type in which activations and gradients travel between stages; None means as they are.
     """
 
     stages: int | None = at_least(1, None)
     plan: str | None = None
     microbatches: int = at_least(1, 4)
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe"
-    chunks: int = at_least(1, 2)
     traffic: Literal["bf16", "fp16", "int8"] | None = None
 
 

@@ -1,6 +1,6 @@
 """The first call of a model by the loop of an experiment, with rows from its own loaders."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,9 +49,6 @@ class _NoSession:
 
     def watch(self, loader: Any) -> Any:
         return loader
-
-    def forward_backward(self, loss: Callable[[Any], Any], batch: Any) -> Any:
-        return loss(batch)
 
     def __getattr__(self, name: str) -> Any:
         return self

@@ -43,7 +43,6 @@ def clusterize(
     average_every: int = 1,
     all_nodes: bool = False,
     traffic: str | None = None,
-    sends_outputs: bool = True,
     name: str = "net",
     output: str | Path | None = FILE,
 ) -> Plan:
@@ -65,7 +64,6 @@ def clusterize(
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
         traffic: `cfg.fragments.traffic`, the form in which activations and gradients are sent.
-        sends_outputs: count the outputs that the last stage sends to all others, as with GPipe.
         name: name of the model in `Models`, for the file.
         output: file for the plan; None writes none.
 
@@ -79,7 +77,7 @@ def clusterize(
         raise UsageError(f"traffic is {traffic!r}; write 'bf16', 'fp16' or 'int8', or None for values as they are")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
-    traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic, sends_outputs=sends_outputs)
+    traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic)
     found = plan(
         traced.blocks,
         machines,

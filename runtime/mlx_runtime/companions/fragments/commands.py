@@ -75,8 +75,8 @@ def train_clusterize(
     else:
         machines = clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
     call = capture(experiment, config, model)
-    traffic, sends_outputs = cfg.fragments.traffic, cfg.fragments.schedule == "gpipe"
-    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic, sends_outputs=sends_outputs)
+    traffic = cfg.fragments.traffic
+    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic)
     found = plan(
         traced.blocks,
         machines,

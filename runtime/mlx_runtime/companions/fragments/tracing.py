@@ -63,7 +63,6 @@ def trace(
     optimizers: Iterable[Optimizer] = (),
     *,
     traffic: str | None = None,
-    sends_outputs: bool = False,
 ) -> Trace:
     """Return the blocks of a model with the memory and the time that a batch needs.
 
@@ -73,7 +72,6 @@ def trace(
         kwargs: keyword arguments of the call.
         optimizers: those of its parameters.
         traffic: `cfg.fragments.traffic`.
-        sends_outputs: True if the last stage sends outputs to all others, as with GPipe.
 
     Raises:
         ConfigError: shapes depend on values, or the model fails.
@@ -88,8 +86,6 @@ def trace(
         for module, mode in modes.items():
             module.training = mode
     states = {param: size for item in optimizers for param, size in states_after_step(item).items()}
-    if not sends_outputs:
-        found.sends[-1] = 0
     blocks = _sized(model, found, seconds, states)
     groups, shared = _groups(model, found)
     merged, index = [], 0

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Mlx, edit
+from conftest import ROOT, Mlx, bind, edit
 from faults import differences
 from forkserver import Commands
 from torch import nn
@@ -499,11 +500,38 @@ class Skipping(nn.Module):
 
 
 @work
+def sent(rank: int) -> Any:
+    """Numbers recorded about training steps with 8 rows, by traffic."""
+    found = {}
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for traffic in (None, "fp16"):
+        made = strategy(rank, microbatches=4, traffic=traffic)
+        model = made.build(node(Skipping)).net
+        recorded: list[dict[str, float]] = []
+        session = SimpleNamespace(
+            step_done=lambda number: None,
+            passes=SimpleNamespace(latest=None),
+            progress=SimpleNamespace(epoch=0),
+            optimization=SimpleNamespace(accumulation=SimpleNamespace(last=True)),
+            metrics=SimpleNamespace(is_due=lambda item: True),
+            reporter=SimpleNamespace(record=lambda values, *_, to=recorded: to.append(values)),
+        )
+        made.observe(session)  # type: ignore[attr-defined]
+        for number in range(2):
+            with torch.no_grad():
+                model(rows)  # does not count
+            model(rows).square().mean().backward()
+            session.step_done(number)
+        found[traffic] = recorded
+    return found
+
+
+@work
 def queued(rank: int) -> Any:
-    """Messages that a worker sends and receives, in their order, as (kind, peer): of a pass twice, by `Links.ahead`."""
+    """Messages that a worker sends and receives, in their order, as (kind, peer): of two passes, by `Links.ahead`."""
     found = {}
     for ahead in (True, False):
-        made = strategy(rank, microbatches=2, schedule="interleaved")
+        made = strategy(rank, microbatches=2)
         model = made.build(node(Skipping)).net.eval()
         next(item for item in vars(made).values() if isinstance(item, Links)).ahead = ahead
         begun: list[tuple[str, int]] = []
@@ -565,11 +593,21 @@ def drains(queues: list[list[tuple[str, int]]]) -> bool:
 
 
 def test_no_message_waits_for_a_later_one(on_workers: dict[str, list[Any]]) -> None:
-    """Each of three workers is passed twice, and a tensor skips one. Receiving ahead needs messages out of order."""
+    """A tensor skips the second of three workers. Receiving ahead needs messages out of order."""
     queues = {ahead: [found[ahead] for found in on_workers["queued"]] for ahead in (True, False)}
     assert all(queues[False])
     assert drains(queues[False])
     assert not drains(queues[True])
+
+
+def test_bytes_that_stages_send_are_recorded(on_workers: dict[str, list[Any]]) -> None:
+    """Two tensors cross the cut, and their gradients come back. The last stage also sends outputs, as float32."""
+    first, second = on_workers["sent"]
+    for traffic, size in {None: 4, "fp16": 2}.items():
+        each = [8 * 2 * 4 * size, 8 * 2 * 4 * size + 8 * 4 * 4]
+        wanted = {"fragments/bytes": sum(each)} | {f"fragments/bytes/rank_{rank}": each[rank] for rank in range(2)}
+        assert first[traffic] == [wanted, wanted]
+        assert not second[traffic]
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:
@@ -797,6 +835,48 @@ def test_a_killed_stage_and_other_strategies_change_nothing(
     wanted, found = (leaves({group: state[group] for group in ("models", "optimizers")}) for state in states)
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], item) for name, item in wanted.items() if isinstance(item, torch.Tensor))
+
+
+@pytest.fixture
+def sorter(mlx: Mlx, baked: Path, tmp_path: Path) -> Path:
+    """An experiment that trains docs/examples/sorter.py."""
+    folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
+    shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
+    return bind(mlx, folder)
+
+
+def test_an_error_of_one_stage_ends_the_run_with_its_line(mlx: Mlx, sorter: Path) -> None:
+    """The other stage, which loses its connection, does not hide it."""
+    fail = 'if type(x) is torch.Tensor and torch.distributed.get_rank() == 1:\n            raise KeyError("mine")\n'
+    line = "        return x + self.mlp("
+    edit(sorter / "src" / "experiment.py", line, f"        {fail}{line}")
+    done = mlx(sorter, "train", "run")
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert error.startswith("error: KeyError: 'mine' (raised on rank 1)\n  src/experiment.py:")
+    assert error.endswith(' in forward\n    raise KeyError("mine")\n')
+
+
+@pytest.mark.examples
+def test_a_run_in_half_precision_resumes_bit_for_bit(mlx: Mlx, sorter: Path) -> None:
+    """With updates of two steps and a clipped norm. It sends as much as a plan predicts."""
+    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=fp16", "cfg.debug.limit_batches=8")
+    for words in (
+        ("cfg.name=straight", "cfg.max_steps=4"),
+        ("cfg.name=resumed", "cfg.max_steps=2"),
+        ("cfg.name=resumed", "cfg.max_steps=4", "--resume=run_001"),
+    ):
+        done = mlx(sorter, "train", "run", *fixed, "cfg.checkpoint_every_steps=2", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    straight, resumed = (open_run(sorter / "runs" / name / "run_001") for name in ("straight", "resumed"))
+    assert differences(straight.state()["models"], resumed.state()["models"]) == []
+    done = mlx(sorter, "train", "clusterize", "cfg.precision=fp16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    costs = json.loads((sorter / "src" / "fragments.json").read_text())["costs"]
+    last_of_first_stage = costs[2]
+    sent = straight.metrics()["fragments/bytes"].dropna()
+    outputs = costs[-1]["sends"] / 2  # in a plan, they are float32
+    assert [*sent] == [2 * (last_of_first_stage["sends"] + last_of_first_stage["returns"] + outputs)]
 
 
 KILL = """

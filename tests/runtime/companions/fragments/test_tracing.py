@@ -45,14 +45,14 @@ def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
     assert first.activations == FLOAT * ROWS * (8 + 16)  # x, and the output of relu
     assert first.sends == first.returns == FLOAT * ROWS * 16
     assert second.activations == FLOAT * ROWS * (16 + 3)  # with the outputs, which the loss needs
-    assert second.sends == second.returns == 0
+    assert (second.sends, second.returns) == (FLOAT * ROWS * 3, 0)
     assert (first.crossing, second.crossing) == (first.sends, 0)
 
 
 def test_what_crosses_a_cut_is_compressed_and_outputs_are_not() -> None:
     sizes = {None: 4 * 16, "bf16": 2 * 16, "fp16": 2 * 16, "int8": 4 + 16}
     for traffic, size in sizes.items():
-        first, second = trace(Net(), (torch.rand(ROWS, 8),), traffic=traffic, sends_outputs=True).blocks
+        first, second = trace(Net(), (torch.rand(ROWS, 8),), traffic=traffic).blocks
         assert (first.sends, first.returns, first.crossing) == (ROWS * size, ROWS * size, FLOAT * ROWS * 16)
         assert (second.sends, second.returns, second.crossing) == (FLOAT * ROWS * 3, 0, 0)
 
@@ -69,7 +69,7 @@ def test_what_skips_a_block_crosses_both_cuts() -> None:
             return result
 
     found = trace(Skip(), (torch.rand(ROWS, 4),), {"mask": torch.ones(ROWS, 1)}).blocks
-    assert [block.sends for block in found] == [FLOAT * ROWS * 9, FLOAT * ROWS * 11, 0]  # the mask, too
+    assert [block.sends for block in found] == [FLOAT * ROWS * 9, FLOAT * ROWS * 11, FLOAT * ROWS * 3]  # the mask, too
     assert [block.returns for block in found] == [FLOAT * ROWS * 8, FLOAT * ROWS * 10, 0]
 
 
@@ -211,7 +211,7 @@ def test_shapes_that_depend_on_values_are_refused_with_their_line() -> None:
 
 
 def test_rows_picked_by_number_have_a_fixed_shape() -> None:
-    assert [block.sends for block in trace(Picking(), (torch.rand(ROWS, 8),)).blocks] == [FLOAT * 3 * 16, 0]
+    assert [block.sends for block in trace(Picking(), (torch.rand(ROWS, 8),)).blocks] == [FLOAT * 3 * 16, FLOAT * 3 * 3]
 
 
 def test_branches_that_depend_on_values_are_measured_with_real_tensors() -> None:
