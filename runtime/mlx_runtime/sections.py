@@ -132,16 +132,13 @@ class Replicas(Section):
         every: updates of each replica between two averages; None averages the gradients of every step instead.
         lr: learning rate of the outer optimizer; 1 without momentum sets the weights to the mean of the replicas.
         momentum: Nesterov momentum of the outer optimizer.
-        traffic: compression of what replicas exchange; None means uncompressed.
-        meet: folder or URI, like `s3://bucket/m`, through which runs without connections to each other average their
-            weights; needs `every`.
+        traffic: compression of what is averaged; None means uncompressed. `powersgd` is for gradients only.
     """
 
     every: int | None = at_least(1, None)
     lr: float = at_least(0, 1.0)
     momentum: float = at_least(0, 0.0)
-    traffic: Literal["fp16", "powersgd", "topk"] | None = None
-    meet: str | None = None
+    traffic: Literal["fp16", "powersgd"] | None = None
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ class Pipelined:
         return torch.cat(list(items))
 
     def _done(self, model: nn.Module) -> None:
-        """After the backward pass, average the gradients of this stage over the pipelines, unless more are accumulated."""
+        """After the backward pass, average the gradients of this stage over pipelines, unless more are accumulated."""
         if self.links.syncs and self.links.replicas > 1:
             trained = {name: item for name, item in model.named_parameters() if item.requires_grad and not item.is_meta}
             self.links.average_gradients(self._holders.grouped(trained))

@@ -54,8 +54,6 @@ class Pipeline(DDP):
             return "cfg.sharding is for cfg.strategy=fsdp or hsdp; remove it"
         if cfg.compile:
             return "cfg.compile compiles whole models; set it to false"
-        if cfg.replicas.meet is not None:
-            return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
         if fragments.stages == 1:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         try:
