@@ -19,8 +19,7 @@ from mlx_runtime import companions
 from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
 from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
-from mlx_runtime.companions.fragments.surveying import survey
-from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, flops_per_s, trace
+from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
 from mlx_runtime.companions.fragments.wire import HALVES
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
@@ -104,21 +103,6 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
     return [
         Machine(node.name, node.ram * 1e9 * (1 - RESERVE), node.bandwidth * 1e6 / 8, node.speed or 1.0)
         for node in listed
-    ]
-
-
-def cluster_machines(ray_address: str | None, cfg: Any) -> list[Machine]:
-    """Return the machines of a Ray cluster, with speeds relative to this one."""
-    found = survey(ray_address, cfg)
-    here = flops_per_s(torch.device("cpu")) if any("speed" not in node for node in found) else 1.0
-    return [
-        Machine(
-            node["name"],
-            node["ram"] * 1e9 * (1 - RESERVE),
-            node["bandwidth"] * 1e6 / 8,
-            node["speed"] if "speed" in node else node["flops_per_s"] / here,
-        )
-        for node in found
     ]
 
 
@@ -212,7 +196,6 @@ def next_step(
     file: Path,
     listed: Sequence[Machine],
     nodes: Path | None,
-    ray_address: str | None = None,
     every: int | None = None,
     overrides: Sequence[str] = (),
 ) -> str:
@@ -221,9 +204,8 @@ def next_step(
     Args:
         found: The plan.
         file: Its file.
-        listed: All machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
+        listed: All machines in order: those in the file `nodes`, or parts of this machine.
         nodes: File with the machines.
-        ray_address: Address of the cluster.
         every: `cfg.replicas.every`.
         overrides: Those with which the plan was made, and options for variants.
     """
@@ -234,7 +216,7 @@ def next_step(
     engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]
     wanted = [item.name for item in listed if item.name in order]
-    left_out = "" if ray_address is not None or len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
+    left_out = "" if len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
     words = [
         *engine,
         f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
@@ -243,5 +225,4 @@ def next_step(
     ]
     settled = {word.partition("=")[0] for item in words for word in item.split()}
     words += [shlex.quote(item) for item in overrides if item.partition("=")[0] not in settled]
-    verb = "run" if ray_address is None else f"launch --ray-address {shlex.quote(ray_address)}"
-    return f"next: mlx train {verb} {' '.join(words)}{left_out}"
+    return f"next: mlx train run {' '.join(words)}{left_out}"

@@ -72,7 +72,7 @@ class Pipeline(DDP):
     @staticmethod
     def multiple_of(cfg: Any) -> int:
         plan = _plan(cfg)
-        return cfg.fragments.stages or 1 if plan is None else 1 if plan.costs else plan.workers
+        return cfg.fragments.stages or 1 if plan is None else plan.workers
 
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
@@ -98,7 +98,6 @@ class Pipeline(DDP):
         if size == 1 and cfg.replicas.every is None:  # `prepare_model` must not average gradients, too
             topology = replace(topology, replicate=_unchanged)
         super().__init__(cfg, replace(topology, model_parallel_size=size, replica_ranks=ranks))
-        self.notice = self._layout.notice
         self._holders: list[Any] = []  # by model
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
