@@ -92,7 +92,7 @@ class Fragments(Section):
     stages: int | None = at_least(1, None)
     plan: str | None = None
     microbatches: int = at_least(1, 4)
-    traffic: Literal["bf16", "fp16", "int8"] | None = None
+    traffic: Literal["bf16", "fp16"] | None = None
 
 
 @dataclass(frozen=True)

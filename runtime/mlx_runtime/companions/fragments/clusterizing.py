@@ -72,8 +72,8 @@ def clusterize(
     """
     if isinstance(example_args, torch.Tensor):
         raise UsageError("example_args is a tensor; write a tuple of arguments: example_args=(tensor,)")
-    if traffic not in (None, "int8", *HALVES):
-        raise UsageError(f"traffic is {traffic!r}; write 'bf16', 'fp16' or 'int8', or None for values as they are")
+    if traffic not in (None, *HALVES):
+        raise UsageError(f"traffic is {traffic!r}; write 'bf16' or 'fp16', or None for values as they are")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic)

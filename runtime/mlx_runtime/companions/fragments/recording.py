@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from mlx_runtime.companions.fragments.wire import Wire
+from mlx_runtime.companions.fragments.wire import wire_bytes
 
 View = tuple[Any, ...]
 """Offset, shape and strides of a tensor in its storage."""
@@ -67,9 +67,9 @@ class Recorded:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it, as below
     """Records a forward pass within `with`, whose blocks begin when the modules `names` are called first."""
 
-    def __init__(self, states: Mapping[str, torch.Tensor], names: Sequence[str], wire: Wire) -> None:
+    def __init__(self, states: Mapping[str, torch.Tensor], names: Sequence[str], traffic: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._wire = wire
+        self._traffic = traffic
         self._order: list[str] = []
         self._states: dict[int, str] = {}
         self._memories: dict[int, _Memory] = {}
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             return
         view = (tensor.storage_offset(), tensor.shape, tensor.stride())
         size = tensor.numel() * tensor.element_size()
-        sent = self._wire.size(tensor.shape, tensor.dtype)
+        sent = wire_bytes(self._traffic, tensor.shape, tensor.dtype)
         use = self._memories[number].views.setdefault(view, _Use(self._block, self._block, size, sent))
         use.last = self._block
         use.has_gradient |= tensor.requires_grad
@@ -161,7 +161,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         return Recorded(self._order or [""], self._users, activations, self._flops[:count], crossing, sends, returns)
 
 
-def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], wire: Wire, *, fake: bool) -> Recorded:
+def record(
+    model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], traffic: str | None, *, fake: bool
+) -> Recorded:
     """Record a forward pass of a model. With `fake`, no memory is needed, and no value is computed.
 
     Raises:
@@ -169,7 +171,7 @@ def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], wire:
     """
     states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if not fake:
-        return _recorded(model, states, args, kwargs, names, wire, lambda: model(*args, **kwargs))
+        return _recorded(model, states, args, kwargs, names, traffic, lambda: model(*args, **kwargs))
     with FakeTensorMode(allow_non_fake_inputs=True):
         states = {name: _like(tensor) for name, tensor in states.items()}
         args, kwargs = tree_map(lambda item: _like(item) if isinstance(item, torch.Tensor) else item, (args, kwargs))
@@ -177,7 +179,7 @@ def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], wire:
         def call() -> Any:
             return torch.func.functional_call(model, states, args, kwargs)
 
-        return _recorded(model, states, args, kwargs, names, wire, call)
+        return _recorded(model, states, args, kwargs, names, traffic, call)
 
 
 def _recorded(
@@ -186,10 +188,10 @@ def _recorded(
     args: Any,
     kwargs: Any,
     names: Sequence[str],
-    wire: Wire,
+    traffic: str | None,
     call: Callable[[], Any],
 ) -> Recorded:
-    recorder = Recorder(states, names, wire)
+    recorder = Recorder(states, names, traffic)
     hooks = [
         module.register_forward_pre_hook(lambda *_, name=name: recorder.begins(name), prepend=True)
         for name, module in model.named_modules()

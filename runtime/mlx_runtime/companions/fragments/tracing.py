@@ -21,7 +21,6 @@ from mlx_runtime.companions.fragments.costs import Block, joined
 from mlx_runtime.companions.fragments.needs import states_after_step
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
-from mlx_runtime.companions.fragments.wire import Wire
 from mlx_runtime.companions.sharding.blocks import repeated_blocks
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.distributed.wrapping import unwrap
@@ -52,7 +51,7 @@ def blocks_of_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
         ConfigError: shapes depend on values.
     """
     model = opened(unwrap(model))
-    found, _ = _structure(model, args, kwargs or {}, Wire(None))
+    found, _ = _structure(model, args, kwargs or {}, None)
     return [names[0] for names in _groups(model, found)[0]]
 
 
@@ -80,7 +79,7 @@ def trace(
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
-        found, notes = _structure(model, args, kwargs, Wire(traffic))
+        found, notes = _structure(model, args, kwargs, traffic)
         seconds, measured = _seconds(model, args, kwargs, found)
     finally:
         for module, mode in modes.items():
@@ -125,14 +124,14 @@ def _is_closed(module: nn.Module) -> bool:
 
 
 def _structure(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wire: Wire
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], traffic: str | None
 ) -> tuple[Recorded, list[str]]:
     """Record a call on fake tensors or, if the model needs values, on real ones."""
     names, problem = _candidates(model), ""
     try:
         with temporary_seed(0):
             try:
-                return record(model, args, kwargs, names, wire, fake=True), []
+                return record(model, args, kwargs, names, traffic, fake=True), []
             except ShapeError:
                 raise
             except USER_ERRORS as error:
@@ -140,7 +139,7 @@ def _structure(
                 if _on_meta(model):
                     raise
                 with _unchanged(model):
-                    found = record(model, args, kwargs, names, wire, fake=False)
+                    found = record(model, args, kwargs, names, traffic, fake=False)
         return found, [f"measured with real tensors, because the model needs values: {problem}"]
     except ShapeError as error:
         raise ConfigError(

@@ -253,9 +253,9 @@ def stages(rank: int) -> Any:
         found[microbatches] = whole_states(made, model, optimizer)
     found["lines"] = tuple(made.described)
     torch.manual_seed(0)
-    rounding = strategy(rank, microbatches=3, traffic="int8")
+    rounding = strategy(rank, microbatches=3, traffic="bf16")
     rounded = rounding.build(node(Transformer)).net
-    found["int8"] = whole_states(rounding, rounded, trained(rounded, rounding, tokens(), clip=0.5))
+    found["bf16"] = whole_states(rounding, rounded, trained(rounded, rounding, tokens(), clip=0.5))
     found["alone"] = one_process(clip=0.5)
     states = [found[1] if rank == 0 else None]
     dist.broadcast_object_list(states)
@@ -570,7 +570,7 @@ def test_stages_train_like_one_process(on_workers: dict[str, list[Any]]) -> None
             if isinstance(item, torch.Tensor):
                 assert torch.allclose(made[name], item, rtol=tolerance, atol=tolerance), (microbatches, name)
     errors = {
-        name: (found["int8"]["models"]["net"][name] - item).abs().max() for name, item in model.named_parameters()
+        name: (found["bf16"]["models"]["net"][name] - item).abs().max() for name, item in model.named_parameters()
     }
     assert 0 < max(errors.values()) < 0.01, errors
     expected_logits = model.eval()(tokens())["logits"]
