@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mlx_runtime.companions.fragments.costs import Block, Machine, Plan
 from mlx_runtime.companions.fragments.exact import Exact
-from mlx_runtime.companions.fragments.search import Search
+from mlx_runtime.companions.fragments.greedy import Greedy
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.tables import plural
 
@@ -13,9 +13,6 @@ FILE = "fragments.json"
 
 EXACT_MACHINES = 8
 """Maximum number of machines for which all clusters, orders and cuts are compared."""
-
-SEARCH_STAGES = 100_000
-"""Limit of the search for more machines: number of stages whose cuts are optimized. About 3 seconds."""
 
 
 def plan(
@@ -29,7 +26,7 @@ def plan(
 ) -> Plan:
     """Return the plan with the most batches per second, among the plans with the shortest step by number of clusters.
 
-    For up to 8 machines, no other clusters, orders and cuts have a shorter step; for more, they are searched for.
+    For up to 8 machines, no other clusters, orders and cuts have a shorter step; for more, they are chosen greedily.
     Machines that would slow down the others stay idle.
 
     Args:
@@ -50,12 +47,8 @@ def plan(
             f"{len(machines)} nodes are too many for {each}; omit --all-nodes, or {len(machines) - most} of the nodes"
         )
     counts = range(1, len(machines) + 1) if clusters is None else [clusters]
-    planner = (
-        Exact(blocks, machines, microbatches, all_nodes)
-        if len(machines) <= EXACT_MACHINES
-        else Search(blocks, machines, microbatches, average_every, all_nodes, SEARCH_STAGES)
-    )
-    plans = [*planner.plans(counts)]
+    kind: type[Exact | Greedy] = Exact if len(machines) <= EXACT_MACHINES else Greedy
+    plans = [*kind(blocks, machines, microbatches, all_nodes).plans(counts)]
     if not plans:
         raise ConfigError(_misfit(blocks, machines, clusters))
     return max((replace(item, average_every=average_every) for item in plans), key=lambda item: item.batches_per_s)

@@ -122,19 +122,18 @@ def test_averaging_over_slow_links_keeps_machines_in_one_cluster() -> None:
     assert often.average_s == 0 < rarely.average_s
 
 
-def test_the_search_is_close_to_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_plans_are_close_to_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     gaps = []
-    for seed in range(4):
-        blocks, machines = case(seed, machines=6, blocks=16, memory=1.5 + seed)
+    for seed in range(12):
+        blocks, machines = case(seed, machines=6, blocks=16, memory=1.5 + seed % 4)
         exact = plan(blocks, machines, average_every=50)
         with monkeypatch.context() as patch:
             patch.setattr(planning, "EXACT_MACHINES", 0)
-            patch.setattr(planning, "SEARCH_STAGES", 4000)
-            searched = plan(blocks, machines, average_every=50)
-        check(searched)
-        gaps.append(exact.batches_per_s / searched.batches_per_s - 1)
+            found = plan(blocks, machines, average_every=50)
+        check(found)
+        gaps.append(exact.batches_per_s / found.batches_per_s - 1)
     assert min(gaps) > -1e-9, "the exact plan is not the best"
-    assert max(gaps) < 0.05
+    assert sorted(gaps)[6] < 0.25
 
 
 def test_64_machines_take_seconds() -> None:
@@ -148,9 +147,8 @@ def test_64_machines_take_seconds() -> None:
     assert max(steps) < 2 * min(steps), "clusters are not balanced"
 
 
-def test_many_machines_that_hardly_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_machines_that_hardly_suffice() -> None:
     """Some of them cannot hold a single block, and stay idle."""
-    monkeypatch.setattr(planning, "SEARCH_STAGES", 20_000)
     blocks, machines = case(1, machines=40, blocks=90, memory=1.5)
     small = [Machine(f"small_{index}", memory=1, bandwidth=100, speed=4) for index in range(10)]
     found = plan(blocks, [*small, *machines])
