@@ -17,7 +17,7 @@ from mlx_runtime.config.building import build, build_group, build_optimizers, wi
 from mlx_runtime.data.definitions import construction, stream_names
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.randomness import set_seed
-from mlx_runtime.distributed.topology import Topology, device_here
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
 from mlx_runtime.loop.experiment import BaseModule, attach
@@ -66,7 +66,7 @@ class _NoSession:
         return False
 
 
-def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = None) -> Call:
+def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, device: torch.device) -> Call:
     """Run the loop of an experiment until it calls a model for training. Nothing is trained or stored.
 
     Pretrained weights are not downloaded, and models too large for this machine are built without memory.
@@ -75,6 +75,7 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
         experiment: class of the experiment.
         config: its config.
         name: of the model; None for the largest.
+        device: on which it runs.
 
     Raises:
         UsageError: there is no such model, or the loop does not call it.
@@ -83,7 +84,6 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
     cfg, tree = config.cfg, config.tree
     if streams := stream_names(tree):
         raise UsageError(f"datasets.{streams[0]} is a stream of Ray Data, which this command does not read")
-    device = torch.device("cpu") if cfg.use_gpu is False else device_here()
     on_meta = _is_large(tree, device)
     topology = Topology(0, 1, torch.device("meta") if on_meta else device)
     calls: list[Call] = []

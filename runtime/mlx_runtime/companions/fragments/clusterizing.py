@@ -19,7 +19,7 @@ from mlx_runtime import companions
 from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
 from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
-from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, trace
+from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, device_of, trace
 from mlx_runtime.companions.fragments.wire import HALVES
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
@@ -75,7 +75,8 @@ def clusterize(
     if traffic not in (None, *HALVES):
         raise UsageError(f"traffic is {traffic!r}; write 'bf16' or 'fp16', or None for values as they are")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
-    machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
+    device = device_of(model)
+    machines = _local(nodes, device) if isinstance(nodes, int) else machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic)
     found = plan(
         traced.blocks,
@@ -84,6 +85,7 @@ def clusterize(
         clusters=clusters,
         average_every=average_every,
         all_nodes=all_nodes,
+        collects=device.type == "cpu",
     )
     show(found, traced, rows_of(example_args, example_kwargs), traffic)
     if output is not None:
@@ -106,27 +108,32 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
     ]
 
 
-def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
-    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores.
+def local_device(workers: int, use_gpu: bool | None) -> torch.device:
+    """Return the kind of device that workers of this machine have: a GPU each if there are enough."""
+    has_gpus = use_gpu is not False and 0 < workers <= torch.cuda.device_count()
+    return torch.device("cuda" if has_gpus else "cpu")
 
-    Blocks should be measured with as many threads as torch has now.
+
+def local_machines(workers: int, device: torch.device) -> list[Machine]:
+    """Return equal parts of this machine: a GPU each, or a share of memory and cores.
+
+    Blocks should be measured on a device of this kind, with as many threads as torch has now.
     """
-    gpus = 0 if use_gpu is False else torch.cuda.device_count()
-    if 0 < workers <= gpus:
-        sizes = [available_bytes(torch.device("cuda", index)) for index in range(workers)]
-        return [
-            Machine(f"node_{index}", size * (1 - RESERVE), _loopback_bytes_per_s()) for index, size in enumerate(sizes)
-        ]
-    count = max(1, workers)
-    memory, bandwidth = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count, _loopback_bytes_per_s()
+    count, bandwidth = max(1, workers), _loopback_bytes_per_s()
+    if device.type == "cuda":
+        sizes = [available_bytes(torch.device("cuda", index)) for index in range(count)]
+        return [Machine(f"node_{index}", size * (1 - RESERVE), bandwidth) for index, size in enumerate(sizes)]
+    memory = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count
     speed = min(1.0, (os.cpu_count() or 1) / (count * torch.get_num_threads()))
     return [Machine(f"node_{index}", memory, bandwidth, speed) for index in range(count)]
 
 
-def _local(count: int) -> list[Machine]:
+def _local(count: int, device: torch.device) -> list[Machine]:
     if isinstance(count, bool) or count < 1:
         raise ConfigError(f"nodes is {count}; write a file, or a number of parts of this machine, at least 1")
-    return local_machines(count)
+    if device.type == "cuda" and count > torch.cuda.device_count():
+        raise ConfigError(f"nodes is {count}, and this machine has {torch.cuda.device_count()} GPUs")
+    return local_machines(count, device)
 
 
 def _loopback_bytes_per_s(size: int = 1 << 26) -> float:

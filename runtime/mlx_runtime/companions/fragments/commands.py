@@ -58,18 +58,21 @@ def train_clusterize(
     from mlx_runtime.companions.fragments.planning import FILE, plan
     from mlx_runtime.companions.fragments.tracing import trace
     from mlx_runtime.config.projects import CONF
+    from mlx_runtime.distributed.topology import device_here
     from mlx_runtime.driver.request import load_config
 
     config = load_config(experiment, words)
     cfg = config.cfg
     torch.set_num_threads(cfg.cpus_per_worker)
     if nodes is not None:
+        device = torch.device("cpu") if cfg.use_gpu is False else device_here()
         machines = clusterizing.machines_of(nodes)
     else:
-        machines = clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
-    call = capture(experiment, config, model)
+        device = clusterizing.local_device(cfg.start_workers, cfg.use_gpu)
+        machines = clusterizing.local_machines(cfg.start_workers, device)
+    call = capture(experiment, config, model, device)
     traffic = cfg.fragments.traffic
-    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic)
+    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic, device=device)
     found = plan(
         traced.blocks,
         machines,
@@ -77,6 +80,7 @@ def train_clusterize(
         clusters=clusters,
         average_every=average_every or cfg.replicas.every or 1,
         all_nodes=all_nodes,
+        collects=device.type == "cpu",
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs), traffic)
     if not dry_run:

@@ -17,9 +17,15 @@ class Greedy:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, all_nodes: bool
+        self,
+        blocks: Sequence[Block],
+        machines: Sequence[Machine],
+        microbatches: int,
+        all_nodes: bool,
+        collected: float = 0.0,
     ) -> None:
-        self._costs, self._machines, self._all_nodes = Costs(blocks, machines, microbatches), machines, all_nodes
+        self._costs = Costs(blocks, machines, microbatches, collected)
+        self._machines, self._all_nodes = machines, all_nodes
         smallest = min(block.memory for block in blocks)
         self._usable = [index for index, item in enumerate(machines) if all_nodes or item.memory >= smallest]
         self._needed = sum(block.memory for block in blocks)

@@ -253,7 +253,9 @@ class Pipeline(DDP):
                 kind = getattr(torch, dtype.removeprefix("torch."))
                 received = torch.empty(shape, dtype=kind, device=topology.device)
                 dist.recv(raw(received), rank)
-                _insert(states, path, received.cpu())
+                copied = received.cpu()
+                copied.is_copy = True  # type: ignore[attr-defined]  # for `Staging`
+                _insert(states, path, copied)
         for optimizer in states.get("optimizers", {}).values():
             if isinstance(optimizer.get("state"), dict):
                 optimizer["state"] = dict(sorted(optimizer["state"].items()))

@@ -62,6 +62,7 @@ def trace(
     optimizers: Iterable[Optimizer] = (),
     *,
     traffic: str | None = None,
+    device: torch.device | None = None,
 ) -> Trace:
     """Return the blocks of a model with the memory and the time that a batch needs.
 
@@ -71,6 +72,7 @@ def trace(
         kwargs: keyword arguments of the call.
         optimizers: those of its parameters.
         traffic: `cfg.fragments.traffic`.
+        device: for which times are given; None for that of the model.
 
     Raises:
         ConfigError: shapes depend on values, or the model fails.
@@ -80,7 +82,7 @@ def trace(
     model.train()
     try:
         found, notes = _structure(model, args, kwargs, traffic)
-        seconds, measured = _seconds(model, args, kwargs, found)
+        seconds, measured = _seconds(model, args, kwargs, found, device or device_of(model))
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -244,10 +246,9 @@ def _owner(name: str, names: Sequence[str]) -> int:
 
 
 def _seconds(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], found: Recorded
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], found: Recorded, device: torch.device
 ) -> tuple[list[float], list[str]]:
     """Return the seconds of each block for forward and backward: measured, or estimated from its FLOPs."""
-    device = next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
     needed = sum(found.activations) + sum(item.numel() * item.element_size() for item in model.parameters())
     if _on_meta(model) or any(item.is_meta for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)):
         why = "the model or its inputs are on the meta device"
@@ -324,6 +325,11 @@ class _unchanged:  # noqa: N801 - a context manager
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model; the CPU for one on the meta device."""
+    return next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
 
 
 def _on_meta(model: nn.Module) -> bool:

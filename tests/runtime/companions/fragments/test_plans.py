@@ -115,6 +115,18 @@ def test_the_number_of_clusters_with_the_most_batches_per_second_is_chosen() -> 
     assert len({round(item.batches_per_s, 9) for item in others}) == 2
 
 
+def test_rank_0_has_memory_for_checkpoints() -> None:
+    """It is on the first machine that is used, which another one therefore follows here."""
+    blocks = [Block(f"layers.{index}", 1, weights=10, states=20, seconds=1) for index in range(4)]
+    machines = [Machine("small", 65), Machine("large", 185), Machine("third", 65)]
+    found = plan(blocks, machines, clusters=1, collects=True)
+    assert {stage.machine.name: stage.memory for stage in found.clusters[0]} == {"large": 180.0, "third": 60.0}
+    assert [item.name for item in found.idle] == ["small"]
+    assert not plan(blocks, machines, clusters=1, all_nodes=True).idle
+    with pytest.raises(ConfigError, match="rank 0, on the first node, needs another 0.000 MB for checkpoints"):
+        plan(blocks, machines, clusters=1, all_nodes=True, collects=True)
+
+
 def test_averaging_over_slow_links_keeps_machines_in_one_cluster() -> None:
     blocks, machines = case(3, machines=5, blocks=12, memory=8)
     often, rarely = (plan(blocks, machines, average_every=steps) for steps in (1, 10_000))
