@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.companions.fragments.needs import needs_of_config
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.companions.sharding.building import build_models
@@ -129,11 +128,14 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, d
 
 
 def _is_large(tree: dict[str, Any], device: torch.device) -> bool:
+    """Return True if the weights and gradients would take much of the free memory."""
     try:
-        needs = needs_of_config(tree)
+        with without_weights(), torch.device("meta"):
+            models = members(build(tree["models"], "models"), nn.Module).values()
     except USER_ERRORS:  # constructors may need real tensors
         return False
-    return needs.parameters + needs.gradients > SHARE_FOR_MODELS * available_bytes(device)
+    params = {param for model in models for param in model.parameters()}
+    return sum(item.nbytes * (1 + item.requires_grad) for item in params) > SHARE_FOR_MODELS * available_bytes(device)
 
 
 def _chosen(models: Mapping[str, nn.Module], name: str | None) -> str:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 import mlx_runtime
 from mlx_runtime.companions.fragments.costs import Block, joined
-from mlx_runtime.companions.fragments.needs import states_after_step
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
 from mlx_runtime.companions.sharding.blocks import repeated_blocks
@@ -40,21 +39,6 @@ class Trace:
     notes: list[str]
 
 
-def blocks_of_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the paths of the blocks of a model, in the order of execution.
-
-    A block begins when its module is called, and ends where the next one begins: operations between modules belong to
-    the block before them. Blocks are the members of repeated parts, like the layers of a transformer, and all other
-    modules that have parameters and no blocks inside. Blocks that share parameters, and those between them, are one.
-
-    Raises:
-        ConfigError: shapes depend on values.
-    """
-    model = opened(unwrap(model))
-    found, _ = _structure(model, args, kwargs or {}, None)
-    return [names[0] for names in _groups(model, found)[0]]
-
-
 def trace(
     model: nn.Module,
     args: Sequence[Any],
@@ -65,6 +49,10 @@ def trace(
     device: torch.device | None = None,
 ) -> Trace:
     """Return the blocks of a model with the memory and the time that a batch needs.
+
+    A block begins when its module is called, and ends where the next one begins: operations between modules belong to
+    the block before them. Blocks are the members of repeated parts, like the layers of a transformer, and all other
+    modules that have parameters and no blocks inside. Blocks that share parameters, and those between them, are one.
 
     Args:
         model: it may be on the meta device. Its values and gradients are not changed.
@@ -99,6 +87,28 @@ def trace(
         if _is_closed(model.get_submodule(name)) and [*model.get_submodule(name).children()]
     ]
     return Trace(merged, [*closed, *notes, *shared, *measured])
+
+
+def states_after_step(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Return the bytes of each parameter's state after the first step, taken by a copy on the meta device."""
+    copies = {param: _without_data(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = [group | {"params": [copies[item] for item in group["params"]]} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+    state: Mapping[Any, Any] = {copies[param]: values for param, values in optimizer.state.items() if param in copies}
+    with contextlib.suppress(Exception), torch.no_grad():  # `step` may need a closure, or other arguments
+        copy = kind(groups)
+        inspect.unwrap(kind.step)(copy)  # without the hooks of all optimizers
+        state = copy.state
+    return {
+        param: sum(value.nbytes for value in state.get(item, {}).values() if isinstance(value, torch.Tensor))
+        for param, item in copies.items()
+    }
+
+
+def _without_data(param: torch.Tensor) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    made.grad = torch.empty_like(made) if param.requires_grad else None
+    return made
 
 
 def _candidates(model: nn.Module) -> list[str]:
