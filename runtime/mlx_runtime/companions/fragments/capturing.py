@@ -135,7 +135,8 @@ def _is_large(tree: dict[str, Any], device: torch.device) -> bool:
     except USER_ERRORS:  # constructors may need real tensors
         return False
     params = {param for model in models for param in model.parameters()}
-    return sum(item.nbytes * (1 + item.requires_grad) for item in params) > SHARE_FOR_MODELS * available_bytes(device)
+    needed: int = sum(item.nbytes * (1 + item.requires_grad) for item in params)
+    return needed > SHARE_FOR_MODELS * available_bytes(device)
 
 
 def _chosen(models: Mapping[str, nn.Module], name: str | None) -> str:

@@ -75,7 +75,8 @@ class Links:
                 "branch into a block, or set cfg.fragments.microbatches=1"
             )
         work.wait()
-        return received.to(dtype)
+        value: torch.Tensor = received.to(dtype)
+        return value
 
     def expect(self, *messages: Message) -> None:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
