@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
+from mlx_runtime.companions.fragments.links import HALVES
 from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
 from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, device_of, trace
-from mlx_runtime.companions.fragments.wire import HALVES
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
-from mlx_runtime.companions.fragments.wire import wire_type
 from mlx_runtime.companions.sharding.aliasing import raw
 from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.distributed.topology import Topology
@@ -24,6 +23,9 @@ Ranks = tuple[int, ...]
 
 Message = tuple[tuple[int, ...], torch.dtype, int]
 """Shape and type of a tensor, and the stage that sends it."""
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types in which float32 tensors travel, by `cfg.fragments.traffic`."""
 
 BUCKET_BYTES = 25 * 2**20
 """Size of the all-reduces of gradients, as in DDP."""
@@ -161,6 +163,11 @@ class Links:
             total /= self.replicas
             for item, part in zip(bucket, torch.split(total, [item.numel() for item in bucket]), strict=True):
                 item.copy_(part.view_as(item))
+
+
+def wire_type(traffic: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values travel."""
+    return HALVES[traffic] if traffic is not None and dtype == torch.float32 else dtype
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

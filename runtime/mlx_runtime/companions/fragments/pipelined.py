@@ -64,8 +64,8 @@ class Pipelined:
     def install(self, model: nn.Module) -> None:
         """Change the `forward` of a model and of its units, in place, so that the names in its state stay the same."""
         for path in self.cut.units:
-            _replace_forward(model.get_submodule(path), path, self._unit)
-        _replace_forward(model, "", self._model)
+            replace_forward(model.get_submodule(path), path, self._unit)
+        replace_forward(model, "", self._model)
         # The parts stay where they are, also if user code moves the model.
         model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
 
@@ -338,7 +338,8 @@ def _set_states(device: torch.device, states: tuple[torch.Tensor, torch.Tensor |
         torch.cuda.set_rng_state(on_gpu, device)
 
 
-def _replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:
+def replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:
+    """Let a module call `run` with itself, its path, its former `forward` and the arguments."""
     before = module.forward
     function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function
 

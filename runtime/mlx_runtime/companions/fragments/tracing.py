@@ -155,7 +155,7 @@ def _structure(
         return found, [f"measured with real tensors, because the model needs values: {problem}"]
     except ShapeError as error:
         raise ConfigError(
-            f"the model cannot be cut: {_line(error)}{error} returns a shape that depends on values, but stages "
+            f"the model cannot be cut: {_line(error)}{error.func} returns a shape that depends on values, but stages "
             "exchange tensors of fixed shapes; use a mask or torch.where there"
         ) from error
     except USER_ERRORS as error:
