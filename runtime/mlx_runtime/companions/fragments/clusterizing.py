@@ -2,10 +2,7 @@
 
 import os
 import shlex
-import socket
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,17 +112,17 @@ def local_device(workers: int, use_gpu: bool | None) -> torch.device:
 
 
 def local_machines(workers: int, device: torch.device) -> list[Machine]:
-    """Return equal parts of this machine: a GPU each, or a share of memory and cores.
+    """Return equal parts of this machine: a GPU each, or a share of memory and cores. Transfers between them are free.
 
     Blocks should be measured on a device of this kind, with as many threads as torch has now.
     """
-    count, bandwidth = max(1, workers), _loopback_bytes_per_s()
+    count = max(1, workers)
     if device.type == "cuda":
         sizes = [available_bytes(torch.device("cuda", index)) for index in range(count)]
-        return [Machine(f"node_{index}", size * (1 - RESERVE), bandwidth) for index, size in enumerate(sizes)]
+        return [Machine(f"node_{index}", size * (1 - RESERVE)) for index, size in enumerate(sizes)]
     memory = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count
     speed = min(1.0, (os.cpu_count() or 1) / (count * torch.get_num_threads()))
-    return [Machine(f"node_{index}", memory, bandwidth, speed) for index in range(count)]
+    return [Machine(f"node_{index}", memory, speed=speed) for index in range(count)]
 
 
 def _local(count: int, device: torch.device) -> list[Machine]:
@@ -134,19 +131,6 @@ def _local(count: int, device: torch.device) -> list[Machine]:
     if device.type == "cuda" and count > torch.cuda.device_count():
         raise ConfigError(f"nodes is {count}, and this machine has {torch.cuda.device_count()} GPUs")
     return local_machines(count, device)
-
-
-def _loopback_bytes_per_s(size: int = 1 << 26) -> float:
-    """Measure the bandwidth between two processes of this machine."""
-    sender, receiver = socket.socketpair()
-    with sender, receiver:
-        thread = threading.Thread(target=sender.sendall, args=(bytes(size),))
-        start, left = time.perf_counter(), size
-        thread.start()
-        while left:
-            left -= len(receiver.recv(1 << 20))
-        thread.join()
-        return size / (time.perf_counter() - start)
 
 
 def rows_of(args: Any, kwargs: Any) -> int:
