@@ -26,7 +26,6 @@ from parts import (
     planning,
     reading,
     replicas,
-    schedules,
     serving,
     sharding,
     starting,
@@ -53,7 +52,6 @@ PARTS = {
     "fragments": fragments,
     "compression": compression,
     "replicas": replicas,
-    "schedules": schedules,
     "serving": serving,
     "sweeps": sweeps,
 }

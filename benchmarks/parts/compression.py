@@ -26,13 +26,10 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
     "two stages": STAGES,
     **{
         f"two stages, `cfg.fragments.traffic={kind}`": (*STAGES, f"cfg.fragments.traffic={kind}")
-        for kind in ("bf16", "fp16", "int8")
+        for kind in ("bf16", "fp16")
     },
     f"two replicas, `cfg.replicas.every={EVERY}`": REPLICAS,
-    **{
-        f"the same, `cfg.replicas.traffic={kind}`": (*REPLICAS, f"cfg.replicas.traffic={kind}")
-        for kind in ("fp16", "powersgd", "topk")
-    },
+    "the same, `cfg.replicas.traffic=fp16`": (*REPLICAS, "cfg.replicas.traffic=fp16"),
 }
 
 

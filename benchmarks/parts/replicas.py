@@ -30,8 +30,6 @@ CONTENDERS: dict[str, tuple[str, ...]] = {
     "`every=1`": ("cfg.replicas.every=1",),
     "`every=10`": ("cfg.replicas.every=10",),
     "`every=10`, `fp16`": ("cfg.replicas.every=10", "cfg.replicas.traffic=fp16"),
-    "`every=10`, `topk`": ("cfg.replicas.every=10", "cfg.replicas.traffic=topk"),
-    "`every=10`, `powersgd`": ("cfg.replicas.every=10", "cfg.replicas.traffic=powersgd"),
     "`every=10`, `lr=0.7`, `momentum=0.9`": ("cfg.replicas.every=10", *DILOCO),
     "the same, `fp16`": ("cfg.replicas.every=10", *DILOCO, "cfg.replicas.traffic=fp16"),
     "`every=100`": ("cfg.replicas.every=100",),

@@ -151,11 +151,10 @@ class Experiment(BaseModule):
         self.models.net.train(training)
         self.reset_all_metrics_and_losses()
         for batch_idx, batch in enumerate(loader):
+            loss = self.loss(batch)
             if training:
-                self.forward_backward(batch)
+                self.backward(loss)
                 self.optimizer_step()
-            else:
-                self.loss(batch)
             self.save_metrics(batch_idx=batch_idx, epoch=epoch)
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

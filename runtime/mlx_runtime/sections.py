@@ -86,17 +86,13 @@ class Fragments(Section):
         plan: file of `mlx train clusterize` with the pipelines and the blocks of each stage; None means stages of about
             equal numbers of parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
-        schedule: order in which stages train microbatches; all but `gpipe` need `self.forward_backward`.
-        chunks: stages per worker with the schedules `interleaved` and `zero_bubble`.
         traffic: type in which activations and gradients travel between stages; None means as they are.
     """
 
     stages: int | None = at_least(1, None)
     plan: str | None = None
     microbatches: int = at_least(1, 4)
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe"
-    chunks: int = at_least(1, 2)
-    traffic: Literal["bf16", "fp16", "int8"] | None = None
+    traffic: Literal["bf16", "fp16"] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,16 +132,13 @@ class Replicas(Section):
         every: updates of each replica between two averages; None averages the gradients of every step instead.
         lr: learning rate of the outer optimizer; 1 without momentum sets the weights to the mean of the replicas.
         momentum: Nesterov momentum of the outer optimizer.
-        traffic: compression of what replicas exchange; None means uncompressed.
-        meet: folder or URI, like `s3://bucket/m`, through which runs without connections to each other average their
-            weights; needs `every`.
+        traffic: compression of what is averaged; None means uncompressed. `powersgd` is for gradients only.
     """
 
     every: int | None = at_least(1, None)
     lr: float = at_least(0, 1.0)
     momentum: float = at_least(0, 0.0)
-    traffic: Literal["fp16", "powersgd", "topk"] | None = None
-    meet: str | None = None
+    traffic: Literal["fp16", "powersgd"] | None = None
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ HOMES = {
         "companions.stores.object_store",
     },
     "ray": {
-        "companions.fragments.surveying",
         "companions.jobs.datajob",
         "companions.notebook.actors",
         "companions.notebook.inputs",

@@ -97,14 +97,6 @@ class BaseModule:
         """
         raise NotImplementedError(f"{type(self).__name__} needs a predict(self, batch)")
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the loss of a batch, () float32: a mean over its rows, or over what one of `self.losses` counts.
-
-        `forward_backward` calls it, with parts of a batch under some settings of `cfg.fragments.schedule`. Then, it
-        must call one model once, and update metrics after that.
-        """
-        raise NotImplementedError(f"{type(self).__name__} needs a loss(self, batch)")
-
     # -- called by the user
 
     @overload
@@ -156,18 +148,6 @@ class BaseModule:
         """
         self._session.update_begins()
         self._session.optimization.backward(loss, weight=weight, optimizer=optimizer, **options)
-
-    def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Call `self.loss(batch)` and `self.backward`, by `cfg.fragments.schedule`. Every worker must call this.
-
-        Args:
-            batch: what a loader yields.
-
-        Returns:
-            The loss of the batch, () without gradient.
-        """
-        self._session.update_begins()
-        return self._session.optimization.forward_backward(self.loss, batch)
 
     def optimizer_step(self, name: str | None = None) -> bool:
         """Clip the gradients, step and zero them, at the last step of an update. Every worker must call this.

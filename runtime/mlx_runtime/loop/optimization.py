@@ -91,28 +91,6 @@ class Optimization:
             param.grad = None
         return kept
 
-    def forward_backward(self, loss: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
-        """Add the gradients of a batch to those of the current update; see `BaseModule.forward_backward`."""
-        schedule = getattr(self.strategy, "schedule", None)  # strategies of other packages may have none
-        if schedule is None:
-            value = loss(batch)
-            self.backward(value)
-            return value.detach()
-        self._begin_backward()
-
-        def weighted(part: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            value = loss(part)
-            return value, self._weight_of(value, None)[0]
-
-        groups = self._context.groups
-        metrics = {
-            f"{group}.{name}": item for group in ("losses", "metrics") for name, item in groups.members(group).items()
-        }
-        scale = self._scaler.scale(torch.ones((), device=self._context.topology.device))
-        found: torch.Tensor = schedule.step(weighted, batch, scale=scale, factor=self._factor, metrics=metrics)
-        self.forget_calls()
-        return found
-
     def _begin_backward(self) -> None:
         optimizers = self._context.groups.optimizers
         setting = self._accumulates()

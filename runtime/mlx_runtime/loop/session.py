@@ -79,6 +79,8 @@ class Session:
         self.counts_updates: bool | None = None  # as steps, because no loader reads a training set; None is unknown
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
+        self.waits: Callable[[], bool] = lambda: False  # called when a checkpoint or a stop is due: must it wait?
+        self.before_save: Callable[[], None] = lambda: None
         self._without_update: Pass | None = None  # the last training pass, until an optimizer updates the models
         self._stepped: set[int] = set()  # ids of the optimizers in the current step of a loop that reads no loader
         self._epoch_ended_at = 0  # global step
@@ -240,11 +242,12 @@ class Session:
 
     def _save_or_stop(self, item: Pass | None) -> None:
         """Between two steps, save a checkpoint if one is due, and leave the loop at `cfg.max_steps` or on a request."""
-        if self.checkpoints.requested or self.stopping.agreed:
+        due = (self.checkpoints.requested or self.stopping.agreed) and not self.waits()
+        if due:
             self._store(self.progress.epoch, finished=False)
         if self.context.steps_left == 0:
             self._finish(item, finished=False)
-        if self.stopping.agreed:
+        if due and self.stopping.agreed:
             self.stop()
 
     def pass_left(self, item: Pass) -> None:
@@ -502,6 +505,7 @@ class Session:
     def _store(self, epoch: int, *, finished: bool) -> None:
         self.reporter.begin()
         self.metrics.receive()
+        self.before_save()
         self._sync_buffers()
         self.checkpoints.save(epoch, finished=finished)
 

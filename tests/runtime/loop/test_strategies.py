@@ -79,7 +79,7 @@ def test_without_workers_models_are_not_sharded() -> None:
     strategy = strategy_of(TrainConfig(strategy="fsdp"), ALONE, TREE["models"])
     assert isinstance(strategy, DDP)
     assert strategy.notice == "without workers, models are whole: fsdp has no effect"
-    cfg = TrainConfig(fragments=Fragments(schedule="1f1b"))
+    cfg = TrainConfig(fragments=Fragments(microbatches=2))
     assert strategy_of(cfg, ALONE, None).notice == "cfg.fragments has no effect without cfg.strategy=pipeline"
 
 

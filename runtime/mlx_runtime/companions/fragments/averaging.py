@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.companions.fragments.traffic import Compressor
 from mlx_runtime.distributed.wrapping import unwrap
 
 
@@ -88,9 +87,6 @@ class Tensors:
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, map(_wide, self.all.values()), torch.float32)
-
-    def compressor(self, kind: str | None) -> Compressor:
-        return Compressor(kind, [item.shape for item in self.params.values()], self.exact, self.dtype)
 
 
 def outer_step(

@@ -1,6 +1,6 @@
 """The first call of a model by the loop of an experiment, with rows from its own loaders."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.companions.fragments.needs import needs_of_config
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.companions.sharding.building import build_models
@@ -17,7 +16,7 @@ from mlx_runtime.config.building import build, build_group, build_optimizers, wi
 from mlx_runtime.data.definitions import construction, stream_names
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.distributed.randomness import set_seed
-from mlx_runtime.distributed.topology import Topology, device_here
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
 from mlx_runtime.loop.experiment import BaseModule, attach
@@ -50,9 +49,6 @@ class _NoSession:
     def watch(self, loader: Any) -> Any:
         return loader
 
-    def forward_backward(self, loss: Callable[[Any], Any], batch: Any) -> Any:
-        return loss(batch)
-
     def __getattr__(self, name: str) -> Any:
         return self
 
@@ -69,7 +65,7 @@ class _NoSession:
         return False
 
 
-def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = None) -> Call:
+def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, device: torch.device) -> Call:
     """Run the loop of an experiment until it calls a model for training. Nothing is trained or stored.
 
     Pretrained weights are not downloaded, and models too large for this machine are built without memory.
@@ -78,6 +74,7 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
         experiment: class of the experiment.
         config: its config.
         name: of the model; None for the largest.
+        device: on which it runs.
 
     Raises:
         UsageError: there is no such model, or the loop does not call it.
@@ -86,7 +83,6 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
     cfg, tree = config.cfg, config.tree
     if streams := stream_names(tree):
         raise UsageError(f"datasets.{streams[0]} is a stream of Ray Data, which this command does not read")
-    device = torch.device("cpu") if cfg.use_gpu is False else device_here()
     on_meta = _is_large(tree, device)
     topology = Topology(0, 1, torch.device("meta") if on_meta else device)
     calls: list[Call] = []
@@ -132,11 +128,15 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None = 
 
 
 def _is_large(tree: dict[str, Any], device: torch.device) -> bool:
+    """Return True if the weights and gradients would take much of the free memory."""
     try:
-        needs = needs_of_config(tree)
+        with without_weights(), torch.device("meta"):
+            models = members(build(tree["models"], "models"), nn.Module).values()
     except USER_ERRORS:  # constructors may need real tensors
         return False
-    return needs.parameters + needs.gradients > SHARE_FOR_MODELS * available_bytes(device)
+    params = {param for model in models for param in model.parameters()}
+    needed: int = sum(item.nbytes * (1 + item.requires_grad) for item in params)
+    return needed > SHARE_FOR_MODELS * available_bytes(device)
 
 
 def _chosen(models: Mapping[str, nn.Module], name: str | None) -> str:

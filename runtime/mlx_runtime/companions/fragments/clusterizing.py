@@ -2,10 +2,7 @@
 
 import os
 import shlex
-import socket
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from mlx_runtime import companions
 from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
+from mlx_runtime.companions.fragments.links import HALVES
 from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
-from mlx_runtime.companions.fragments.surveying import survey
-from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, flops_per_s, trace
-from mlx_runtime.companions.fragments.wire import HALVES
+from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, device_of, trace
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
@@ -43,7 +39,6 @@ def clusterize(
     average_every: int = 1,
     all_nodes: bool = False,
     traffic: str | None = None,
-    sends_outputs: bool = True,
     name: str = "net",
     output: str | Path | None = FILE,
 ) -> Plan:
@@ -65,7 +60,6 @@ def clusterize(
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle, even if the others would be faster without it.
         traffic: `cfg.fragments.traffic`, the form in which activations and gradients are sent.
-        sends_outputs: count the outputs that the last stage sends to all others, as with GPipe.
         name: name of the model in `Models`, for the file.
         output: file for the plan; None writes none.
 
@@ -75,11 +69,12 @@ def clusterize(
     """
     if isinstance(example_args, torch.Tensor):
         raise UsageError("example_args is a tensor; write a tuple of arguments: example_args=(tensor,)")
-    if traffic not in (None, "int8", *HALVES):
-        raise UsageError(f"traffic is {traffic!r}; write 'bf16', 'fp16' or 'int8', or None for values as they are")
+    if traffic not in (None, *HALVES):
+        raise UsageError(f"traffic is {traffic!r}; write 'bf16' or 'fp16', or None for values as they are")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
-    machines = _local(nodes) if isinstance(nodes, int) else machines_of(nodes)
-    traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic, sends_outputs=sends_outputs)
+    device = device_of(model)
+    machines = _local(nodes, device) if isinstance(nodes, int) else machines_of(nodes)
+    traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic)
     found = plan(
         traced.blocks,
         machines,
@@ -87,6 +82,7 @@ def clusterize(
         clusters=clusters,
         average_every=average_every,
         all_nodes=all_nodes,
+        collects=device.type == "cpu",
     )
     show(found, traced, rows_of(example_args, example_kwargs), traffic)
     if output is not None:
@@ -109,55 +105,32 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
     ]
 
 
-def cluster_machines(ray_address: str | None, cfg: Any) -> list[Machine]:
-    """Return the machines of a Ray cluster, with speeds relative to this one."""
-    found = survey(ray_address, cfg)
-    here = flops_per_s(torch.device("cpu")) if any("speed" not in node for node in found) else 1.0
-    return [
-        Machine(
-            node["name"],
-            node["ram"] * 1e9 * (1 - RESERVE),
-            node["bandwidth"] * 1e6 / 8,
-            node["speed"] if "speed" in node else node["flops_per_s"] / here,
-        )
-        for node in found
-    ]
+def local_device(workers: int, use_gpu: bool | None) -> torch.device:
+    """Return the kind of device that workers of this machine have: a GPU each if there are enough."""
+    has_gpus = use_gpu is not False and 0 < workers <= torch.cuda.device_count()
+    return torch.device("cuda" if has_gpus else "cpu")
 
 
-def local_machines(workers: int, use_gpu: bool | None = None) -> list[Machine]:
-    """Return equal parts of this machine: a GPU each if there are enough, otherwise a share of memory and cores.
+def local_machines(workers: int, device: torch.device) -> list[Machine]:
+    """Return equal parts of this machine: a GPU each, or a share of memory and cores. Transfers between them are free.
 
-    Blocks should be measured with as many threads as torch has now.
+    Blocks should be measured on a device of this kind, with as many threads as torch has now.
     """
-    gpus = 0 if use_gpu is False else torch.cuda.device_count()
-    if 0 < workers <= gpus:
-        sizes = [available_bytes(torch.device("cuda", index)) for index in range(workers)]
-        return [
-            Machine(f"node_{index}", size * (1 - RESERVE), _loopback_bytes_per_s()) for index, size in enumerate(sizes)
-        ]
     count = max(1, workers)
-    memory, bandwidth = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count, _loopback_bytes_per_s()
+    if device.type == "cuda":
+        sizes = [available_bytes(torch.device("cuda", index)) for index in range(count)]
+        return [Machine(f"node_{index}", size * (1 - RESERVE)) for index, size in enumerate(sizes)]
+    memory = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count
     speed = min(1.0, (os.cpu_count() or 1) / (count * torch.get_num_threads()))
-    return [Machine(f"node_{index}", memory, bandwidth, speed) for index in range(count)]
+    return [Machine(f"node_{index}", memory, speed=speed) for index in range(count)]
 
 
-def _local(count: int) -> list[Machine]:
+def _local(count: int, device: torch.device) -> list[Machine]:
     if isinstance(count, bool) or count < 1:
         raise ConfigError(f"nodes is {count}; write a file, or a number of parts of this machine, at least 1")
-    return local_machines(count)
-
-
-def _loopback_bytes_per_s(size: int = 1 << 26) -> float:
-    """Measure the bandwidth between two processes of this machine."""
-    sender, receiver = socket.socketpair()
-    with sender, receiver:
-        thread = threading.Thread(target=sender.sendall, args=(bytes(size),))
-        start, left = time.perf_counter(), size
-        thread.start()
-        while left:
-            left -= len(receiver.recv(1 << 20))
-        thread.join()
-        return size / (time.perf_counter() - start)
+    if device.type == "cuda" and count > torch.cuda.device_count():
+        raise ConfigError(f"nodes is {count}, and this machine has {torch.cuda.device_count()} GPUs")
+    return local_machines(count, device)
 
 
 def rows_of(args: Any, kwargs: Any) -> int:
@@ -214,7 +187,6 @@ def next_step(
     file: Path,
     listed: Sequence[Machine],
     nodes: Path | None,
-    ray_address: str | None = None,
     every: int | None = None,
     overrides: Sequence[str] = (),
 ) -> str:
@@ -223,9 +195,8 @@ def next_step(
     Args:
         found: The plan.
         file: Its file.
-        listed: All machines in order: those in the file `nodes`, those of a Ray cluster, or parts of this machine.
+        listed: All machines in order: those in the file `nodes`, or parts of this machine.
         nodes: File with the machines.
-        ray_address: Address of the cluster.
         every: `cfg.replicas.every`.
         overrides: Those with which the plan was made, and options for variants.
     """
@@ -236,7 +207,7 @@ def next_step(
     engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]
     wanted = [item.name for item in listed if item.name in order]
-    left_out = "" if ray_address is not None or len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
+    left_out = "" if len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
     words = [
         *engine,
         f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
@@ -245,5 +216,4 @@ def next_step(
     ]
     settled = {word.partition("=")[0] for item in words for word in item.split()}
     words += [shlex.quote(item) for item in overrides if item.partition("=")[0] not in settled]
-    verb = "run" if ray_address is None else f"launch --ray-address {shlex.quote(ray_address)}"
-    return f"next: mlx train {verb} {' '.join(words)}{left_out}"
+    return f"next: mlx train run {' '.join(words)}{left_out}"

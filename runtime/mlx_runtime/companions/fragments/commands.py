@@ -8,13 +8,11 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import Request
-from mlx_runtime.errors import UsageError
 
 
 @click.command("clusterize", context_settings=commands.OVERRIDES)
 @options.debug
 @click.option("--nodes", metavar="FILE", type=options.PAGE, help="Like nodes.json. Default: workers of this machine.")
-@click.option("--ray-address", metavar="URL", help="Plan for the nodes of this cluster, like http://head:8265.")
 @click.option("--model", metavar="NAME", type=options.word, help="Model in Models. Default: the largest.")
 @click.option("--clusters", metavar="K", type=click.IntRange(min=1), help="Number of clusters. Default: the fastest.")
 @click.option(
@@ -36,7 +34,6 @@ from mlx_runtime.errors import UsageError
 @click.argument("overrides", nargs=-1)
 def train_clusterize(
     nodes: Path | None,
-    ray_address: str | None,
     model: str | None,
     clusters: int | None,
     microbatches: int | None,
@@ -51,8 +48,6 @@ def train_clusterize(
 
     Rows come from the experiment's own loader, with its batch_size per cluster.
     """
-    if nodes is not None and ray_address is not None:
-        raise UsageError("--nodes and --ray-address both name the machines; use one of them")
     words = Request.of(overrides, variants=variants).overrides
     _, experiment = projects.load(AN_EXPERIMENT, words, "clusterize")
     import torch
@@ -63,20 +58,21 @@ def train_clusterize(
     from mlx_runtime.companions.fragments.planning import FILE, plan
     from mlx_runtime.companions.fragments.tracing import trace
     from mlx_runtime.config.projects import CONF
+    from mlx_runtime.distributed.topology import device_here
     from mlx_runtime.driver.request import load_config
 
     config = load_config(experiment, words)
     cfg = config.cfg
     torch.set_num_threads(cfg.cpus_per_worker)
-    if ray_address is not None:
-        machines = clusterizing.cluster_machines(ray_address, cfg)
-    elif nodes is not None:
+    if nodes is not None:
+        device = torch.device("cpu") if cfg.use_gpu is False else device_here()
         machines = clusterizing.machines_of(nodes)
     else:
-        machines = clusterizing.local_machines(cfg.start_workers, cfg.use_gpu)
-    call = capture(experiment, config, model)
-    traffic, sends_outputs = cfg.fragments.traffic, cfg.fragments.schedule == "gpipe"
-    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic, sends_outputs=sends_outputs)
+        device = clusterizing.local_device(cfg.start_workers, cfg.use_gpu)
+        machines = clusterizing.local_machines(cfg.start_workers, device)
+    call = capture(experiment, config, model, device)
+    traffic = cfg.fragments.traffic
+    traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic, device=device)
     found = plan(
         traced.blocks,
         machines,
@@ -84,10 +80,11 @@ def train_clusterize(
         clusters=clusters,
         average_every=average_every or cfg.replicas.every or 1,
         all_nodes=all_nodes,
+        collects=device.type == "cpu",
     )
     clusterizing.show(found, traced, clusterizing.rows_of(call.args, call.kwargs), traffic)
     if not dry_run:
         file = output or CONF.with_name(FILE)
         write(file, call.name, found)
-        step = clusterizing.next_step(found, file, machines, nodes, ray_address, cfg.replicas.every, words)
+        step = clusterizing.next_step(found, file, machines, nodes, cfg.replicas.every, words)
         click.echo(f"wrote {file}; {step}")

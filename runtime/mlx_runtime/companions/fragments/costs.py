@@ -55,7 +55,7 @@ class Stage:
     machine: Machine
     first: int  # block
     last: int  # block, inclusive
-    memory: int  # bytes
+    memory: float  # bytes; on rank 0, with those of checkpoints
     parameters: int
     weights: int  # bytes
     compute_s: float  # of a batch
@@ -152,22 +152,25 @@ def stages_of(blocks: Sequence[Block], machines: Sequence[Machine], starts: Sequ
 class Costs:
     """Seconds of stages: arrays over the first block and the block after the last one; infinite if it does not fit."""
 
-    def __init__(self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, collected: float
+    ) -> None:
         self.blocks, self.machines, self.microbatches = blocks, machines, microbatches
+        self._collected = collected  # bytes that the first machine needs besides those of its stage
         self._memory = np.cumsum([0.0, *(block.memory for block in blocks)])
         self._seconds = np.cumsum([0.0, *(block.seconds for block in blocks)])
         self._crossing = np.array([0.0, *(block.crossing for block in blocks)])
         self._moved = np.array([0.0, *(block.sends + block.returns for block in blocks)])
-        self._of_kind: dict[tuple[float, float], Floats] = {}
+        self._of_kind: dict[tuple[float, float, float], Floats] = {}
 
     def compute(self, machine: int) -> Floats:
         """Return the seconds of `[first, after)` on a machine, (blocks, blocks + 1)."""
         kind = self.machines[machine]
-        key = (kind.memory, kind.speed)
+        key = (kind.memory, kind.speed, 0.0 if machine else self._collected)
         if key not in self._of_kind:
             total = self._memory[None, :] - self._memory[:-1, None] + self._crossing[:-1, None]
             seconds = (self._seconds[None, :] - self._seconds[:-1, None]) / kind.speed
-            fits = (total <= kind.memory) & np.triu(np.ones_like(seconds, dtype=bool), 1)
+            fits = (total + key[2] <= kind.memory) & np.triu(np.ones_like(seconds, dtype=bool), 1)
             self._of_kind[key] = np.where(fits, seconds, np.inf)
         return self._of_kind[key]
 
@@ -197,7 +200,11 @@ class Costs:
 
     def plan(self, clusters: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Plan:
         """Return the plan of clusters, given as machines in order and the first block of each."""
-        stages = [stages_of(self.blocks, [self.machines[item] for item in order], starts) for order, starts in clusters]
+        stages = []
+        for order, starts in clusters:
+            found = stages_of(self.blocks, [self.machines[item] for item in order], starts)
+            extra = [0.0 if item else self._collected for item in order]
+            stages.append(tuple(replace(own, memory=own.memory + more) for own, more in zip(found, extra, strict=True)))
         used = {stage.machine.name for item in stages for stage in item}
         idle = tuple(item for item in self.machines if item.name not in used)
         return Plan(tuple(self.blocks), tuple(stages), idle, self.microbatches, 1)

@@ -31,13 +31,6 @@ class Cut:
         above = (".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1))
         return next((self.units[path] for path in above if path in self.units), None)
 
-    def folded(self, workers: int) -> "Cut":
-        """Return the worker of each module and parameter, if workers take turns with stages."""
-        return Cut(
-            {path: stage % workers for path, stage in self.units.items()},
-            {name: stage % workers for name, stage in self.loose.items()},
-        )
-
 
 def units_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
     """Return the paths of the units of a model: its blocks, and the largest modules with parameters beside them."""
@@ -82,7 +75,7 @@ def cut(name: str, model: nn.Module, blocks: Sequence[str], stages: int, ends: S
         known = f": {', '.join(paths)}" if paths else ""
         raise ConfigError(
             f"models.{name} cannot be cut into {stages} stages: it has {len(paths)} blocks{known}. Name smaller "
-            "modules in Models.shard_plan, lower cfg.fragments.stages or chunks, or keep the model whole on the last "
+            "modules in Models.shard_plan, lower cfg.fragments.stages, or keep the model whole on the last "
             f'worker: Models.strategies = {{"{name}": "ddp"}}'
         )
     if ends is None:

@@ -11,9 +11,14 @@ class Exact:
     """All clusters, orders and cuts of a few machines, by dynamic programming over subsets of them."""
 
     def __init__(
-        self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, all_nodes: bool
+        self,
+        blocks: Sequence[Block],
+        machines: Sequence[Machine],
+        microbatches: int,
+        all_nodes: bool,
+        collected: float = 0.0,
     ) -> None:
-        self._costs = costs = Costs(blocks, machines, microbatches)
+        self._costs = costs = Costs(blocks, machines, microbatches, collected)
         count = len(machines)
         self._slowest: dict[tuple[int, int], Floats] = {}  # by the set of machines and the first of them
         self._next: dict[tuple[int, int], tuple[Floats, Floats]] = {}  # following machine, and its first block

@@ -6,7 +6,7 @@ two workers always meet, whatever the loss depends on.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from mlx_runtime.companions.fragments.tensors import Spec
-from mlx_runtime.companions.fragments.wire import Feedback, Wire
 from mlx_runtime.companions.sharding.aliasing import raw
 from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.distributed.topology import Topology
@@ -25,6 +24,9 @@ Ranks = tuple[int, ...]
 Message = tuple[tuple[int, ...], torch.dtype, int]
 """Shape and type of a tensor, and the stage that sends it."""
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types in which float32 tensors travel, by `cfg.fragments.traffic`."""
+
 BUCKET_BYTES = 25 * 2**20
 """Size of the all-reduces of gradients, as in DDP."""
 
@@ -34,11 +36,11 @@ class Links:
 
     Args:
         topology: Position of this worker. Each of its replicas is a pipeline, whose ranks are in the order of stages.
-        traffic: Form in which float32 values travel between stages; see `Wire`.
+        traffic: `cfg.fragments.traffic`.
     """
 
     def __init__(self, topology: Topology, traffic: str | None = None) -> None:
-        self.wire = Wire(traffic)
+        self._traffic = traffic
         self.pipelines: Sequence[Ranks] = topology.replicas
         self._ranks = self.pipelines[topology.data_parallel_rank]
         self.stages, self.stage = len(self._ranks), topology.model_parallel_rank
@@ -57,16 +59,12 @@ class Links:
     def __deepcopy__(self, memo: Any) -> "Links":
         return self
 
-    def rank_of(self, stage: int) -> int:
-        """Return the rank of a stage in this pipeline."""
-        return self._ranks[stage]
-
-    def send(self, value: torch.Tensor, stage: int, feedback: Feedback | None = None, point: Hashable = None) -> None:
-        """Send a tensor in the background. `feedback` and `point` are those of `Wire.pack`."""
+    def send(self, value: torch.Tensor, stage: int) -> None:
+        """Send a tensor in the background."""
         self.check(value)
-        packed = self.wire.pack(value.detach(), feedback, point)
+        packed = value.detach().to(wire_type(self._traffic, value.dtype)).contiguous()
         self.sent += packed.nbytes
-        self._sending.append((dist.isend(raw(packed), self.rank_of(stage)), packed))
+        self._sending.append((dist.isend(raw(packed), self._ranks[stage]), packed))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
         early = self._early[stage]
@@ -79,7 +77,8 @@ class Links:
                 "branch into a block, or set cfg.fragments.microbatches=1"
             )
         work.wait()
-        return self.wire.unpack(received, shape, dtype)
+        value: torch.Tensor = received.to(dtype)
+        return value
 
     def expect(self, *messages: Message) -> None:
         """Begin to receive tensors, in the order in which each stage sends them, while this one computes."""
@@ -88,8 +87,8 @@ class Links:
 
     def _post(self, message: Message) -> None:
         shape, dtype, stage = message
-        received = self.wire.empty(shape, dtype, self.device)
-        self._early[stage].append((dist.irecv(raw(received), self.rank_of(stage)), received, message))
+        received = torch.empty(shape, dtype=wire_type(self._traffic, dtype), device=self.device)
+        self._early[stage].append((dist.irecv(raw(received), self._ranks[stage]), received, message))
 
     def wait(self) -> None:
         """Wait until everything is sent."""
@@ -108,7 +107,7 @@ class Links:
     def broadcast(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Fill a contiguous tensor with its value at a stage. Every worker must call this."""
         self.check(value)
-        dist.broadcast(raw(value), self.rank_of(stage), group=self.pipeline)
+        dist.broadcast(raw(value), self._ranks[stage], group=self.pipeline)
         self.sent += value.nbytes * (self.stages - 1) if stage == self.stage else 0
         return value
 
@@ -166,6 +165,11 @@ class Links:
                 item.copy_(part.view_as(item))
 
 
+def wire_type(traffic: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which values travel."""
+    return HALVES[traffic] if traffic is not None and dtype == torch.float32 else dtype
+
+
 def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Group tensors of the same type."""
     buckets: list[list[torch.Tensor]] = []
@@ -194,7 +198,6 @@ class Journey:
         self.received: list[Message] = []  # by this worker in the forward pass, to be emptied by the caller
         self._returning: list[Message] = []  # gradients of what this worker has sent
         self._tokens: list[torch.Tensor] = []
-        self._feedback: Feedback = {}  # of gradients, from one microbatch to the next
         self.inputs: Sequence[torch.Tensor] = inputs
         if self.grad:
             root = torch.zeros((), device=links.device, requires_grad=True)
@@ -217,7 +220,7 @@ class Journey:
         with torch.enable_grad():
             if links.stage == target:
                 received: torch.Tensor
-                received, token = _receive(links, spec, source, self._begin, self._feedback, len(self.received))
+                received, token = _receive(links, spec, source, self._begin)
                 self._tokens.append(token)
                 return received
             self._returning.append((spec.shape, spec.dtype, target))
@@ -273,16 +276,14 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, links: Links, spec: Spec, stage: int, begin: torch.Tensor, feedback: Feedback, point: int
-    ) -> Any:
-        ctx.links, ctx.stage, ctx.feedback, ctx.point = links, stage, feedback, point
+    def forward(ctx: Any, links: Links, spec: Spec, stage: int, begin: torch.Tensor) -> Any:
+        ctx.links, ctx.stage = links, stage
         return links.receive(spec.shape, spec.dtype, stage), torch.zeros((), device=links.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> Any:
-        ctx.links.send(gradient, ctx.stage, ctx.feedback, ctx.point)
-        return None, None, None, None, None, None
+        ctx.links.send(gradient, ctx.stage)
+        return None, None, None, None
 
 
 class _Join(torch.autograd.Function):

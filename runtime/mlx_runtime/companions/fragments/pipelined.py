@@ -24,14 +24,14 @@ from mlx_runtime.companions.fragments.tensors import (
     check_traceable,
 )
 from mlx_runtime.data.sampling import mix_seeds
-from mlx_runtime.distributed.randomness import seed_on_cpu, temporary_seed
+from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError
 
 KEPT = 100
 """Kinds of inputs for which it is known what a microbatch receives."""
 
-OF_STAGE = 2
-"""Kind of the seeds of stages, among others that a training step draws from one seed."""
+_OF_STAGE = 2
+"""Kind of the seeds of stages, among those mixed from one number."""
 
 _generators: Any = np.random  # NumPy does not export its functions that replace generators to type checkers
 
@@ -45,22 +45,18 @@ class Pipelined:
         links: Connections to the other stages.
         holders: Workers that hold its tensors.
         microbatches: Number of parts into which each batch is split.
-        schedule: The schedule that owns the backward pass; None if autograd does.
     """
 
-    def __init__(
-        self, name: str, cut: Cut, links: Links, holders: Holders, microbatches: int, schedule: str | None = None
-    ) -> None:
-        self.name, self.cut, self.links, self.microbatches, self.schedule = name, cut, links, microbatches, schedule
+    def __init__(self, name: str, cut: Cut, links: Links, holders: Holders, microbatches: int) -> None:
+        self.name, self.cut, self.links, self.microbatches = name, cut, links, microbatches
         self._holders = holders
         self.shapes = Shapes(links.device)
         self.execution: Execution | None = None  # during a forward pass
         self.draws: Draws | None = None  # of this stage, during a forward pass with values
-        self.intercept: Callable[..., Any] | None = None  # called instead of a forward pass
         self.infers = False  # a unit runs on fake tensors
         self._received: dict[Any, list[Any]] = {}  # what a microbatch receives, by kinds of inputs
         self._unknown: set[str] = set()  # units with shapes that depend on values
-        self._traits: dict[str, tuple[str, Any, Any]] = {}  # those of units, until `forget`
+        self._traits: dict[str, tuple[str, Any, Any]] = {}  # those of units, until the next batch
 
     def __deepcopy__(self, memo: Any) -> "Pipelined":
         return self
@@ -68,14 +64,10 @@ class Pipelined:
     def install(self, model: nn.Module) -> None:
         """Change the `forward` of a model and of its units, in place, so that the names in its state stay the same."""
         for path in self.cut.units:
-            _replace_forward(model.get_submodule(path), path, self._unit)
-        _replace_forward(model, "", self._model)
+            replace_forward(model.get_submodule(path), path, self._unit)
+        replace_forward(model, "", self._model)
         # The parts stay where they are, also if user code moves the model.
         model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
-
-    def forget(self) -> None:
-        """Look at the parameters of units again: what is known of them holds for the microbatches of a batch."""
-        self._traits.clear()
 
     def _traits_of(self, unit: nn.Module, path: str) -> tuple[str, tuple[bool, ...], list[tuple[Any, str, Any]]]:
         """Return the name of a unit, whether its parameters need gradients, and those that travel."""
@@ -143,9 +135,7 @@ class Pipelined:
         """Run the whole model, microbatch by microbatch."""
         if self.execution is not None:
             return forward(*args, **kwargs)
-        if self.intercept is not None:
-            return self.intercept(self, model, forward, args, kwargs)
-        self.forget()
+        self._traits.clear()
         links, sent = self.links, self.links.sent
         leaves, structure = tree_flatten((args, kwargs))
         needing = [
@@ -157,9 +147,9 @@ class Pipelined:
         for place, item in zip(needing, journey.inputs, strict=True):
             leaves[place] = item
         parts = _split(leaves, self.microbatches)
-        draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), OF_STAGE, links.stage))
+        draws = Draws(links.device, mix_seeds(int(torch.randint(2**31, ())), _OF_STAGE, links.stage))
         outputs = []
-        alike = [tuple(map(_shape, part)) for part in parts]
+        alike = [tuple(map(_kind_of, part)) for part in parts]
         case = alike[0], structure, model.training, torch.is_grad_enabled(), len(parts)
         known = self._received.get(case)
         with self._loose_parameters(model, links.stage) as loose:
@@ -192,21 +182,6 @@ class Pipelined:
             links.wait()
             links.sent = sent
         return tree_unflatten(joined, outputs[0][1])
-
-    @contextmanager
-    def cut_into(
-        self, cut: Cut, model: nn.Module, execution: Execution, draws: "Draws | None" = None
-    ) -> Iterator[None]:
-        """Let the model's own code run one stage of another cut within the block."""
-        before, self.cut = self.cut, cut
-        try:
-            with self._loose_parameters(model, execution.stage) as loose:
-                self.execution, self.draws = execution, draws
-                for tensor in loose:
-                    tensor.runner = execution
-                yield
-        finally:
-            self.cut, self.execution, self.draws = before, None, None
 
     @contextmanager
     def _loose_parameters(self, model: nn.Module, own: int) -> Iterator[list[Any]]:
@@ -272,27 +247,16 @@ class Pipelined:
         return torch.cat(list(items))
 
     def _done(self, model: nn.Module) -> None:
-        """At the end of the backward pass, average gradients over replicas."""
-        if self.schedule is not None:
-            raise MlxError(
-                f"cfg.fragments.schedule={self.schedule} trains with self.forward_backward(batch), but the loop calls "
-                "the backward pass itself; call that instead, or set cfg.fragments.schedule=gpipe"
-            )
-        self.average_gradients(model)
-
-    def average_gradients(self, model: nn.Module) -> None:
-        """Average the gradients of this stage over the pipelines, unless more are to be accumulated."""
+        """After the backward pass, average the gradients of this stage over pipelines, unless more are accumulated."""
         if self.links.syncs and self.links.replicas > 1:
             trained = {name: item for name, item in model.named_parameters() if item.requires_grad and not item.is_meta}
             self.links.average_gradients(self._holders.grouped(trained))
 
 
-def _shape(item: Any) -> Any:
-    return (tuple(item.shape), item.dtype) if isinstance(item, torch.Tensor) else kind_of(item)
-
-
-def kind_of(item: Any) -> Any:
-    """Return what decides which path a model takes for an argument: its type, and the value of a flag."""
+def _kind_of(item: Any) -> Any:
+    """Return what decides which path a model takes for an argument: shape and type, or the value of a flag."""
+    if isinstance(item, torch.Tensor):
+        return tuple(item.shape), item.dtype
     kind = type(item)
     return (kind, item) if kind in (bool, int, str, type(None)) else kind
 
@@ -320,29 +284,6 @@ def _split(leaves: Sequence[Any], count: int) -> list[list[Any]]:
         [item if chunk is None else chunk[part] for item, chunk in zip(leaves, chunks, strict=True)]
         for part in range(parts)
     ]
-
-
-@contextmanager
-def spare_generators(device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Yield a function that seeds all generators. Their states are restored after the block.
-
-    It takes a tenth of the time of `temporary_seed` for each microbatch.
-    """
-    python, numpy, states = random.getstate(), _generators.get_bit_generator(), _states(device)
-    _generators.set_bit_generator(np.random.MT19937(0))
-
-    def seed(number: int) -> None:
-        seed_on_cpu(number)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(number)
-
-    try:
-        yield seed
-    finally:
-        random.setstate(python)
-        _generators.set_bit_generator(numpy)
-        _set_states(device, states)
 
 
 class Draws:
@@ -397,7 +338,8 @@ def _set_states(device: torch.device, states: tuple[torch.Tensor, torch.Tensor |
         torch.cuda.set_rng_state(on_gpu, device)
 
 
-def _replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:
+def replace_forward(module: nn.Module, path: str, run: Callable[..., Any]) -> None:
+    """Let a module call `run` with itself, its path, its former `forward` and the arguments."""
     before = module.forward
     function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function
 

@@ -1,46 +1,27 @@
-"""The file of a plan: which worker holds which blocks, also if fewer workers are left than the plan was made for."""
+"""The file of a plan: which worker holds which blocks."""
 
 import json
-import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.fragments.costs import Block, Machine, Plan, roles
-from mlx_runtime.companions.fragments.planning import plan
+from mlx_runtime.companions.fragments.costs import Plan, roles
 from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, StorageError
-from mlx_runtime.storage.documents import COUNT, NUMBER, TEXT, Kind, from_json, list_of, misfit
+from mlx_runtime.storage.documents import COUNT, TEXT, Kind, from_json, list_of, misfit
 from mlx_runtime.storage.local import read_regular
 from mlx_runtime.workers.local import NODE_NAME
 
 FILE_BYTES = 16 << 20
 
-_COSTS = [item.name for item in fields(Block) if item.name not in ("name", "source")]
-
 _LIST = Kind("a list", lambda value: isinstance(value, list))
-_ABOVE = Kind("a whole number above 0", lambda value: COUNT.fits(value) and value > 0)
-_AMOUNT = Kind("a number, 0 or more", lambda value: NUMBER.fits(value) and 0 <= value < 1e18)
-_RATE = Kind("a number above 0", lambda value: NUMBER.fits(value) and 0 < value < 1e18)
 
-_FIELDS = {
-    "model": TEXT,
-    "blocks": list_of(TEXT),
-    "clusters": _LIST,
-    "costs": _LIST,
-    "machines": _LIST,
-    "microbatches": _ABOVE,
-    "average_every": _ABOVE,
-}
+_FIELDS = {"model": TEXT, "blocks": list_of(TEXT), "clusters": _LIST}
 _CLUSTER = {"stages": _LIST}
 _STAGE = {"node": TEXT.or_null(), "first": COUNT, "last": COUNT}
-_COST = dict.fromkeys(_COSTS, _AMOUNT)
-_MACHINE = {"name": TEXT, "memory": _AMOUNT, "bandwidth": _RATE.or_null(), "speed": _RATE}
-_OPTIONAL = ("node", "speed", *_COSTS)
 
 
 @dataclass(frozen=True)
@@ -51,17 +32,11 @@ class PlanFile:
         model: name of the model.
         blocks: their paths.
         clusters: machine and last block of each stage, by cluster.
-        costs: those of the blocks; empty if the plan was written by hand.
-        machines: all of them, with idle ones.
     """
 
     model: str
     blocks: list[str]
     clusters: list[list[tuple[str, int]]]
-    costs: tuple[Block, ...] = ()
-    machines: tuple[Machine, ...] = ()
-    microbatches: int = 4
-    average_every: int = 1
 
     @property
     def nodes(self) -> list[str]:
@@ -88,14 +63,12 @@ class Layout:
         model: name of the model that the plan cuts; None without a plan.
         blocks: paths of its blocks.
         ends: position of the last block of each stage, by pipeline.
-        notice: a line for the user, or None.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     model: str | None = None
     blocks: Sequence[str] = ()
     ends: Sequence[Sequence[int]] = ()
-    notice: str | None = None
 
 
 def layout_of(fragments: Any, topology: Topology) -> Layout:
@@ -120,25 +93,21 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
 
 def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
     """Return the pipelines of a plan, given the machine of each worker by name, or None where it is unknown."""
-    found, notice = read(path), None
+    found = read(path)
     for own in found.pipelines:
         if stages is not None and len(own) != stages:
             cure = "use cfg.strategy=ddp" if len(own) == 1 else "leave out cfg.fragments.stages"
             raise ConfigError(f"{path} has a cluster of {len(own)} stages, and the run of {stages}; {cure}")
-    elsewhere = {*names} & {*found.nodes} and sorted(map(str, names)) != sorted(found.nodes)
-    fewer = len(names) < len(found.nodes) and (len(names) % found.workers or any(names))
-    if found.costs and (fewer or (elsewhere and len(names) == len(found.nodes))):
-        before = found
-        found, names = again(found, names)
-        shape = " and ".join(" + ".join(str(count) for count in _sizes(own)) for own in found.pipelines)
-        which = f"{len(names)} of {len(before.nodes)} workers" if fewer else "the machines of the workers"
-        notice = f"planned   again for {which}: {shape} blocks"
     if len(names) % found.workers:
         raise ConfigError(
             f"{path} is for {found.workers} workers, and the run has {len(names)}; set cfg.start_workers="
             f"{found.workers}, or plan again with `mlx train clusterize`"
         )
-    if sorted(map(str, names)) == sorted(found.nodes) and len({*names}) == len(names):
+    by_name = sorted(map(str, names)) == sorted(found.nodes) and len({*names}) == len(names)
+    if {*names} & {*found.nodes} and not by_name:
+        here = ", ".join(map(str, names))
+        raise ConfigError(f"{path} is for {', '.join(found.nodes)}, and the workers are on {here}; plan for those")
+    if by_name:
         ranks = [tuple(names.index(node) for node, _ in own) for own in found.clusters]
         ends = [[last for _, last in own] for own in found.clusters]
     else:
@@ -148,44 +117,8 @@ def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> L
     first = next(number for number, own in enumerate(ranks) if 0 in own)  # its weights are those of checkpoints
     order = [first, *(number for number in range(len(ranks)) if number != first)]
     return Layout(
-        tuple(ranks[number] for number in order), found.model, found.blocks, [ends[number] for number in order], notice
+        tuple(ranks[number] for number in order), found.model, found.blocks, [ends[number] for number in order]
     )
-
-
-def _sizes(ends: Sequence[int]) -> list[int]:
-    return [end - before for before, end in zip([-1, *ends], ends, strict=False)]
-
-
-def again(found: PlanFile, names: Sequence[str | None]) -> tuple[PlanFile, list[str]]:
-    """Plan again for workers on the machines with these names. Return the plan, and the name of each worker in it.
-
-    A worker on an unknown machine counts as one on the weakest of all. Workers on the same machine share its memory and
-    its network.
-    """
-    count = Counter(names)
-    known = {
-        item.name: replace(item, memory=item.memory / share, bandwidth=item.bandwidth / share)
-        for item in found.machines
-        for share in [max(count[item.name], 1)]
-    }
-    weakest = {
-        trait: min(getattr(item, trait) for item in found.machines) for trait in ("memory", "bandwidth", "speed")
-    }
-    machines = [
-        replace(known[name], name=name if names.index(name) == rank else f"{name} (rank {rank})")
-        if name in known
-        else Machine(f"worker_{rank}", **weakest)
-        for rank, name in enumerate(names)
-    ]
-    made = plan(
-        found.costs,
-        machines,
-        microbatches=found.microbatches,
-        average_every=found.average_every,
-        all_nodes=True,
-    )
-    clusters = [[(item.machine.name, item.last) for item in own] for own in made.clusters]
-    return PlanFile(found.model, found.blocks, clusters), [item.name for item in machines]
 
 
 def read(path: Path) -> PlanFile:
@@ -202,22 +135,8 @@ def read(path: Path) -> PlanFile:
             [(str(stage.get("node")), stage["first"], stage["last"]) for stage in _items(item, "stages", _STAGE)]
             for item in _items(document, "clusters", _CLUSTER)
         ]
-        blocks, costs = document["blocks"], _items(document, "costs", _COST)
-        machines = [
-            Machine(**item | {"bandwidth": item["bandwidth"] or math.inf})
-            for item in _items(document, "machines", _MACHINE)
-        ]
-        if costs and len(costs) != len(blocks):
-            raise ValueError(f"it has {len(blocks)} blocks, and costs of {len(costs)}")
-        found = PlanFile(
-            document["model"],
-            blocks,
-            [[(node, last) for node, _, last in stages] for stages in clusters],
-            tuple(Block(name, **item) for name, item in zip(blocks, costs, strict=False)) if machines else (),
-            tuple(machines),
-            document.get("microbatches", 4),
-            document.get("average_every", 1),
-        )
+        blocks = document["blocks"]
+        found = PlanFile(document["model"], blocks, [[(node, last) for node, _, last in stages] for stages in clusters])
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"cfg.fragments.plan={path} cannot be read ({error}); `mlx train clusterize` writes one"
@@ -240,18 +159,13 @@ def _items(document: Mapping[str, Any], name: str, shape: Mapping[str, Kind]) ->
     """Return the items of a list, or none; raise ValueError if one lacks a field, or has a wrong one."""
     found: list[dict[str, Any]] = document.get(name, [])
     for number, item in enumerate(found):
-        if problem := misfit(item, shape, tuple(field for field in shape if field not in _OPTIONAL)):
+        if problem := misfit(item, shape, tuple(field for field in shape if field != "node")):
             raise ValueError(f"{name}, item {number}: {problem}")
     return found
 
 
 def write(file: Path, model: str, found: Plan) -> None:
-    """Write a plan as JSON.
-
-    A strategy reads `model`, `blocks` and, of each stage, `node`, `first` and `last`; with `costs` and `machines`, it
-    plans again for fewer machines.
-    """
-    machines = [*(stage.machine for stages in found.clusters for stage in stages), *found.idle]
+    """Write a plan as JSON. A strategy reads `model`, `blocks` and, of each stage, `node`, `first` and `last`."""
     document = {
         "model": model,
         "blocks": [block.name for block in found.blocks],
@@ -278,10 +192,6 @@ def write(file: Path, model: str, found: Plan) -> None:
             for number, stages in enumerate(found.clusters)
         ],
         "idle": [machine.name for machine in found.idle],
-        "machines": [
-            asdict(item) | {"bandwidth": item.bandwidth if math.isfinite(item.bandwidth) else None} for item in machines
-        ],
-        "costs": [{name: getattr(block, name) for name in _COSTS} for block in found.blocks],
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mlx_runtime.companions.fragments.costs import Block, Machine, Plan
 from mlx_runtime.companions.fragments.exact import Exact
-from mlx_runtime.companions.fragments.search import Search
+from mlx_runtime.companions.fragments.greedy import Greedy
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.tables import plural
 
@@ -13,9 +13,6 @@ FILE = "fragments.json"
 
 EXACT_MACHINES = 8
 """Maximum number of machines for which all clusters, orders and cuts are compared."""
-
-SEARCH_STAGES = 100_000
-"""Limit of the search for more machines: number of stages whose cuts are optimized. About 3 seconds."""
 
 
 def plan(
@@ -26,10 +23,11 @@ def plan(
     clusters: int | None = None,
     average_every: int = 1,
     all_nodes: bool = False,
+    collects: bool = False,
 ) -> Plan:
     """Return the plan with the most batches per second, among the plans with the shortest step by number of clusters.
 
-    For up to 8 machines, no other clusters, orders and cuts have a shorter step; for more, they are searched for.
+    For up to 8 machines, no other clusters, orders and cuts have a shorter step; for more, they are chosen greedily.
     Machines that would slow down the others stay idle.
 
     Args:
@@ -39,29 +37,44 @@ def plan(
         clusters: number of clusters; None for the best.
         average_every: steps between two averages of the clusters.
         all_nodes: leave no machine idle.
+        collects: rank 0, which is on the first of the machines that are used, needs memory for a copy of all weights
+            and states of optimizers, of which it makes checkpoints.
 
     Raises:
         ConfigError: the model does not fit; the message has the numbers.
     """
-    _refuse_too_large(blocks, machines, clusters)
+    collected = float(sum(block.weights + block.states for block in blocks)) if collects else 0.0
+    _refuse_too_large(blocks, machines, clusters, collected)
     if all_nodes and len(machines) > (most := len(blocks) * (clusters or len(machines))):
         each = f"{plural(len(blocks), 'block')} in {plural(clusters or 1, 'cluster')}"
         raise ConfigError(
             f"{len(machines)} nodes are too many for {each}; omit --all-nodes, or {len(machines) - most} of the nodes"
         )
     counts = range(1, len(machines) + 1) if clusters is None else [clusters]
-    planner = (
-        Exact(blocks, machines, microbatches, all_nodes)
-        if len(machines) <= EXACT_MACHINES
-        else Search(blocks, machines, microbatches, average_every, all_nodes, SEARCH_STAGES)
-    )
-    plans = [*planner.plans(counts)]
-    if not plans:
-        raise ConfigError(_misfit(blocks, machines, clusters))
-    return max((replace(item, average_every=average_every) for item in plans), key=lambda item: item.batches_per_s)
+    found: list[Plan] = []
+    for first in range(1 if all_nodes else len(machines)):  # the machine of rank 0
+        left = machines[first:]
+        kind: type[Exact | Greedy] = Exact if len(left) <= EXACT_MACHINES else Greedy
+        plans = [
+            replace(item, average_every=average_every, idle=(*machines[:first], *item.idle))
+            for item in kind(blocks, left, microbatches, all_nodes, collected).plans(counts)
+        ]
+        used = [item for item in plans if machines[first] not in item.idle]
+        found += used
+        if not plans or max(plans, key=_rate) in used:
+            break
+    if not found:
+        raise ConfigError(_misfit(blocks, machines, clusters, collected))
+    return max(found, key=_rate)
 
 
-def _refuse_too_large(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None) -> None:
+def _rate(plan: Plan) -> float:
+    return plan.batches_per_s
+
+
+def _refuse_too_large(
+    blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None, collected: float
+) -> None:
     largest, machine = max(blocks, key=lambda item: item.memory), max(machines, key=lambda item: item.memory)
     if largest.memory > machine.memory:
         raise ConfigError(
@@ -70,7 +83,7 @@ def _refuse_too_large(blocks: Sequence[Block], machines: Sequence[Machine], clus
         )
     least = clusters or 1
     if len(machines) < least or sum(item.memory for item in machines) < least * sum(item.memory for item in blocks):
-        raise ConfigError(_misfit(blocks, machines, clusters))
+        raise ConfigError(_misfit(blocks, machines, clusters, collected))
 
 
 def _title(block: Block) -> str:
@@ -78,13 +91,15 @@ def _title(block: Block) -> str:
     return f"{name} ({block.source})" if block.source else name
 
 
-def _misfit(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None) -> str:
+def _misfit(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None, collected: float) -> str:
     needed, has = sum(block.memory for block in blocks), sum(item.memory for item in machines)
     title, several = "the model does not fit", clusters is not None and clusters > 1
     if several:
         title = f"{clusters} clusters, each with the whole model, do not fit"
         needed *= clusters or 1
     rounded = "" if needed > has else ", but no cut between blocks makes every stage fit"
+    if collected:
+        rounded += f"; rank 0, on the first node, needs another {_gb(collected)} for checkpoints"
     count = f"{len(machines)} nodes have" if len(machines) > 1 else "the node has"
     return (
         f"{title}: {'they need' if several else 'it needs'} {_gb(needed)}, and {count} {_gb(has)}{rounded}; "

@@ -1,54 +1,29 @@
-"""The operations of a forward pass, by block: what they keep for the backward pass, and what crosses each cut.
+"""A forward pass by block: what each one keeps for the backward pass, and what crosses each cut.
 
-Uses parts of torch 2.13 that are not documented: fake tensors, which have shapes but no memory, and dispatch modes,
-which see every operation below autograd.
+The model runs as in a pipeline of which each block is a stage, but here alone. Fake tensors, which have shapes but no
+memory, are not a documented part of torch 2.13.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
 
-from mlx_runtime.companions.fragments.wire import Wire
+from mlx_runtime.companions.fragments.links import wire_type
+from mlx_runtime.companions.fragments.pipelined import replace_forward
+from mlx_runtime.companions.fragments.tensors import Spec, StageTensor
 
-View = tuple[Any, ...]
-"""Offset, shape and strides of a tensor in its storage."""
-
-
-class ShapeError(Exception):
-    """The shape of a tensor depends on values."""
-
-
-@dataclass
-class _Memory:
-    """A storage, and the views of it that operations have used."""
-
-    reference: StorageWeakRef  # keeps its number from being reused
-    size: int
-    views: dict[View, "_Use"] = field(default_factory=dict)
-
-    def share(self, uses: Sequence["_Use"]) -> tuple[int, int]:
-        """Return the bytes of views, which may overlap, in memory and as they travel."""
-        size, sent = sum(use.size for use in uses), sum(use.sent for use in uses)
-        return (size, sent) if size <= self.size else (self.size, sent * self.size // size)
-
-
-@dataclass
-class _Use:
-    """Blocks that use a view: the one that made it, or 0 for an input of the model, and the last one."""
-
-    first: int
-    last: int
-    size: int
-    sent: int  # bytes that travel
-    has_gradient: bool = False
+ShapeError = DynamicOutputShapeException
+"""The shape of a tensor depends on values. Its `func` is the operation."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +31,7 @@ class Recorded:
     """Facts about the blocks of a model, in the order of execution."""
 
     names: list[str]
-    users: dict[str, set[int]]  # blocks that use a parameter or buffer, by its name
+    users: dict[str, set[int]]  # blocks that hold a parameter or buffer, by its name
     activations: list[int]  # bytes kept for the backward pass
     flops: list[int]  # of the forward pass
     crossing: list[int]  # bytes of the tensors that cross the cut after a block
@@ -64,158 +39,139 @@ class Recorded:
     returns: list[int]  # the same of their gradients
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it, as below
-    """Records a forward pass within `with`, whose blocks begin when the modules `names` are called first."""
+class _Recorder:
+    """Runs operations, and notes at which block a pipeline would."""
 
-    def __init__(self, states: Mapping[str, torch.Tensor], names: Sequence[str], wire: Wire) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._wire = wire
-        self._order: list[str] = []
-        self._states: dict[int, str] = {}
-        self._memories: dict[int, _Memory] = {}
-        self._kept: dict[int, int] = {}  # block that first kept a storage
-        self._flops = [0] * max(1, len(names))
-        self._users: dict[str, set[int]] = {name: set() for name in states}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-        for name, tensor in states.items():
-            self._states[self._memory(tensor)] = name
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self.names: list[str] = []  # of blocks
+        self.flops: Counter[int] = Counter()
+        self.sent: list[tuple[int, int, Spec]] = []  # between two blocks
+        self.kept: dict[int, tuple[int, int, StorageWeakRef]] = {}  # block and bytes of a storage; keeps its number
+        self._block = 0  # of the last operation
+        self._running = 0  # the block that runs now
 
-    def begins(self, name: str) -> None:
-        """Note that a module of `names` is called."""
-        if name not in self._order:
-            self._order.append(name)
-
-    @property
-    def _block(self) -> int:
-        return max(0, len(self._order) - 1)
-
-    def __enter__(self) -> "Recorder":
-        self._hooks.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.__exit__(*error)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
-            self._use(tensor)
-        if torch.Tag.dynamic_output_shape in func.tags and _depends_on_values(func, args):
-            raise ShapeError(str(func.name()).partition(".")[0])
-        found = func(*args, **kwargs)
-        if (count := flop_registry.get(func.overloadpacket)) is not None:
-            self._flops[self._block] += count(*args, **kwargs, out_val=found)
-        for tensor in _tensors(found):
-            self._use(tensor)
-        return found
-
-    def _memory(self, tensor: torch.Tensor) -> int:
-        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        if reference.cdata not in self._memories:
-            self._memories[reference.cdata] = _Memory(reference, tensor.untyped_storage().nbytes())
-        return int(reference.cdata)
-
-    def _use(self, tensor: torch.Tensor) -> None:
-        number = self._memory(tensor)
-        if (name := self._states.get(number)) is not None:
-            self._users[name].add(self._block)
-            return
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        size = tensor.numel() * tensor.element_size()
-        sent = self._wire.size(tensor.shape, tensor.dtype)
-        use = self._memories[number].views.setdefault(view, _Use(self._block, self._block, size, sent))
-        use.last = self._block
-        use.has_gradient |= tensor.requires_grad
-
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        number = self._memory(tensor)
-        if number not in self._states:
-            self._kept.setdefault(number, self._block)
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that the backward pass needs a tensor."""
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch has not annotated it
+        self.kept.setdefault(int(reference.cdata), (self._running, storage.nbytes(), reference))
         return tensor
 
-    def recorded(self, outputs: Any, inputs: Any) -> Recorded:
-        """Return the facts after the pass, which has these inputs and outputs."""
-        count = max(1, len(self._order))
-        for tensor in _tensors(outputs):
-            self._use(tensor)
-            self._keep(tensor)  # for the loss
-        for tensor in _tensors(inputs):
-            for use in self._memories[self._memory(tensor)].views.values():
-                use.first = 0
-        activations = [0] * count
-        for number, block in self._kept.items():
-            activations[block] += self._memories[number].size
-        crossing, sends, returns = [0] * count, [0] * count, [0] * count
-        for memory in self._memories.values():
-            for cut in range(count - 1):
-                uses = [use for use in memory.views.values() if use.first <= cut < use.last]
-                size, sent = memory.share(uses)
-                crossing[cut] += size
-                sends[cut] += sent
-                returns[cut] += memory.share([use for use in uses if use.has_gradient])[1]
-        sends[-1] = sum(item.nbytes for item in _tensors(outputs))  # not compressed
-        return Recorded(self._order or [""], self._users, activations, self._flops[:count], crossing, sends, returns)
+    def unit(self, module: nn.Module, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block."""
+        if path not in self.names:
+            self.names.append(path)
+        return self._run_at(self.names.index(path), forward, args, kwargs)
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation between blocks, on at least one stage tensor."""
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, StageTensor)]
+        here = all(self._block in item.stages for item in given)
+        return self._run_at(self._block if here else max(min(item.stages) for item in given), func, args, kwargs)
+
+    def _run_at(self, block: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        given = {id(item.value): item for item in leaves if isinstance(item, StageTensor)}
+        versions = [item.value._version for item in given.values()]
+        values = [item.value if isinstance(item, StageTensor) else item for item in leaves]
+        own_args, own_kwargs = tree_unflatten(values, structure)
+        before, self._running = self._running, block
+        with self._mode, FlopCounterMode(display=False) as counter:
+            outcome = func(*own_args, **own_kwargs)
+        outputs, form = tree_flatten(outcome)
+        versions_now = [item.value._version for item in given.values()]
+        if versions == versions_now and not any(isinstance(item, torch.Tensor) for item in outputs):
+            self._running = before
+            return outcome
+        self._block = block
+        self.flops[block] += counter.get_total_flops()
+        for item, version, now in zip(given.values(), versions, versions_now, strict=True):
+            if block not in item.stages:
+                source = max((held for held in item.stages if held < block), default=min(item.stages))
+                self.sent.append((source, block, item.spec))
+                item.stages.add(block)
+            if version != now:
+                item.spec, item.stages = Spec.of(item.value), {block}
+
+        def placed(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            return given[id(item)] if id(item) in given else StageTensor.make(self, Spec.of(item), block, item)
+
+        return tree_unflatten(map(placed, outputs), form)
 
 
-def record(model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], wire: Wire, *, fake: bool) -> Recorded:
+def record(
+    model: nn.Module, args: Any, kwargs: Any, names: Sequence[str], traffic: str | None, *, fake: bool
+) -> Recorded:
     """Record a forward pass of a model. With `fake`, no memory is needed, and no value is computed.
 
     Raises:
         ShapeError: a shape depends on values.
     """
-    states = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if not fake:
-        return _recorded(model, states, args, kwargs, names, wire, lambda: model(*args, **kwargs))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        states = {name: _like(tensor) for name, tensor in states.items()}
-        args, kwargs = tree_map(lambda item: _like(item) if isinstance(item, torch.Tensor) else item, (args, kwargs))
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    recorder, paths = _Recorder(mode), names or [""]
+    holders = _holders(model, paths)
+    states: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if fake:
+        with mode:
+            states = {name: _like(item) for name, item in states.items()}
+            args, kwargs = tree_map(
+                lambda item: _like(item) if isinstance(item, torch.Tensor) else item, (args, kwargs)
+            )
+    own = {StorageWeakRef(item.untyped_storage()).cdata for item in states.values()}  # type: ignore[no-untyped-call]
 
-        def call() -> Any:
-            return torch.func.functional_call(model, states, args, kwargs)
+    def at_first(item: Any) -> Any:
+        """Return a tensor that only the first stage has."""
+        has_gradient = isinstance(item, torch.Tensor) and item.requires_grad
+        return StageTensor.make(recorder, Spec.of(item), 0, item) if has_gradient else item
 
-        return _recorded(model, states, args, kwargs, names, wire, call)
-
-
-def _recorded(
-    model: nn.Module,
-    states: Mapping[str, torch.Tensor],
-    args: Any,
-    kwargs: Any,
-    names: Sequence[str],
-    wire: Wire,
-    call: Callable[[], Any],
-) -> Recorded:
-    recorder = Recorder(states, names, wire)
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: recorder.begins(name), prepend=True)
-        for name, module in model.named_modules()
-        if name in names
-    ]
+    given = {name: item if holders[name] else at_first(item) for name, item in states.items()}
+    args, kwargs = tree_map(at_first, (args, kwargs))
+    replaced = [(module, vars(module).get("forward")) for module in map(model.get_submodule, paths)]
+    for path in paths:
+        replace_forward(model.get_submodule(path), path, recorder.unit)
     try:
-        with torch.enable_grad(), recorder:
-            outputs = call()
-        return recorder.recorded(outputs, (args, kwargs))
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor):
+            outputs = torch.func.functional_call(model, given, args, kwargs)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for module, before in replaced:
+            del module.forward
+            if before is not None:
+                module.forward = before
+    left = [item for item in tree_leaves(outputs) if isinstance(item, torch.Tensor)]
+    for item in left:  # the loss needs them
+        recorder.keep(item.value if isinstance(item, StageTensor) else item)
+    count = len(recorder.names)
+    activations, crossing, sends, returns = ([0] * count for _ in range(4))
+    for number, (block, size, _) in recorder.kept.items():
+        activations[block] += size if number not in own else 0
+    for source, target, spec in recorder.sent:
+        values, size = torch.Size(spec.shape).numel(), wire_type(traffic, spec.dtype).itemsize
+        for at in range(min(source, target), max(source, target)):
+            crossing[at] += values * spec.dtype.itemsize
+            sends[at] += values * size
+            returns[at] += values * size * spec.requires_grad
+    sends[-1] = sum(item.nbytes for item in left)  # not compressed
+    order = {path: number for number, path in enumerate(recorder.names)}
+    users = {name: {order[path] for path in own_paths if path in order} for name, own_paths in holders.items()}
+    return Recorded(
+        recorder.names, users, activations, [recorder.flops[at] for at in range(count)], crossing, sends, returns
+    )
+
+
+def _holders(model: nn.Module, paths: Sequence[str]) -> Mapping[str, set[str]]:
+    """Return the blocks to which each parameter and buffer belongs, by its first name; shared ones to several."""
+    first: dict[int, str] = {}
+    found: dict[str, set[str]] = {}
+    for title, item in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        name = first.setdefault(id(item), title)
+        found.setdefault(name, set()).update(path for path in paths if not path or title.startswith(f"{path}."))
+    return found
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     device = "cpu" if tensor.is_meta else tensor.device
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [item for item in tree_leaves(values) if isinstance(item, torch.Tensor)]
-
-
-def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return False for an index of whole numbers, which has a fixed shape."""
-    if func.overloadpacket is not torch.ops.aten.index:
-        return True
-    return any(item.dtype in (torch.bool, torch.uint8) for item in _tensors(args[1]))

@@ -54,8 +54,6 @@ class Pipeline(DDP):
             return "cfg.sharding is for cfg.strategy=fsdp or hsdp; remove it"
         if cfg.compile:
             return "cfg.compile compiles whole models; set it to false"
-        if cfg.replicas.meet is not None:
-            return "cfg.replicas.meet exchanges whole models; pipelines average with cfg.replicas.every within a run"
         if fragments.stages == 1:
             return "cfg.fragments.stages=1 does not cut the models; use cfg.strategy=ddp"
         try:
@@ -69,27 +67,12 @@ class Pipeline(DDP):
                 f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
                 f"to {plan.workers}, or plan again with `mlx train clusterize cfg.fragments.plan=null`"
             )
-        if fragments.traffic == "int8" and fragments.schedule != "gpipe":
-            return (
-                f"cfg.fragments.schedule={fragments.schedule} sends tensors as torch does, so cfg.fragments.traffic is "
-                "bf16, fp16 or null; or set the schedule to gpipe"
-            )
-        if fragments.schedule == "zero_bubble" and cfg.activation_checkpointing:
-            return (
-                "cfg.fragments.schedule=zero_bubble goes back through blocks twice, but cfg.activation_checkpointing "
-                "recomputes them once; set the schedule to interleaved or 1f1b"
-            )
-        if fragments.plan is not None and chunks_of(fragments) > 1:
-            return (
-                f"cfg.fragments.schedule={fragments.schedule} has {fragments.chunks} stages per worker, and a plan has "
-                "one; set cfg.fragments.chunks=1"
-            )
         return None
 
     @staticmethod
     def multiple_of(cfg: Any) -> int:
         plan = _plan(cfg)
-        return cfg.fragments.stages or 1 if plan is None else 1 if plan.costs else plan.workers
+        return cfg.fragments.stages or 1 if plan is None else plan.workers
 
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
@@ -98,7 +81,6 @@ class Pipeline(DDP):
         stages: int = cfg.fragments.stages or workers
         if workers % stages:
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
-        _check_microbatches(cfg.fragments, stages)
         return stages
 
     @staticmethod
@@ -112,15 +94,11 @@ class Pipeline(DDP):
 
         self._layout = layout_of(cfg.fragments, topology)
         ranks = self._layout.ranks
-        for own in ranks if cfg.fragments.plan is not None else ():  # otherwise, `model_parallel_size` has checked it
-            _check_microbatches(cfg.fragments, len(own))
         size = max(map(len, ranks))
         if size == 1 and cfg.replicas.every is None:  # `prepare_model` must not average gradients, too
             topology = replace(topology, replicate=_unchanged)
         super().__init__(cfg, replace(topology, model_parallel_size=size, replica_ranks=ranks))
-        self.notice = self._layout.notice
         self._holders: list[Any] = []  # by model
-        self._scheduled: list[Any] = []  # models with their stages, for schedules that own the backward pass
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
     @cached_property
@@ -130,17 +108,6 @@ class Pipeline(DDP):
         links = Links(self.topology, self.cfg.fragments.traffic)
         links.syncs = self.cfg.replicas.every is None
         return links
-
-    @cached_property
-    def schedule(self) -> Any:
-        """Trains step by step, with a schedule that owns the backward pass; None if autograd does."""
-        from mlx_runtime.companions.fragments.schedules import Schedule
-
-        fragments = self.cfg.fragments
-        if fragments.schedule == "gpipe":
-            return None
-        chunks = chunks_of(fragments)
-        return Schedule(fragments.schedule, fragments.microbatches, chunks, self._links, self._scheduled)
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self.topology, deferred_models(node)
@@ -172,21 +139,20 @@ class Pipeline(DDP):
         from mlx_runtime.companions.fragments.holders import Holders
         from mlx_runtime.companions.fragments.pipelined import Pipelined
 
-        links, layout, fragments = self._links, self._layout, self.cfg.fragments
+        links, layout = self._links, self._layout
         planned = layout.model == name and not whole
         if planned:
             blocks = list(layout.blocks)
         all_ends = [tuple(item) for item in layout.ends] if planned else [None] * len(layout.ranks)
         kinds = [(len(ranks), ends) for ranks, ends in zip(layout.ranks, all_ends, strict=True)]
-        unfolded, cuts = {}, {}
+        cuts = {}
         for stages, ends in dict.fromkeys(kinds):
-            found = None if whole else cut(name, model, blocks, stages * chunks_of(fragments), ends)
-            made = Cut({"": stages - 1}, {}) if found is None else found.folded(stages)
+            made = Cut({"": stages - 1}, {}) if whole else cut(name, model, blocks, stages, ends)
             self.described.append(_line(name, model, made, stages))
-            unfolded[stages, ends], cuts[stages, ends] = found, made
+            cuts[stages, ends] = made
         loose = [title for made in cuts.values() for title in made.loose]
-        own = kinds[self.topology.data_parallel_rank]
-        made, holders = cuts[own], Holders(model, [cuts[kind] for kind in kinds], links)
+        made = cuts[kinds[self.topology.data_parallel_rank]]
+        holders = Holders(model, [cuts[kind] for kind in kinds], links)
         self._holders.append(holders)
         recomputed = self.cfg.activation_checkpointing
         paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
@@ -198,11 +164,7 @@ class Pipeline(DDP):
             )
         recompute_blocks({name: model}, {name: blocks}, self.cfg.activation_checkpointing)
         self._distribute(model, made, holders)
-        schedule = None if whole or fragments.schedule == "gpipe" else fragments.schedule
-        microbatches = 1 if whole else fragments.microbatches
-        pipelined = Pipelined(name, made, links, holders, microbatches, schedule)
-        pipelined.install(model)
-        self._scheduled.append((model, pipelined, unfolded[own]))
+        Pipelined(name, made, links, holders, 1 if whole else self.cfg.fragments.microbatches).install(model)
         _allow_absent(model)
 
     def _distribute(self, model: nn.Module, made: Any, holding: Any) -> None:
@@ -291,7 +253,9 @@ class Pipeline(DDP):
                 kind = getattr(torch, dtype.removeprefix("torch."))
                 received = torch.empty(shape, dtype=kind, device=topology.device)
                 dist.recv(raw(received), rank)
-                _insert(states, path, received.cpu())
+                copied = received.cpu()
+                copied.is_copy = True  # type: ignore[attr-defined]  # for `Staging`
+                _insert(states, path, copied)
         for optimizer in states.get("optimizers", {}).values():
             if isinstance(optimizer.get("state"), dict):
                 optimizer["state"] = dict(sorted(optimizer["state"].items()))
@@ -337,28 +301,6 @@ class Pipeline(DDP):
                 session.reporter.record({"fragments/bytes": sum(sent), **each}, number, session.progress.epoch)
 
         session.step_done = step_done
-
-
-def chunks_of(fragments: Any) -> int:
-    """Return the number of stages per worker."""
-    chunks: int = fragments.chunks if fragments.schedule in ("interleaved", "zero_bubble") else 1
-    return chunks
-
-
-def _check_microbatches(fragments: Any, stages: int) -> None:
-    """Check that torch's schedules accept the number of microbatches."""
-    key, count = f"cfg.fragments.schedule={fragments.schedule}", fragments.microbatches
-    if fragments.schedule == "1f1b" and count < stages:
-        raise ConfigError(
-            f"{key} needs at least as many microbatches as stages; set cfg.fragments.microbatches={stages}"
-        )
-    if fragments.schedule in ("interleaved", "zero_bubble"):
-        rounds = max(1, count // stages)
-        if count % rounds:
-            raise ConfigError(
-                f"{key} runs {count} microbatches in {rounds} rounds, which must divide them; set "
-                f"cfg.fragments.microbatches={rounds * stages} or {(rounds + 1) * stages}"
-            )
 
 
 def _unchanged(model: nn.Module, **_: Any) -> nn.Module:

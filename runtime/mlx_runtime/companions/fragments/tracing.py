@@ -18,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import mlx_runtime
 from mlx_runtime.companions.fragments.costs import Block, joined
-from mlx_runtime.companions.fragments.needs import states_after_step
 from mlx_runtime.companions.fragments.recording import Recorded, ShapeError, record
 from mlx_runtime.companions.fragments.scripted import OpenedModule, opened
-from mlx_runtime.companions.fragments.wire import Wire
 from mlx_runtime.companions.sharding.blocks import repeated_blocks
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.distributed.wrapping import unwrap
@@ -41,21 +39,6 @@ class Trace:
     notes: list[str]
 
 
-def blocks_of_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the paths of the blocks of a model, in the order of execution.
-
-    A block begins when its module is called, and ends where the next one begins: operations between modules belong to
-    the block before them. Blocks are the members of repeated parts, like the layers of a transformer, and all other
-    modules that have parameters and no blocks inside. Blocks that share parameters, and those between them, are one.
-
-    Raises:
-        ConfigError: shapes depend on values.
-    """
-    model = opened(unwrap(model))
-    found, _ = _structure(model, args, kwargs or {}, Wire(None))
-    return [names[0] for names in _groups(model, found)[0]]
-
-
 def trace(
     model: nn.Module,
     args: Sequence[Any],
@@ -63,9 +46,13 @@ def trace(
     optimizers: Iterable[Optimizer] = (),
     *,
     traffic: str | None = None,
-    sends_outputs: bool = False,
+    device: torch.device | None = None,
 ) -> Trace:
     """Return the blocks of a model with the memory and the time that a batch needs.
+
+    A block begins when its module is called, and ends where the next one begins: operations between modules belong to
+    the block before them. Blocks are the members of repeated parts, like the layers of a transformer, and all other
+    modules that have parameters and no blocks inside. Blocks that share parameters, and those between them, are one.
 
     Args:
         model: it may be on the meta device. Its values and gradients are not changed.
@@ -73,7 +60,7 @@ def trace(
         kwargs: keyword arguments of the call.
         optimizers: those of its parameters.
         traffic: `cfg.fragments.traffic`.
-        sends_outputs: True if the last stage sends outputs to all others, as with GPipe.
+        device: for which times are given; None for that of the model.
 
     Raises:
         ConfigError: shapes depend on values, or the model fails.
@@ -82,14 +69,12 @@ def trace(
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
-        found, notes = _structure(model, args, kwargs, Wire(traffic))
-        seconds, measured = _seconds(model, args, kwargs, found)
+        found, notes = _structure(model, args, kwargs, traffic)
+        seconds, measured = _seconds(model, args, kwargs, found, device or device_of(model))
     finally:
         for module, mode in modes.items():
             module.training = mode
     states = {param: size for item in optimizers for param, size in states_after_step(item).items()}
-    if not sends_outputs:
-        found.sends[-1] = 0
     blocks = _sized(model, found, seconds, states)
     groups, shared = _groups(model, found)
     merged, index = [], 0
@@ -102,6 +87,28 @@ def trace(
         if _is_closed(model.get_submodule(name)) and [*model.get_submodule(name).children()]
     ]
     return Trace(merged, [*closed, *notes, *shared, *measured])
+
+
+def states_after_step(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Return the bytes of each parameter's state after the first step, taken by a copy on the meta device."""
+    copies = {param: _without_data(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = [group | {"params": [copies[item] for item in group["params"]]} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+    state: Mapping[Any, Any] = {copies[param]: values for param, values in optimizer.state.items() if param in copies}
+    with contextlib.suppress(Exception), torch.no_grad():  # `step` may need a closure, or other arguments
+        copy = kind(groups)
+        inspect.unwrap(kind.step)(copy)  # without the hooks of all optimizers
+        state = copy.state
+    return {
+        param: sum(value.nbytes for value in state.get(item, {}).values() if isinstance(value, torch.Tensor))
+        for param, item in copies.items()
+    }
+
+
+def _without_data(param: torch.Tensor) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    made.grad = torch.empty_like(made) if param.requires_grad else None
+    return made
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -129,14 +136,14 @@ def _is_closed(module: nn.Module) -> bool:
 
 
 def _structure(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wire: Wire
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], traffic: str | None
 ) -> tuple[Recorded, list[str]]:
     """Record a call on fake tensors or, if the model needs values, on real ones."""
     names, problem = _candidates(model), ""
     try:
         with temporary_seed(0):
             try:
-                return record(model, args, kwargs, names, wire, fake=True), []
+                return record(model, args, kwargs, names, traffic, fake=True), []
             except ShapeError:
                 raise
             except USER_ERRORS as error:
@@ -144,11 +151,11 @@ def _structure(
                 if _on_meta(model):
                     raise
                 with _unchanged(model):
-                    found = record(model, args, kwargs, names, wire, fake=False)
+                    found = record(model, args, kwargs, names, traffic, fake=False)
         return found, [f"measured with real tensors, because the model needs values: {problem}"]
     except ShapeError as error:
         raise ConfigError(
-            f"the model cannot be cut: {_line(error)}{error} returns a shape that depends on values, but stages "
+            f"the model cannot be cut: {_line(error)}{error.func} returns a shape that depends on values, but stages "
             "exchange tensors of fixed shapes; use a mask or torch.where there"
         ) from error
     except USER_ERRORS as error:
@@ -249,10 +256,9 @@ def _owner(name: str, names: Sequence[str]) -> int:
 
 
 def _seconds(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], found: Recorded
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], found: Recorded, device: torch.device
 ) -> tuple[list[float], list[str]]:
     """Return the seconds of each block for forward and backward: measured, or estimated from its FLOPs."""
-    device = next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
     needed = sum(found.activations) + sum(item.numel() * item.element_size() for item in model.parameters())
     if _on_meta(model) or any(item.is_meta for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)):
         why = "the model or its inputs are on the meta device"
@@ -329,6 +335,11 @@ class _unchanged:  # noqa: N801 - a context manager
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model; the CPU for one on the meta device."""
+    return next((item.device for item in model.parameters() if not item.is_meta), torch.device("cpu"))
 
 
 def _on_meta(model: nn.Module) -> bool:

@@ -69,7 +69,7 @@ def selectors(names: Sequence[str], nodes: Sequence[Facts], *, least: int, patie
     if not patient and sum(name in known for name in names) < least:
         raise ClusterError(
             f"the plan has a stage on node {missing[0]}, but the nodes of the cluster are {', '.join(sorted(known))}; "
-            "plan again with `mlx train clusterize --ray-address`"
+            "plan for those, with `mlx train clusterize --nodes`"
         )
 
     def selector(name: str) -> dict[str, str]:

@@ -203,7 +203,9 @@ class Staging:
         return map_tensors(value, self.copy)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor, which is complete after `wait`."""
+        """Return a copy of a tensor, which is complete after `wait`; one that is a copy has `is_copy`."""
+        if getattr(tensor, "is_copy", False):
+            return tensor
         tensor = tensor.detach()
         if tensor.device.type != "cuda":
             return tensor.to("cpu", copy=True)

@@ -30,12 +30,12 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     """The call of spec 004, for a model that no node can hold."""
     monkeypatch.chdir(tmp_path)
     Path("node_data").mkdir()
-    Path("node_data/node_configs.json").write_text(json.dumps(nodes((0.35, 20), (0.65, 10), (0.35, 10))))
+    Path("node_data/node_configs.json").write_text(json.dumps(nodes((1.2, 20), (0.65, 10), (0.35, 10))))
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
     found = clusterize(model=model, example_args=(torch.rand(64, 2048),))
     [stages] = found.clusters
-    assert all(stage.memory < 1e9 for stage in stages)
+    assert all(stage.memory <= stage.machine.memory for stage in stages)
     table = capsys.readouterr().out
     assert [line.split()[2] for line in table.splitlines()[1:4]] == ["Root", "Stem", "Leaf"]
     assert re.search(r" per step of 64 rows, in 4 microbatches; 838\.9 ms to send outputs to all stages\n", table)
@@ -49,11 +49,11 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ends[-1][1] == 15
     assert all(last + 1 == first for (_, last), (first, _) in itertools.pairwise(ends))
     assert sum(stage["parameters"] for stage in cluster["stages"]) == 16 * (2048 * 2048 + 2048)
-    [halved] = clusterize(model, (torch.rand(64, 2048),), traffic="fp16", sends_outputs=False).clusters
+    [halved] = clusterize(model, (torch.rand(64, 2048),), traffic="fp16").clusters
     sent = 2 * 64 * 2048 * 4  # an activation and its gradient, at the lower bandwidth
     for plain, half in zip(stages[:-1], halved[:-1], strict=True):
         assert (plain.transfer_s, half.transfer_s) == pytest.approx((sent / 1.25e6, sent / 2 / 1.25e6))
-    assert "4 microbatches sent as fp16\n" in capsys.readouterr().out
+    assert "4 microbatches sent as fp16; " in capsys.readouterr().out
 
 
 @pytest.mark.pure
@@ -66,7 +66,7 @@ def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.pure
 def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The interval between averages unless it is that of conf.yaml, and the cluster."""
+    """The interval between averages unless it is that of conf.yaml."""
     model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
     settings: dict[str, Any] = {"all_nodes": True, "average_every": 10, "output": None}
     two = clusterize(model, (torch.rand(4, 8),), nodes=4, clusters=2, **settings)
@@ -79,15 +79,13 @@ def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path, capsys:
     given = ["cfg.fragments.plan=null", "cfg.replicas.every=10", "cfg.name=a b", "--variant=small"]
     found = next_step(two, file, machines, None, every=10, overrides=given)
     assert found.endswith("cfg.fragments.microbatches=4 cfg.replicas.every=10 'cfg.name=a b' --variant=small")
-    on_ray = next_step(one, file, machines[:2], None, "http://head:8265")
-    assert on_ray.startswith("next: mlx train launch --ray-address http://head:8265 cfg.start_workers=2 ")
 
 
 @pytest.mark.pure
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match=r"write a tuple of arguments: example_args=\(tensor,\)"):
         clusterize(nn.Linear(8, 8), torch.rand(4, 8), nodes=2)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="traffic is 'half'; write 'bf16', 'fp16' or 'int8'"):
+    with pytest.raises(UsageError, match="traffic is 'half'; write 'bf16' or 'fp16', or None"):
         clusterize(nn.Linear(8, 8), (torch.rand(4, 8),), nodes=2, traffic="half")
 
 
@@ -154,13 +152,14 @@ CAPTURE = """
 import json
 import shutil
 from pathlib import Path
+import torch
 from mlx_runtime.companions.fragments import capturing
 from mlx_runtime.companions.fragments.tracing import trace
 from mlx_runtime.driver.request import load_config
 from src.experiment import Experiment
 
 capturing.SHARE_FOR_MODELS = {share}
-call = capturing.capture(Experiment, load_config(Experiment, ["cfg.precision=bf16"]))
+call = capturing.capture(Experiment, load_config(Experiment, ["cfg.precision=bf16"]), None, torch.device("cpu"))
 found = trace(call.model, call.args, call.kwargs, call.optimizers)
 print(json.dumps({{
     "meta": [item.is_meta for item in call.model.parameters()],

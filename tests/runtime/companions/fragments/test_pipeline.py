@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Mlx, edit
+from conftest import ROOT, Mlx, bind, edit
 from faults import differences
 from forkserver import Commands
 from torch import nn
@@ -32,6 +33,7 @@ from mlx_runtime.companions.fragments.cutting import balanced
 from mlx_runtime.companions.fragments.links import Links
 from mlx_runtime.companions.fragments.planfile import read
 from mlx_runtime.companions.fragments.replicas import Averages
+from mlx_runtime.companions.fragments.tracing import trace
 from mlx_runtime.distributed.collectives import data_parallel_group
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
@@ -251,9 +253,9 @@ def stages(rank: int) -> Any:
         found[microbatches] = whole_states(made, model, optimizer)
     found["lines"] = tuple(made.described)
     torch.manual_seed(0)
-    rounding = strategy(rank, microbatches=3, traffic="int8")
+    rounding = strategy(rank, microbatches=3, traffic="bf16")
     rounded = rounding.build(node(Transformer)).net
-    found["int8"] = whole_states(rounding, rounded, trained(rounded, rounding, tokens(), clip=0.5))
+    found["bf16"] = whole_states(rounding, rounded, trained(rounded, rounding, tokens(), clip=0.5))
     found["alone"] = one_process(clip=0.5)
     states = [found[1] if rank == 0 else None]
     dist.broadcast_object_list(states)
@@ -351,17 +353,15 @@ APART = Replicas(every=2, momentum=0.9)
 
 @work
 def averaged_apart(rank: int) -> Any:
-    """Weights and outer momentum after averages of pipelines that were cut differently in between, by kind of change.
+    """Weights and outer momentum of pipelines, after averages between which they were cut differently, or never.
 
-    `in_a_period`, only the second pipeline changes; `at_an_average`, also the number of stages of each. The first stage
-    of the first pipeline has only frozen parameters, and a buffer that all workers hold.
+    The first stage of the first pipeline has only frozen parameters, and a buffer that all workers hold.
     """
     first, second = ((0, 0), (1, 3)), ((0, 2), (3, 3))
     found: dict[str, Any] = {}
     for change, parts in {
-        "in_a_period": [((first, second), 1), ((first, ((0, 1), (2, 3))), 1)],
         "never": [((first, second), 4)],
-        "at_an_average": [((first, second), 2), ((((0, 0), (1, 2), (3, 3)), ((0, 3),)), 2)],
+        "once": [((first, second), 2), ((((0, 0), (1, 2), (3, 3)), ((0, 3),)), 2)],
     }.items():
         whole: Any = None
         own: dict[str, Any] = {}
@@ -377,12 +377,11 @@ def averaged_apart(rank: int) -> Any:
             model.embed.requires_grad_(False)
             model.positions.requires_grad_(False)
             optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
-            averages = Averages(session(made, model, optimizer, notices.append, numbers.append), None)
+            averages = Averages(session(made, model, optimizer, notices.append, numbers.append))
             if whole is not None:
                 model.load_state_dict(whole["models"]["net"])
                 averages.common.load_state_dict(whole["own"]["common"])
-                if change == "in_a_period":  # otherwise, workers are other stages now, and load nothing of their own
-                    averages.own.load_state_dict(own)
+                averages.own.load_state_dict(own)
             for _ in range(updates):
                 averages.before_update(optimizer)
                 rows = tokens(8).chunk(2)[made.topology.data_parallel_rank]
@@ -499,11 +498,38 @@ class Skipping(nn.Module):
 
 
 @work
+def sent(rank: int) -> Any:
+    """Numbers recorded about training steps with 8 rows, by traffic."""
+    found = {}
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for traffic in (None, "fp16"):
+        made = strategy(rank, microbatches=4, traffic=traffic)
+        model = made.build(node(Skipping)).net
+        recorded: list[dict[str, float]] = []
+        session = SimpleNamespace(
+            step_done=lambda number: None,
+            passes=SimpleNamespace(latest=None),
+            progress=SimpleNamespace(epoch=0),
+            optimization=SimpleNamespace(accumulation=SimpleNamespace(last=True)),
+            metrics=SimpleNamespace(is_due=lambda item: True),
+            reporter=SimpleNamespace(record=lambda values, *_, to=recorded: to.append(values)),
+        )
+        made.observe(session)  # type: ignore[attr-defined]
+        for number in range(2):
+            with torch.no_grad():
+                model(rows)  # does not count
+            model(rows).square().mean().backward()
+            session.step_done(number)
+        found[traffic] = recorded
+    return found
+
+
+@work
 def queued(rank: int) -> Any:
-    """Messages that a worker sends and receives, in their order, as (kind, peer): of a pass twice, by `Links.ahead`."""
+    """Messages that a worker sends and receives, in their order, as (kind, peer): of two passes, by `Links.ahead`."""
     found = {}
     for ahead in (True, False):
-        made = strategy(rank, microbatches=2, schedule="interleaved")
+        made = strategy(rank, microbatches=2)
         model = made.build(node(Skipping)).net.eval()
         next(item for item in vars(made).values() if isinstance(item, Links)).ahead = ahead
         begun: list[tuple[str, int]] = []
@@ -544,7 +570,7 @@ def test_stages_train_like_one_process(on_workers: dict[str, list[Any]]) -> None
             if isinstance(item, torch.Tensor):
                 assert torch.allclose(made[name], item, rtol=tolerance, atol=tolerance), (microbatches, name)
     errors = {
-        name: (found["int8"]["models"]["net"][name] - item).abs().max() for name, item in model.named_parameters()
+        name: (found["bf16"]["models"]["net"][name] - item).abs().max() for name, item in model.named_parameters()
     }
     assert 0 < max(errors.values()) < 0.01, errors
     expected_logits = model.eval()(tokens())["logits"]
@@ -565,11 +591,23 @@ def drains(queues: list[list[tuple[str, int]]]) -> bool:
 
 
 def test_no_message_waits_for_a_later_one(on_workers: dict[str, list[Any]]) -> None:
-    """Each of three workers is passed twice, and a tensor skips one. Receiving ahead needs messages out of order."""
+    """A tensor skips the second of three workers. Receiving ahead needs messages out of order."""
     queues = {ahead: [found[ahead] for found in on_workers["queued"]] for ahead in (True, False)}
     assert all(queues[False])
     assert drains(queues[False])
     assert not drains(queues[True])
+
+
+def test_bytes_that_stages_send_are_recorded(on_workers: dict[str, list[Any]]) -> None:
+    """Two tensors cross the cut, and their gradients come back. The last stage also sends outputs. Plans know it."""
+    first, second = on_workers["sent"]
+    for traffic, size in {None: 4, "fp16": 2}.items():
+        _, _, cut, *_, last = trace(Skipping(), (torch.ones(8, 4),), traffic=traffic).blocks
+        each = [8 * 2 * 4 * size, 8 * 2 * 4 * size + 8 * 4 * 4]
+        assert [cut.sends, cut.returns + last.sends] == each
+        wanted = {"fragments/bytes": sum(each)} | {f"fragments/bytes/rank_{rank}": each[rank] for rank in range(2)}
+        assert first[traffic] == [wanted, wanted]
+        assert not second[traffic]
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:
@@ -644,28 +682,22 @@ def test_losses_with_weights_count_once_per_pipeline(on_workers: dict[str, list[
                 assert torch.allclose(item, wanted[name], atol=1e-6), (key, name)
 
 
-def test_replicas_are_equal_after_averages_of_pipelines_that_were_cut_differently_in_between(
-    on_workers: dict[str, list[Any]],
-) -> None:
-    """With a stage that has nothing to train. At an average, another cut changes nothing, not even the momentum."""
+def test_another_cut_at_an_average_changes_nothing(on_workers: dict[str, list[Any]]) -> None:
+    """Not even the outer momentum. One stage has nothing to train. The states of optimizers are those of rank 0."""
     found = on_workers["averaged_apart"]
     for change in found[0]:
         net = found[0][change]["net"]
         for rank in found:
             assert all(torch.equal(net[title], item) for title, item in rank[change]["held"].items())
-    in_a_period, never, at_an_average = found[0].values()
-    assert [line.partition(" with ")[0] for line in in_a_period["notices"]] == ["replicas  continue"]
-    trained = sum(item.nbytes for item in Transformer().blocks.state_dict().values())
-    assert on_workers["averaged_apart"][0]["never"]["bytes"] == 2 * [trained + 2 * 25 * 4]  # both stages have the mask
-    assert (in_a_period["rounds"], never["rounds"], at_an_average["rounds"]) == (1, 2, 2)
-    assert at_an_average["notices"] == []
+    never, once = found[0]["never"], found[0]["once"]
+    size = sum(item.nbytes for item in Transformer().blocks.state_dict().values())
+    assert never["bytes"] == 2 * [size + 2 * 25 * 4]  # both stages have the mask
+    assert (never["rounds"], once["rounds"], never["notices"]) == (2, 2, [])
+    assert [line.partition(" with ")[0] for line in once["notices"]] == ["replicas  continue"]
     trained = [name for name, _ in Transformer().named_parameters() if not name.startswith(("embed", "positions"))]
     assert sorted(never["momentum"]) == sorted(f"net.{name}" for name in trained)
-    assert differences(never["momentum"], at_an_average["momentum"]) == []
-    assert differences(dict(never["net"]), dict(at_an_average["net"])) == []
-    torch.manual_seed(0)
-    changed = Transformer()
-    assert not torch.equal(in_a_period["net"]["blocks.2.mix.weight"], changed.state_dict()["blocks.2.mix.weight"])
+    assert differences(never["momentum"], once["momentum"]) == []
+    assert differences(dict(never["net"]), dict(once["net"])) == []
 
 
 def test_pipelines_that_use_different_parameters_have_equal_gradients(on_workers: dict[str, list[Any]]) -> None:
@@ -797,6 +829,41 @@ def test_a_killed_stage_and_other_strategies_change_nothing(
     wanted, found = (leaves({group: state[group] for group in ("models", "optimizers")}) for state in states)
     assert wanted.keys() == found.keys()
     assert all(torch.equal(found[name], item) for name, item in wanted.items() if isinstance(item, torch.Tensor))
+
+
+@pytest.fixture
+def sorter(mlx: Mlx, baked: Path, tmp_path: Path) -> Path:
+    """An experiment that trains docs/examples/sorter.py."""
+    folder = Path(shutil.copytree(baked, tmp_path / "sorter"))
+    shutil.copy(ROOT / "docs" / "examples" / "sorter.py", folder / "src" / "experiment.py")
+    return bind(mlx, folder)
+
+
+def test_an_error_of_one_stage_ends_the_run_with_its_line(mlx: Mlx, sorter: Path) -> None:
+    """The other stage, which loses its connection, does not hide it."""
+    fail = 'if type(x) is torch.Tensor and torch.distributed.get_rank() == 1:\n            raise KeyError("mine")\n'
+    line = "        return x + self.mlp("
+    edit(sorter / "src" / "experiment.py", line, f"        {fail}{line}")
+    done = mlx(sorter, "train", "run")
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("error: ") :]
+    assert error.startswith("error: KeyError: 'mine' (raised on rank 1)\n  src/experiment.py:")
+    assert error.endswith(' in forward\n    raise KeyError("mine")\n')
+
+
+@pytest.mark.examples
+def test_a_run_in_half_precision_resumes_bit_for_bit(mlx: Mlx, sorter: Path) -> None:
+    """With updates of two steps and a clipped norm."""
+    fixed = ("cfg.accumulate_grad_batches=2", "cfg.precision=fp16", "cfg.debug.limit_batches=8")
+    for words in (
+        ("cfg.name=straight", "cfg.max_steps=4"),
+        ("cfg.name=resumed", "cfg.max_steps=2"),
+        ("cfg.name=resumed", "cfg.max_steps=4", "--resume=run_001"),
+    ):
+        done = mlx(sorter, "train", "run", *fixed, "cfg.checkpoint_every_steps=2", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    straight, resumed = (open_run(sorter / "runs" / name / "run_001") for name in ("straight", "resumed"))
+    assert differences(straight.state()["models"], resumed.state()["models"]) == []
 
 
 KILL = """

@@ -115,6 +115,18 @@ def test_the_number_of_clusters_with_the_most_batches_per_second_is_chosen() -> 
     assert len({round(item.batches_per_s, 9) for item in others}) == 2
 
 
+def test_rank_0_has_memory_for_checkpoints() -> None:
+    """It is on the first machine that is used, which another one therefore follows here."""
+    blocks = [Block(f"layers.{index}", 1, weights=10, states=20, seconds=1) for index in range(4)]
+    machines = [Machine("small", 65), Machine("large", 185), Machine("third", 65)]
+    found = plan(blocks, machines, clusters=1, collects=True)
+    assert {stage.machine.name: stage.memory for stage in found.clusters[0]} == {"large": 180.0, "third": 60.0}
+    assert [item.name for item in found.idle] == ["small"]
+    assert not plan(blocks, machines, clusters=1, all_nodes=True).idle
+    with pytest.raises(ConfigError, match="rank 0, on the first node, needs another 0.000 MB for checkpoints"):
+        plan(blocks, machines, clusters=1, all_nodes=True, collects=True)
+
+
 def test_averaging_over_slow_links_keeps_machines_in_one_cluster() -> None:
     blocks, machines = case(3, machines=5, blocks=12, memory=8)
     often, rarely = (plan(blocks, machines, average_every=steps) for steps in (1, 10_000))
@@ -122,19 +134,18 @@ def test_averaging_over_slow_links_keeps_machines_in_one_cluster() -> None:
     assert often.average_s == 0 < rarely.average_s
 
 
-def test_the_search_is_close_to_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_plans_are_close_to_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     gaps = []
-    for seed in range(4):
-        blocks, machines = case(seed, machines=6, blocks=16, memory=1.5 + seed)
+    for seed in range(12):
+        blocks, machines = case(seed, machines=6, blocks=16, memory=1.5 + seed % 4)
         exact = plan(blocks, machines, average_every=50)
         with monkeypatch.context() as patch:
             patch.setattr(planning, "EXACT_MACHINES", 0)
-            patch.setattr(planning, "SEARCH_STAGES", 4000)
-            searched = plan(blocks, machines, average_every=50)
-        check(searched)
-        gaps.append(exact.batches_per_s / searched.batches_per_s - 1)
+            found = plan(blocks, machines, average_every=50)
+        check(found)
+        gaps.append(exact.batches_per_s / found.batches_per_s - 1)
     assert min(gaps) > -1e-9, "the exact plan is not the best"
-    assert max(gaps) < 0.05
+    assert sorted(gaps)[6] < 0.25
 
 
 def test_64_machines_take_seconds() -> None:
@@ -148,9 +159,8 @@ def test_64_machines_take_seconds() -> None:
     assert max(steps) < 2 * min(steps), "clusters are not balanced"
 
 
-def test_many_machines_that_hardly_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_machines_that_hardly_suffice() -> None:
     """Some of them cannot hold a single block, and stay idle."""
-    monkeypatch.setattr(planning, "SEARCH_STAGES", 20_000)
     blocks, machines = case(1, machines=40, blocks=90, memory=1.5)
     small = [Machine(f"small_{index}", memory=1, bandwidth=100, speed=4) for index in range(10)]
     found = plan(blocks, [*small, *machines])
@@ -200,55 +210,24 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         plan(BLOCKS, machines, **settings)  # type: ignore[arg-type]
 
 
-def test_fewer_workers_are_planned_for_again(tmp_path: Path) -> None:
-    """By the name of their machine; a worker on an unknown one counts as the weakest of all."""
-    machines = [Machine("a", 4e9), Machine("b", 2e9, speed=0.5), Machine("c", 4e9)]
+def test_workers_get_the_stages_of_their_machines(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    planfile.write(file, "net", plan(BLOCKS, machines, clusters=1, all_nodes=True, average_every=5))
-    whole = planfile.layout_for(file, None, ["a", "b", "c"])
-    assert whole.notice is None
-    assert sorted(rank for ranks in whole.ranks for rank in ranks) == [0, 1, 2]
-    left = planfile.layout_for(file, None, ["c", "a"])
-    expected = plan(BLOCKS, [machines[2], machines[0]], average_every=5, all_nodes=True)
-    names = [["ca"[rank] for rank in ranks] for ranks in left.ranks]
-    wanted = {
-        tuple(stage.machine.name for stage in stages): [stage.last for stage in stages] for stages in expected.clusters
-    }
-    assert {tuple(own): list(ends) for own, ends in zip(names, left.ends, strict=True)} == wanted
-    assert left.notice is not None
-    assert left.notice.startswith("planned   again for 2 of 3 workers: ")
-    assert planfile.layout_for(file, None, ["a", None]).notice is not None
-    with pytest.raises(ConfigError, match="the model does not fit"):
-        planfile.layout_for(file, None, [None])
-    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 4; set cfg.start_workers=3"):
-        planfile.layout_for(file, None, [None] * 4)
-    doubled = planfile.layout_for(file, None, ["a", "a", "c"])  # the two share the memory of their machine
-    assert doubled.notice is not None
-    assert doubled.notice.startswith("planned   again for the machines of the workers: ")
-    made, names = planfile.again(planfile.read(file), ["a", "a", "c"])
-    assert sorted(made.nodes) == names == ["a", "a (rank 1)", "c"]
-    with pytest.raises(ConfigError, match="and b, the largest node, has 0.67 GB"):
-        planfile.layout_for(file, None, ["b", "b", "b"])
-    assert planfile.layout_for(file, None, ["x", "y", "z"]).notice is None  # a plan for other machines
-    document = json.loads(file.read_text())
-    del document["costs"]
-    file.write_text(json.dumps(document))
-    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 2"):
+    planfile.write(file, "net", plan(BLOCKS, [Machine(name, 2e9) for name in "abc"], clusters=1, all_nodes=True))
+    order = [stage["node"] for stage in json.loads(file.read_text())["clusters"][0]["stages"]]
+    assert planfile.layout_for(file, None, ["c", "a", "b"]).ranks == (tuple("cab".index(name) for name in order),)
+    assert planfile.layout_for(file, None, [None] * 6).ranks == ((0, 1, 2), (3, 4, 5))
+    assert planfile.layout_for(file, None, ["x", "y", "z"]).ranks == ((0, 1, 2),)  # a plan for other machines
+    with pytest.raises(ConfigError, match="is for 3 workers, and the run has 2; set cfg.start_workers=3"):
         planfile.layout_for(file, None, ["c", "a"])
+    with pytest.raises(ConfigError, match="and the workers are on a, a, c; plan for those"):
+        planfile.layout_for(file, None, ["a", "a", "c"])
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"microbatches": 0}, "microbatches is 0, not a whole number above 0"),
-        ({"average_every": 0}, "average_every is 0, not a whole number above 0"),
         ({"clusters": [{"stages": [{"first": float("inf"), "last": 2}]}]}, "stages, item 0: first is inf, not a whole"),
         ({"clusters": [{}]}, "clusters, item 0: stages is missing"),
-        ({"costs": [{"seconds": "1"}] * 3}, "costs, item 0: seconds is '1', not a number, 0 or more"),
-        ({"costs": [{"weights": 1}]}, "it has 3 blocks, and costs of 1"),
-        ({"machines": [{"name": "a", "memory": float("nan"), "bandwidth": None}]}, "machines, item 0: memory is nan"),
-        ({"machines": [{"name": "a", "memory": 1, "bandwidth": 1, "speed": 0}]}, "machines, item 0: speed is 0, not"),
-        ({"machines": [{"name": "a", "memory": 1, "bandwidth": 1, "cores": 2}]}, "cores"),
         ({"notes": "x" * planfile.FILE_BYTES}, "it has more than 16777216 bytes"),
     ],
 )

@@ -27,8 +27,6 @@ from conftest import Mlx, Start
 from faults import diary, differences, final_state, reports, run_of, wait_for
 from transcripts import check_transcript
 
-from mlx_runtime.companions.fragments import costs, planfile
-from mlx_runtime.companions.fragments.planning import plan
 from mlx_runtime.companions.nodes import agent, channel, roster
 from mlx_runtime.companions.nodes.channel import Channel, connect
 from mlx_runtime.companions.nodes.commands import train_join
@@ -330,39 +328,6 @@ def test_a_lost_machine_joins_again_and_the_run_ends_as_a_local_one(
         begin, end = (next(at for at, line in enumerate(lines) if line.startswith(word)) for word in (first, last))
         shown = [line for line in lines[begin:end] if not line.startswith("starting ")]  # only after two seconds
         check_transcript("nodes.md", name, shown, names)
-
-
-@pytest.mark.kills
-def test_a_run_continues_with_a_new_plan_without_a_lost_machine(
-    start: Start, experiment: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Each of three stages is on the machine that the plan names; two machines are left, of which each holds more."""
-    folder = experiment("faults")
-    file, _ = nodes_file(tmp_path)
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"2": {"IP": "127.0.0.3"}}))
-    machines = [costs.Machine(f"node_{number}", 2e9) for number in range(3)]
-    blocks = [costs.Block(name, 1, 10**9, seconds=1) for name in ("layers.0", "layers.1", "layers.3")]
-    planfile.write(folder / "plan.json", "net", plan(blocks, machines, clusters=1, all_nodes=True))
-    words = (
-        *("cfg.engine=nodes", f"cfg.nodes={file}", "cfg.start_workers=3", "cfg.elastic.min_workers=2"),
-        *("cfg.elastic.wait_s=10", "cfg.strategy=pipeline", "cfg.fragments.plan=plan.json"),
-        *("cfg.checkpoint_every_steps=3", f"cfg.out={folder / 'diary'}", "cfg.pause_s=1", "cfg.pause_from=10"),
-    )
-    run = start(folder, "train", "run", *words, MLX_JOIN_KEY=KEY.decode())
-    lost, left = (
-        start(tmp_path, "train", "join", str(file), "--name", name, MLX_JOIN_KEY=KEY.decode())
-        for name in ("node_1", "node_2")
-    )
-    wait_for(lambda: any(note.get("step") == 10 for note in diary(folder)), WAIT_S)
-    lost.send_signal(signal.SIGKILL)
-    lost.wait(WAIT_S)
-    (folder / "diary" / "hurry").touch()
-    output, errors = run.communicate(timeout=WAIT_S)
-    assert run.returncode == 0, output + errors
-    assert "workers   3 → 2: restarted" in output
-    assert re.search(r"planned   again for 2 of 3 workers: (1 \+ 2|2 \+ 1) blocks\nrestored .*step (9|1\d)\)", output)
-    left.communicate(timeout=WAIT_S)
-    assert left.returncode == 0
 
 
 @pytest.mark.kills
