@@ -28,11 +28,12 @@ class Accumulation:
 
     first: bool = True
     last: bool = True
+    step: int = 1  # number in the pass
     steps: int = 1  # in this update
 
     def begin_step(self, number: int, total: int, per_update: int) -> None:
         """Move to a step, counted from 1 in a pass of `total` steps; its last update may have fewer steps."""
-        self.first = number % per_update == 1 or per_update == 1
+        self.step, self.first = number, number % per_update == 1 or per_update == 1
         self.last = number % per_update == 0 or number == total
         self.steps = min(per_update, total - (number - 1) // per_update * per_update)
 
@@ -68,12 +69,10 @@ class Optimization:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         self._begin_backward()
         others = {} if optimizer is None else self._set_aside(optimizer)
-        checked, undo = self._weight_of(loss, weight)
-        factor = self._factor(checked)
+        factor = self._factor(self._weight_of(weight))
         if isinstance(factor, torch.Tensor) or factor != 1:
             loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
-        undo()
         for param, gradient in others.items():
             param.grad = gradient
 
@@ -84,7 +83,7 @@ class Optimization:
                 "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
                 "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
             )
-        own = set(params_of(self._optimizer(name, f"backward(loss, optimizer={name!r})")[1]))
+        own = set(params_of(self._optimizer(name, f"backward(loss, optimizer={name!r})")))
         optimizers = self._context.groups.optimizers.values()
         kept = {param: param.grad for item in optimizers for param in params_of(item) if param not in own}
         for param in kept:
@@ -102,7 +101,7 @@ class Optimization:
 
         def weighted(part: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             value = loss(part)
-            return value, self._weight_of(value, None)[0]
+            return value, self._weight_of(None)
 
         groups = self._context.groups
         metrics = {
@@ -125,16 +124,15 @@ class Optimization:
         if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
             self._update_scale()
 
-    def _weight_of(self, loss: torch.Tensor, weight: "Weight | None") -> tuple[torch.Tensor | None, Callable[[], None]]:
-        """Return the weight of a loss, None for rows, and a function to call after its backward pass."""
+    def _weight_of(self, weight: "Weight | None") -> torch.Tensor | None:
+        """Return the weight of a loss, given that of the user; None for rows."""
         weight = self._loss_count() if weight is None else weight
         self.forget_calls()
         if weight is None:
-            return None, _do_nothing
-        from mlx_runtime.loop.weighting import checked_weight, without_gradient
+            return None
+        from mlx_runtime.loop.weighting import checked_weight
 
-        tensor, is_zero = checked_weight(weight, self._context.topology.device)
-        return tensor, without_gradient(loss) if is_zero else _do_nothing
+        return checked_weight(weight, self._context.topology.device)
 
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
         """Return the factor of a loss in its update. Every worker must call this; a weight of None counts rows."""
@@ -145,7 +143,7 @@ class Optimization:
 
         self._weighted = self._weighted or WeightedLosses()
         if not alone:
-            self._weighted.add(weight)
+            self._weighted.add(weight, self.accumulation.step)
         return 1 / self._divisor if weight is None else self._weighted.factor(weight, alone=alone)
 
     def _loss_count(self) -> "Weight | None":
@@ -171,14 +169,12 @@ class Optimization:
 
     def step(self, name: str | None = None) -> bool:
         """Clip an optimizer's gradients, step and zero them, if the update is complete. Return True if it stepped."""
-        title, optimizer = self._optimizer(name)
+        optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
-        if self._weighted is not None:
-            self._weighted.assign(title)
         if not self.accumulation.last:
             return False
-        divisor = None if self._weighted is None else self._weighted.divisor(title)
+        divisor = None if self._weighted is None else self._weighted.divisor
         for param in params_of(optimizer):
             if divisor is not None and param.grad is not None:
                 local_part(param.grad).div_(divisor)
@@ -205,15 +201,15 @@ class Optimization:
         """True if the scaler has skipped all steps of the current update."""
         return self._stepped is False
 
-    def _optimizer(self, name: str | None, call: str = "") -> tuple[str, Optimizer]:
-        """Return the name of an optimizer, and the optimizer; None means the only one."""
+    def _optimizer(self, name: str | None, call: str = "") -> Optimizer:
+        """Return an optimizer by its name; None means the only one."""
         optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
             name = next(iter(optimizers))
         if name is None or name not in optimizers:
             call = call or f"optimizer_step({'' if name is None else repr(name)})"
             raise MlxError(f"self.{call} needs the name of an optimizer.{suggest(name or '', optimizers)}")
-        return name, optimizers[name]
+        return optimizers[name]
 
     def _update_scale(self) -> None:
         """Update the loss scale after all optimizers have stepped."""
@@ -305,10 +301,6 @@ class Optimization:
     def _report_norms(self, values: dict[str, float]) -> None:
         progress = self._context.progress
         self._reporter.record(values, progress.global_step, progress.epoch)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> None:
