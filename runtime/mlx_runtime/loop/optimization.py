@@ -42,17 +42,12 @@ class Optimization:
     """Gradients and updates of one worker."""
 
     def __init__(self, context: RunContext, reporter: Reporter, strategy: "DDP") -> None:
-        cfg, debug = context.cfg, context.cfg.debug
+        cfg = context.cfg
         self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()
         self._divisor = 1.0  # divisor of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted: WeightedLosses | None = None  # None unless losses have weights, or an update has several steps
-        self._monitor: Any = None  # a `GradientMonitor`, if gradients are inspected
-        if debug.watch_gradients or debug.stop_on_nan:
-            from mlx_runtime.loop.gradients import GradientMonitor
-
-            report = self._report_norms if context.topology.writes or strategy.shards else None
-            self._monitor = GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report)
+        self._stop_on_nan = cfg.debug.stop_on_nan
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._stepped: bool | None = None  # an optimizer has stepped in this update; False if the scaler skipped it
@@ -264,13 +259,14 @@ class Optimization:
         return bool(self._context.groups.optimizers) or self._updated is not None
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer may step now, with unscaled and complete gradients, and inspect them."""
+        """Check that an optimizer may step now, with unscaled, complete and finite gradients."""
         if not self._stepping:
             self._check_plain_step()
-        step = self._context.progress.global_step
-        if self._monitor is not None and self._monitor.wants(step):
+        if self._stop_on_nan:
+            from mlx_runtime.loop.gradients import check_finite
+
             models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
-            self._monitor.inspect(models, params_of(optimizer), step)
+            check_finite(models, params_of(optimizer), self._context.progress.global_step)
 
     def after_update(self) -> None:
         """Note an update."""
@@ -297,10 +293,6 @@ class Optimization:
             )
         if cfg.gradient_clip is not None:
             self._reporter.notice("cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip")
-
-    def _report_norms(self, values: dict[str, float]) -> None:
-        progress = self._context.progress
-        self._reporter.record(values, progress.global_step, progress.epoch)
 
 
 def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> None:
