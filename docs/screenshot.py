@@ -55,9 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as parent:
         subprocess.run([*MLX, "train", "new", "digits", "-o", parent], check=True, stdout=subprocess.DEVNULL)
         folder = Path(parent, "digits")
-        subprocess.run(
-            [*MLX, "train", "run", "cfg.log_every_steps=5", "cfg.debug.watch_gradients=10"], cwd=folder, check=True
-        )
+        subprocess.run([*MLX, "train", "run", "cfg.log_every_steps=5"], cwd=folder, check=True)
         (folder / "browser").mkdir()
         with Browser(folder / "browser") as browser, board(folder, "digits", "run_001") as url:
             curves(browser, url, least=4, tags="train/|val/").picture(ROOT / "docs" / "tensorboard.png")

@@ -43,14 +43,12 @@ class Debug(Section):
             a model that does not fit them has a bug.
         profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. On GPUs, each worker
             also records the lines of code that allocate memory, for https://pytorch.org/memory_viz.
-        watch_gradients: number of updates between records of each layer's gradient and weight norms; 0 means never.
         stop_on_nan: check all gradients before each update, and end the run at the first NaN or infinity.
     """
 
     limit_batches: int | None = at_least(1, None)
     overfit_batches: int | None = at_least(1, None)
     profile: bool = False
-    watch_gradients: int = at_least(0, 0)
     stop_on_nan: bool = False
 
 

@@ -61,7 +61,7 @@ def broadcast(value: Any) -> Any:
     message = encode(value) if torch.distributed.get_rank() == 0 else b""
     size = torch.tensor(len(message))
     torch.distributed.broadcast(size, src=0)
-    content = _tensor(message, int(size))
+    content = padded(message, int(size))
     torch.distributed.broadcast(content, src=0)
     return decode(content.numpy().tobytes())
 
@@ -76,7 +76,7 @@ def gather(value: Any) -> list[Any] | None:
     message = encode(value)
     sizes = [torch.tensor(0) for _ in range(world_size)]
     torch.distributed.all_gather(sizes, torch.tensor(len(message)))
-    content = _tensor(message, int(max(sizes)))
+    content = padded(message, int(max(sizes)))
     contents = [torch.empty_like(content) for _ in range(world_size)] if rank == 0 else None
     torch.distributed.gather(content, contents, dst=0)
     if contents is None:
@@ -84,8 +84,8 @@ def gather(value: Any) -> list[Any] | None:
     return [decode(part[:size].numpy().tobytes()) for part, size in zip(contents, sizes, strict=True)]
 
 
-def _tensor(message: bytes, size: int) -> torch.Tensor:
-    """Return a message as a tensor of this many bytes."""
+def padded(message: bytes, size: int) -> torch.Tensor:
+    """Return a message as a tensor of this many bytes, with zeros at the end."""
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else 0
     return tensor

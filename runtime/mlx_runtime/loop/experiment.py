@@ -193,16 +193,16 @@ class BaseModule:
         """Record the losses only; see `save_metrics_and_losses`."""
         self._session.save(("losses",), batch_idx, epoch, stage)
 
-    def stage(self, name: str, *, training: bool = False) -> AbstractContextManager[None]:
+    def stage(self, name: str) -> AbstractContextManager[None]:
         """Set the name under which a `with` block records, whatever it reads. Every worker must enter it.
+
+        Nothing in the block trains: steps are not counted, and a training dataset that it reads keeps its order and
+        position for later training.
 
         Args:
             name: first part of the names, like `probe` in `probe/accuracy`.
-            training: count the steps of the block as training steps, unless a block around it does not train.
-                Otherwise, steps are not counted, and a training dataset that the block reads keeps its order and
-                position for later training.
         """
-        return self._session.stage(name, training=training)
+        return self._session.stage(name)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ class BaseModule:
             model.eval()
         try:
             outside = contextlib.nullcontext()
-            with torch.no_grad(), self._run.stage(None, training=False) if self._run is not None else outside:
+            with torch.no_grad(), self._run.stage(None) if self._run is not None else outside:
                 yield
         finally:
             for part, mode in modes.items():

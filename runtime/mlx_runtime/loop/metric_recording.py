@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mlx_runtime.distributed.collectives import agree, data_parallel_group
+from mlx_runtime.distributed.collectives import agree, data_parallel_group, padded
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.loop.context import RunContext
@@ -75,7 +75,7 @@ class MetricSync:
         head = encode((message.position, sorted(message.groups), message.numbers))
         body = encode(dict(message.snapshots))
         data = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head + body[: self._buffer_bytes]
-        buffer = _buffer(data[: self._buffer_bytes], self._buffer_bytes)
+        buffer = padded(data[: self._buffer_bytes], self._buffer_bytes)
         received = [torch.empty_like(buffer) for _ in range(self._group.size())]
         work = torch.distributed.all_gather(received, buffer, group=self._group, async_op=True)
         self._in_flight = work, received, body
@@ -97,7 +97,7 @@ class MetricSync:
         _check(messages)
         needed, first = max(map(sum, zip(ends, sizes, strict=True))), self._group.rank() == 0
         if needed > len(received[0]):  # some snapshots did not fit
-            rest = _buffer(body, max(sizes))
+            rest = padded(body, max(sizes))
             received, ends = [torch.empty_like(rest) for _ in sizes], [0 for _ in sizes]
             torch.distributed.gather(rest, received if first else None, group=self._group, group_dst=0)
         self._buffer_bytes = min(MAX_BUFFER_BYTES, max(self._buffer_bytes, 2 * needed))
@@ -107,12 +107,6 @@ class MetricSync:
             replace(item, snapshots=decode(part[end:][:size].numpy().tobytes()))
             for item, part, end, size in zip(messages, received, ends, sizes, strict=True)
         ]
-
-
-def _buffer(data: bytes, size: int) -> torch.Tensor:
-    buffer = torch.zeros(size, dtype=torch.uint8)
-    buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return buffer
 
 
 @dataclass

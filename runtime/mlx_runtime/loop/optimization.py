@@ -28,11 +28,12 @@ class Accumulation:
 
     first: bool = True
     last: bool = True
+    step: int = 1  # number in the pass
     steps: int = 1  # in this update
 
     def begin_step(self, number: int, total: int, per_update: int) -> None:
         """Move to a step, counted from 1 in a pass of `total` steps; its last update may have fewer steps."""
-        self.first = number % per_update == 1 or per_update == 1
+        self.step, self.first = number, number % per_update == 1 or per_update == 1
         self.last = number % per_update == 0 or number == total
         self.steps = min(per_update, total - (number - 1) // per_update * per_update)
 
@@ -41,17 +42,12 @@ class Optimization:
     """Gradients and updates of one worker."""
 
     def __init__(self, context: RunContext, reporter: Reporter, strategy: "DDP") -> None:
-        cfg, debug = context.cfg, context.cfg.debug
+        cfg = context.cfg
         self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()
         self._divisor = 1.0  # divisor of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted: WeightedLosses | None = None  # None unless losses have weights, or an update has several steps
-        self._monitor: Any = None  # a `GradientMonitor`, if gradients are inspected
-        if debug.watch_gradients or debug.stop_on_nan:
-            from mlx_runtime.loop.gradients import GradientMonitor
-
-            report = self._report_norms if context.topology.writes or strategy.shards else None
-            self._monitor = GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report)
+        self._stop_on_nan = cfg.debug.stop_on_nan
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._stepped: bool | None = None  # an optimizer has stepped in this update; False if the scaler skipped it
@@ -68,12 +64,10 @@ class Optimization:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         self._begin_backward()
         others = {} if optimizer is None else self._set_aside(optimizer)
-        checked, undo = self._weight_of(loss, weight)
-        factor = self._factor(checked)
+        factor = self._factor(self._weight_of(weight))
         if isinstance(factor, torch.Tensor) or factor != 1:
             loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
-        undo()
         for param, gradient in others.items():
             param.grad = gradient
 
@@ -84,7 +78,7 @@ class Optimization:
                 "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
                 "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
             )
-        own = set(params_of(self._optimizer(name, f"backward(loss, optimizer={name!r})")[1]))
+        own = set(params_of(self._optimizer(name, f"backward(loss, optimizer={name!r})")))
         optimizers = self._context.groups.optimizers.values()
         kept = {param: param.grad for item in optimizers for param in params_of(item) if param not in own}
         for param in kept:
@@ -103,16 +97,15 @@ class Optimization:
         if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
             self._update_scale()
 
-    def _weight_of(self, loss: torch.Tensor, weight: "Weight | None") -> tuple[torch.Tensor | None, Callable[[], None]]:
-        """Return the weight of a loss, None for rows, and a function to call after its backward pass."""
+    def _weight_of(self, weight: "Weight | None") -> torch.Tensor | None:
+        """Return the weight of a loss, given that of the user; None for rows."""
         weight = self._loss_count() if weight is None else weight
         self.forget_calls()
         if weight is None:
-            return None, _do_nothing
-        from mlx_runtime.loop.weighting import checked_weight, without_gradient
+            return None
+        from mlx_runtime.loop.weighting import checked_weight
 
-        tensor, is_zero = checked_weight(weight, self._context.topology.device)
-        return tensor, without_gradient(loss) if is_zero else _do_nothing
+        return checked_weight(weight, self._context.topology.device)
 
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
         """Return the factor of a loss in its update. Every worker must call this; a weight of None counts rows."""
@@ -123,7 +116,7 @@ class Optimization:
 
         self._weighted = self._weighted or WeightedLosses()
         if not alone:
-            self._weighted.add(weight)
+            self._weighted.add(weight, self.accumulation.step)
         return 1 / self._divisor if weight is None else self._weighted.factor(weight, alone=alone)
 
     def _loss_count(self) -> "Weight | None":
@@ -149,14 +142,12 @@ class Optimization:
 
     def step(self, name: str | None = None) -> bool:
         """Clip an optimizer's gradients, step and zero them, if the update is complete. Return True if it stepped."""
-        title, optimizer = self._optimizer(name)
+        optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
-        if self._weighted is not None:
-            self._weighted.assign(title)
         if not self.accumulation.last:
             return False
-        divisor = None if self._weighted is None else self._weighted.divisor(title)
+        divisor = None if self._weighted is None else self._weighted.divisor
         for param in params_of(optimizer):
             if divisor is not None and param.grad is not None:
                 local_part(param.grad).div_(divisor)
@@ -183,15 +174,15 @@ class Optimization:
         """True if the scaler has skipped all steps of the current update."""
         return self._stepped is False
 
-    def _optimizer(self, name: str | None, call: str = "") -> tuple[str, Optimizer]:
-        """Return the name of an optimizer, and the optimizer; None means the only one."""
+    def _optimizer(self, name: str | None, call: str = "") -> Optimizer:
+        """Return an optimizer by its name; None means the only one."""
         optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
             name = next(iter(optimizers))
         if name is None or name not in optimizers:
             call = call or f"optimizer_step({'' if name is None else repr(name)})"
             raise MlxError(f"self.{call} needs the name of an optimizer.{suggest(name or '', optimizers)}")
-        return name, optimizers[name]
+        return optimizers[name]
 
     def _update_scale(self) -> None:
         """Update the loss scale after all optimizers have stepped."""
@@ -246,13 +237,14 @@ class Optimization:
         return bool(self._context.groups.optimizers) or self._updated is not None
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer may step now, with unscaled and complete gradients, and inspect them."""
+        """Check that an optimizer may step now, with unscaled, complete and finite gradients."""
         if not self._stepping:
             self._check_plain_step()
-        step = self._context.progress.global_step
-        if self._monitor is not None and self._monitor.wants(step):
+        if self._stop_on_nan:
+            from mlx_runtime.loop.gradients import check_finite
+
             models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
-            self._monitor.inspect(models, params_of(optimizer), step)
+            check_finite(models, params_of(optimizer), self._context.progress.global_step)
 
     def after_update(self) -> None:
         """Note an update."""
@@ -279,14 +271,6 @@ class Optimization:
             )
         if cfg.gradient_clip is not None:
             self._reporter.notice("cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip")
-
-    def _report_norms(self, values: dict[str, float]) -> None:
-        progress = self._context.progress
-        self._reporter.record(values, progress.global_step, progress.epoch)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> None:

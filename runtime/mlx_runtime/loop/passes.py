@@ -56,7 +56,6 @@ class Scope:
     """The passes within one `with self.stage(name)` or `with self.evaluation()`, or in the loop outside of these."""
 
     name: str | None = None  # name of all passes in the scope; None for the names of their datasets
-    training: bool = True  # False if no step in it counts as a training step
     stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
     latest: Pass | None = None  # the last one that led
     unknown: Pass | None = None  # the pass over data that the runtime does not know
@@ -66,7 +65,8 @@ class PassTracker:
     """Applies the rules of this module to passes over datasets, identified by their names."""
 
     def __init__(self, *, training: bool = True) -> None:
-        self._scopes = [Scope(training=training)]
+        self._training = training  # False for `eval_loop`
+        self._scopes = [Scope()]
         self._outside: dict[str, Pass | None] = {}  # the pass that led when a loader was iterated, by dataset
         self._latest: dict[tuple[str, bool], Pass] = {}  # by dataset, and whether they train
 
@@ -75,12 +75,7 @@ class PassTracker:
     @property
     def trains(self) -> bool:
         """True if a pass over a training dataset that begins now trains."""
-        return self._scopes[-1].training
-
-    @property
-    def declared(self) -> bool:
-        """True if user code has said whether it trains, by `with self.stage(...)` or `with self.evaluation()`."""
-        return len(self._scopes) > 1 or not self.trains
+        return self._training and len(self._scopes) == 1
 
     @property
     def leading(self) -> Pass | None:
@@ -95,17 +90,14 @@ class PassTracker:
 
     @property
     def training(self) -> Pass | None:
-        """The innermost training pass with batches left, to be resumed from a checkpoint saved now."""
-        return next((item for item in reversed(self._stacked) if item.training and not item.finished), None)
+        """The training pass with batches left, to be resumed from a checkpoint saved now."""
+        item = self.around
+        return None if item is None or item.finished else item
 
     @property
     def around(self) -> Pass | None:
-        """The innermost training pass, even in its last step; an evaluation may be nested in it."""
-        return next((item for item in reversed(self._stacked) if item.training), None)
-
-    @property
-    def _stacked(self) -> list[Pass]:
-        return [item for scope in self._scopes for item in scope.stack]
+        """The training pass, even in its last step; an evaluation may be nested in it."""
+        return next((item for item in self._scopes[0].stack if item.training), None)
 
     def in_training_step(self, *, otherwise: bool) -> bool:
         """Return True within a training step, but not within an evaluation in it; `otherwise` is for no known pass."""
@@ -115,11 +107,6 @@ class PassTracker:
     def leads(self, item: Pass) -> bool:
         """Return True if a pass leads, or will lead again when the pass that began within its step ends."""
         return any(item in scope.stack for scope in self._scopes)
-
-    def is_within_training(self, item: Pass) -> bool:
-        """Return True if a pass that leads was begun within a step of another training pass."""
-        stacked = self._stacked
-        return any(other.training for other in stacked[: stacked.index(item)])
 
     # -- events of the loop
 
@@ -142,9 +129,8 @@ class PassTracker:
 
     def _insert(self, made: Pass, *, within_step: bool) -> None:
         """Decide whether a pass leads or is read alongside the leading one."""
-        stack, dataset = self._scopes[-1].stack, made.dataset
+        stack, dataset, trainer = self._scopes[-1].stack, made.dataset, self.around
         assert dataset is not None
-        trainer = next((item for item in stack if item.training), None)
         if made.training and trainer is not None:
             if trainer.closed and dataset not in trainer.beside:
                 for item in stack[stack.index(trainer) :]:
@@ -191,14 +177,14 @@ class PassTracker:
         self._scopes[-1].latest = None
 
     @contextmanager
-    def scope(self, name: str | None, *, training: bool) -> Iterator[Scope]:
-        """Give the same name to all passes that begin within the scope. None trains in a scope that does not train.
+    def scope(self, name: str | None) -> Iterator[Scope]:
+        """Give the same name to all passes that begin within the scope. None of them trains.
 
         Without a name, as in an evaluation, the name is that of the scope around it, and what is saved after the scope
         may belong to its last pass.
         """
         around = self._scopes[-1]
-        self._scopes.append(Scope(name or around.name, training and self.trains))
+        self._scopes.append(Scope(name or around.name))
         try:
             yield self._scopes[-1]
         finally:

@@ -10,8 +10,7 @@ actions; other modules implement them:
     `reporting`           numbers of an epoch, and events for the driver
     `checkpointer`        the content of checkpoints
     `stopping`            the step at which all workers stop
-
-A loop that reads no training loader has no passes, so its updates begin its steps.
+    `own_steps`           steps of a loop that reads no training loader
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +41,7 @@ from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.trackers import ReportWriter
 
 if TYPE_CHECKING:
+    from mlx_runtime.loop.own_steps import OwnSteps
     from mlx_runtime.loop.strategies import DDP
 
 
@@ -82,8 +82,7 @@ class Session:
         self.waits: Callable[[], bool] = lambda: False  # called when a checkpoint or a stop is due: must it wait?
         self.before_save: Callable[[], None] = lambda: None
         self._without_update: Pass | None = None  # the last training pass, until an optimizer updates the models
-        self._stepped: set[int] = set()  # ids of the optimizers in the current step of a loop that reads no loader
-        self._epoch_ended_at = 0  # global step
+        self._own_steps: OwnSteps | None = None  # once needed
         self._begins_at: tuple[int, int] | None = None  # epoch and global step, until the loop has trained
         self._compared = False  # the models and tools of all workers
 
@@ -105,7 +104,7 @@ class Session:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:
             self.reporter.begin()
-        self._begins_at, self._epoch_ended_at = (cfg.start_epoch, self.progress.global_step), self.progress.global_step
+        self._begins_at = cfg.start_epoch, self.progress.global_step
 
     def end(self) -> dict[str, float]:
         """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
@@ -155,7 +154,7 @@ class Session:
 
     def _require_gradients(self, loader: Loader) -> None:
         """Raise an MlxError if a batch of a training dataset is requested under `torch.no_grad()`, unless declared."""
-        if not (torch.is_grad_enabled() or self.passes.declared):
+        if self.passes.trains and not torch.is_grad_enabled():
             raise MlxError(
                 f"a batch of datasets.{loader.shard.name}, a training set, was requested with gradients disabled. If "
                 'this does not train, read it inside `with self.stage("probe"):` or `with self.evaluation():`; if it '
@@ -172,7 +171,7 @@ class Session:
         self.metrics.begin(item)
         if leads:
             self.metrics.flush()
-            if not self.passes.is_within_training(item):
+            if item.training or self.passes.around is None:
                 self.optimization.begin_pass()
         if loader.current is part:  # it advances
             self.checkpoints.resume(shard.name)
@@ -190,9 +189,8 @@ class Session:
             self._finish(item, finished=between_epochs)
         if self.optimization.expected:
             self._without_update = item
-        if not self.passes.is_within_training(item):
-            epoch = self.progress.epoch if self.progress.interrupted else item.loader.epoch - 1
-            self.context.plan_epochs(epoch, item.updates_left, item.loader.updates)
+        epoch = self.progress.epoch if self.progress.interrupted else item.loader.epoch - 1
+        self.context.plan_epochs(epoch, item.updates_left, item.loader.updates)
 
     def batch_given(self, item: Pass, batch: Batch) -> None:
         """Begin a step."""
@@ -201,7 +199,7 @@ class Session:
             return  # read alongside the pass that leads
         if item.training:
             self.optimization.forget_calls()
-            if item.part.given == 1 and not self.passes.is_within_training(item):
+            if item.part.given == 1:
                 self.begin_epoch(item.loader.epoch - 1)
             self.optimization.begin_step(item.part, item.accumulate)
             self.progress.global_step += self.optimization.accumulation.first
@@ -220,14 +218,14 @@ class Session:
         if item.finished:
             self._end_pass(item)
         if item.training:
-            self._training_step_done()
+            self.training_step_done()
         if not item.training or item.finished:
             return  # after the last step of training, evaluation follows, and then the checkpoint of the epoch
-        self._poll_stop()
+        self.poll_stop()
         if self.optimization.step_completed_update():
-            self._save_or_stop(item)
+            self.save_or_stop(item)
 
-    def _training_step_done(self) -> None:
+    def training_step_done(self) -> None:
         """Report a step, and request the checkpoint that is due after it, unless the loop has saved one."""
         step, every = self.progress.global_step, self.context.cfg.checkpoint_every_steps
         self.step_done(step)
@@ -236,11 +234,11 @@ class Session:
         if self.optimization.accumulation.last and not self.optimization.skipped:
             self.checkpoints.requested = True
 
-    def _poll_stop(self) -> None:
+    def poll_stop(self) -> None:
         if self.stopping.step():
             self.checkpoints.requested = True
 
-    def _save_or_stop(self, item: Pass | None) -> None:
+    def save_or_stop(self, item: Pass | None) -> None:
         """Between two steps, save a checkpoint if one is due, and leave the loop at `cfg.max_steps` or on a request."""
         due = (self.checkpoints.requested or self.stopping.agreed) and not self.waits()
         if due:
@@ -263,19 +261,21 @@ class Session:
 
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
         """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
-        leading = self.passes.leading
+        leading, own = self.passes.leading, self.own_steps
         loader = leading.loader if leading is not None and leading.training and self.replicated else None
         compares = loader is not None and not loader.compared
-        if not compares and self._without_update is None and not self.reads_no_loader:
+        if not compares and self._without_update is None and own is None:
             return
-        if not (optimizer is None or id(optimizer) in self._stepped or self._updates_models(optimizer)):
+        if not (optimizer is None or (own is not None and own.know(optimizer)) or self._updates_models(optimizer)):
             return
         if loader is not None and compares:
             loader.compare_rows()  # here, because all workers train together
-        if self.reads_no_loader:
-            self._begin_own_update(optimizer)
+        if own is not None:
+            self.checkpoints.resume(None)
         if optimizer is not None:
             self._without_update = None
+            if own is not None:
+                own.begin_update(optimizer)
 
     def update_finished(self) -> None:
         """Note that an optimizer has stepped."""
@@ -310,57 +310,18 @@ class Session:
                 '`with self.stage("probe"):`'
             )
 
-    # -- a loop that reads no training loader: its updates are its steps
-
     @property
-    def reads_no_loader(self) -> bool:
-        """True if the loop trains on its own data, or on none."""
+    def own_steps(self) -> "OwnSteps | None":
+        """The steps of a loop that trains on its own data, or on none; None for other loops, and in passes."""
         if self.passes.leading is not None or not self.passes.trains:
-            return False
+            return None
         if self.counts_updates is None:
             self.counts_updates = not any(loader.shard.training for loader in self.checkpoints.loaders.values())
-        return self.counts_updates
+        if self.counts_updates and self._own_steps is None:
+            from mlx_runtime.loop.own_steps import OwnSteps  # here, because most loops read a loader
 
-    def _begin_own_update(self, optimizer: Optimizer | None) -> None:
-        """Begin a step with an update. Several optimizers that step one after another take one step."""
-        self.checkpoints.resume(None)
-        if optimizer is None:
-            return
-        if not self._stepped or id(optimizer) in self._stepped:
-            self._begin_own_step()
-            self._stepped.clear()
-        self._stepped.add(id(optimizer))
-
-    def _begin_own_step(self) -> None:
-        """Count a step, after saving or stopping at the end of the previous one."""
-        if self.progress.global_step:
-            self._training_step_done()
-        else:
-            self._warn_of_own_data()
-        if self._stepped:
-            self._poll_stop()
-        self._save_or_stop(None)
-        self.passes.step_on_own_data()
-        self.progress.global_step += 1
-
-    def _warn_of_own_data(self) -> None:
-        for name in ("limit_batches", "overfit_batches"):
-            if getattr(self.context.cfg.debug, name) is not None:
-                text = f"cfg.debug.{name} has no effect: the loop reads no training loader of self.generate_loaders"
-                self.reporter.notice(f"{text}; cfg.max_steps limits any loop")
-        if self.replicated:
-            from mlx_runtime.loop import replicas
-
-            if replicas.has_unsharded_data():
-                text = "every worker trains on all rows of its own DataLoader; give each worker a part of them with "
-                text += "ray.train.torch.prepare_data_loader, or read them with self.generate_loaders"
-                self.reporter.warn(text)
-
-    def _end_own_epoch(self) -> None:
-        """Count an epoch as a step if it has no others."""
-        if self.progress.global_step == self._epoch_ended_at and not self.optimization.expected:
-            self._begin_own_step()
-        self._epoch_ended_at = self.progress.global_step
+            self._own_steps = OwnSteps(self)
+        return self._own_steps if self.counts_updates else None
 
     # -- epochs
 
@@ -381,8 +342,8 @@ class Session:
                     f"the loop begins with epoch {epoch}, not with cfg.start_epoch={expected}; epochs count from 0: "
                     "write range(cfg.start_epoch, cfg.num_epochs)"
                 )
-        if self.reads_no_loader and epoch != self.progress.epoch:
-            self._end_own_epoch()
+        if epoch != self.progress.epoch and (own := self.own_steps) is not None:
+            own.end_epoch()
             self.begin_epoch(epoch)
 
     def end_epoch(self, values: Mapping[str, float] | None = None, epoch: int | None = None) -> None:
@@ -405,11 +366,12 @@ class Session:
             self._turn_to(epoch)
         self.progress.epoch = epoch
         if item.loader is None:  # the loop counts from 0, even after a restart
-            if item.training and not self._stepped and batch_idx + 1 != item.step:
-                if self.reads_no_loader:
-                    self._begin_own_step()
-                else:
+            if item.training and batch_idx + 1 != item.step:
+                own = self.own_steps
+                if own is None:
                     self.progress.global_step += 1
+                elif not own.are_updates:
+                    own.begin()
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
 
@@ -429,15 +391,12 @@ class Session:
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
     @contextmanager
-    def stage(self, name: str | None, *, training: bool) -> Iterator[None]:
-        """Give the same name to all passes in a block, which train only if `training` is True.
-
-        None is for an evaluation, with the buffers of rank 0 on all workers.
-        """
+    def stage(self, name: str | None) -> Iterator[None]:
+        """Give the same name to all passes in a block; None for an evaluation, with the buffers of rank 0."""
         self.metrics.flush()
         if name is None:
             self._sync_buffers()
-        with self.passes.scope(name, training=training) as scope:
+        with self.passes.scope(name) as scope:
             yield
             self.metrics.flush()
             for item in reversed(scope.stack):
@@ -449,7 +408,8 @@ class Session:
             return False
         if steps < 1:
             raise MlxError(f"self.every({steps}) needs a number of steps, 1 or more, or None for never")
-        trains = self.passes.in_training_step(otherwise=self.reads_no_loader and bool(self._stepped))
+        own = self.own_steps
+        trains = self.passes.in_training_step(otherwise=own is not None and own.are_updates)
         return trains and self.optimization.accumulation.last and self.progress.global_step % steps == 0
 
     # -- checkpoints, and leaving the loop
@@ -458,10 +418,10 @@ class Session:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
         self.beat()
         epoch = int(epoch)  # it may be a NumPy number
-        own = self.reads_no_loader
-        if own:
+        own = self.own_steps
+        if own is not None:
             self.checkpoints.check_resumed()
-            self._end_own_epoch()
+            own.end_epoch()
             self.progress.epoch = epoch
         self.metrics.flush()
         self.passes.close()
@@ -475,11 +435,11 @@ class Session:
                 return
         in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
-            self.end_epoch(epoch=epoch if own else None)
+            self.end_epoch(epoch=None if own is None else epoch)
             self.reporter.check_monitor(epoch)
             self._warn_of_differences()
         self._store(epoch, finished=finished)
-        if own:
+        if own is not None:
             self.progress.epoch = epoch + 1
             if self.context.steps_left == 0:
                 self._finish(None, finished=True)

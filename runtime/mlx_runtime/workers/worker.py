@@ -271,7 +271,7 @@ def _report_writer(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
 def _position(session: Session) -> WorkerPosition:
     topology, latest = session.context.topology, session.passes.latest
     name, step = (None, 0) if latest is None else (latest.name, latest.step)
-    if session.reads_no_loader and session.progress.global_step:
+    if session.progress.global_step and session.own_steps is not None:
         name, step = "update", session.progress.global_step
     return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
 

@@ -110,7 +110,6 @@ class TestOverrides:
             ("+cfg.sharding.sizes=4", "cfg.sharding.sizes: mlx_runtime.sections.Sharding has no such argument."),
             ("cfg.debug.profile=3", "cfg.debug.profile is 3; mlx_runtime.sections.Debug takes bool"),
             ("cfg.sharding.offload=gpu", "cfg.sharding.offload is 'gpu'; mlx_runtime.sections.Sharding takes Literal["),
-            ("cfg.debug.watch_gradients=-1", "cfg.debug.watch_gradients is -1; the minimum is 0"),
             ("cfg.preparation.max_gb=-1", "cfg.preparation.max_gb is -1; the minimum is 0"),
             ("cfg.hub=3", "cfg.hub is 3; mlx_runtime.TrainConfig takes Hub"),
             ("cfg.hub=null", "cfg.hub is None; mlx_runtime.TrainConfig takes Hub"),

@@ -498,11 +498,3 @@ def test_half_precision_goes_on_where_it_was(
     interrupt(mlx, folder, *here, updates=updates)
     assert final(whole[0])["scaler"]["scale"] < 2.0**16
     assert differences(final(whole[0]), final(folder)) == []
-
-
-@pytest.mark.process
-def test_a_plain_loop_is_told_what_to_call(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
-    folder = experiment("probe")
-    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.accumulate_grad_batches=4")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: cfg.accumulate_grad_batches needs self.backward(loss) and")

@@ -224,17 +224,6 @@ class TestNested:
             del batches
         assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
 
-    def test_training_within_a_step_is_recorded_in_a_named_block(self, loop, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It counts steps, and begins no epoch."""
-        seen, epochs = [], []
-        monkeypatch.setattr(loop.session, "begin_epoch", epochs.append)
-        for _ in itertools.islice(loop.train, 2):
-            seen.append(loop.log())
-            with loop.module.stage("inner", training=True):
-                seen += [loop.log() for _ in itertools.islice(loop.extra, 2)]
-        assert seen == [("train", 1), ("inner", 2), ("inner", 3), ("train", 4), ("inner", 5), ("inner", 6)]
-        assert epochs == [0]
-
     def test_evaluation_of_data_that_the_runtime_does_not_know(self, loop) -> None:
         seen = []
         for _ in loop.train:
@@ -540,8 +529,6 @@ class TestNotTraining:
             next(beside)
         with without(), pytest.raises(MlxError, match=r"^a batch of datasets.train, .* `with self.stage\("):
             next(beside)
-        with without(), loop.module.stage("train", training=True):  # like k-means
-            assert len(list(loop.train)) == 3
 
     def test_a_pass_without_an_update_is_counted_and_reported(self, tmp_path: Path) -> None:
         """Like one with an optimizer of another model, or in eval mode."""
@@ -581,15 +568,6 @@ class TestNotTraining:
             pass
         loop.session.end()
         assert (loop.module.global_step, loop.train.epoch) == (6, 2)
-        assert loop.notices == []
-
-    @pytest.mark.parametrize("training", [False, True])
-    def test_a_stage_says_whether_it_trains(self, tmp_path: Path, training: bool) -> None:
-        loop = Training(tmp_path)
-        for _ in range(2):
-            with loop.module.stage("pretrain", training=training):
-                loop.epoch()
-        assert (loop.module.global_step, loop.train.epoch) == ((6, 2) if training else (0, 0))
         assert loop.notices == []
 
     def test_an_evaluation_in_it_has_its_name(self, tmp_path: Path) -> None:
