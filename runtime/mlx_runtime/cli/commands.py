@@ -65,10 +65,9 @@ def bind_command(kind: Kind) -> click.Command:
 
     @click.command("bind", help="Write or update src/conf.yaml from the constructors' defaults. Your edits are kept.")
     @click.option("--check", is_flag=True, help="Write nothing; exit 1 if the file is not up to date.")
-    @click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
     @options.debug
-    def bind(check: bool, diff: bool) -> None:
-        for line in projects.bind(kind, check=check, diff=diff):
+    def bind(check: bool) -> None:
+        for line in projects.bind(kind, check=check):
             click.echo(line)
 
     return bind

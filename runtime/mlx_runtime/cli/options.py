@@ -1,6 +1,5 @@
 """Options and arguments shared by several commands, and their output."""
 
-import contextlib
 import functools
 import os
 import re
@@ -13,8 +12,6 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.errors import MlxError, UsageError, printable
-from mlx_runtime.runs.folder import list_runs
-from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import be_quiet, be_verbose
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -105,23 +102,11 @@ def duration_s(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
 
 
-def _complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return completions of a word: experiments, or runs of the experiment already typed."""
-    with contextlib.suppress(Exception), contextlib.redirect_stderr(None):  # a shell cannot show errors
-        if parameter.name == "name":
-            names = sorted({run.experiment for run in list_runs(lookup.storage_root())})
-        else:
-            runs = list_runs(lookup.storage_root(), context.params["name"])
-            names = ["latest", *(run.name for run in reversed(runs))]
-        return [name for name in names if name.startswith(incomplete)]
-    return []
-
-
 def name(*, required: bool = True) -> Callable[[Function], Function]:
-    """Add the argument NAME, an experiment in the storage, with shell completion."""
-    return click.argument("name", type=word, required=required, shell_complete=_complete)
+    """Add the argument NAME, an experiment in the storage."""
+    return click.argument("name", type=word, required=required)
 
 
 def run(default: str | None = None) -> Callable[[Function], Function]:
-    """Add the argument RUN of an experiment, with shell completion."""
-    return click.argument("run", type=word, default=default, required=False, shell_complete=_complete)
+    """Add the argument RUN of an experiment."""
+    return click.argument("run", type=word, default=default, required=False)

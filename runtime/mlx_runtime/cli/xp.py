@@ -130,31 +130,15 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @options.run()
 @options.yes
 @click.option("--force", is_flag=True, help="Remove even a run whose record cannot be read. It may be training.")
-@click.option("--failed", is_flag=True, help="Remove all runs of NAME that failed before their first checkpoint.")
-def rm(name: str, run: str | None, yes: bool, force: bool, failed: bool) -> None:
+def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
-    folders = _failed_runs(name, run) if failed else [lookup.resolve_run(name, _require_run(name, run, "rm"))]
-    for folder in folders:
-        xp.refuse_living(folder, force=force)
-    if folders and not yes:
-        confirm(f"remove {', '.join(xp.size_title(folder) for folder in folders)}?")
-    for folder in folders:
-        title = xp.size_title(folder)
-        xp.remove(folder, force=force)
-        say(f"removed {title}")
-
-
-def _failed_runs(name: str, run: str | None) -> list[RunFolder]:
-    """Return the runs that failed before their first checkpoint, except those of sweeps, which count them."""
-    if run is not None or "/" in name:
-        raise UsageError(
-            f"--failed removes several runs; leave out the run: mlx xp rm {name.partition('/')[0]} --failed"
-        )
-    rows = listing.list_rows(name, status="FAILED", ask=job_statuses)
-    found = [row.folder for row in rows if not row.record.get("latest") and not row.sweep]
-    if not found:
-        say(f"no run of {name} has failed before its first checkpoint", err=True)
-    return found
+    folder = lookup.resolve_run(name, _require_run(name, run, "rm"))
+    xp.refuse_living(folder, force=force)
+    title = xp.size_title(folder)
+    if not yes:
+        confirm(f"remove {title}?")
+    xp.remove(folder, force=force)
+    say(f"removed {title}")
 
 
 @group.command()
@@ -181,14 +165,12 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
 @options.json
 def ps(name: str, run: str, as_json: bool) -> None:
     """Show where each worker of a RUN (run_003, 3 or latest) of NAME is: node, step, its age, and line of code."""
-    from mlx_runtime.cli.verbs import positions
-
-    found = positions.locate(name, run)
+    found = xp.locate(name, run)
     if as_json:
         click.echo(to_json(found), nl=False)
         return
-    say(positions.title(found))
-    print_table(positions.table(found), sys.stdout)
+    say(xp.positions_title(found))
+    print_table(xp.positions_table(found), sys.stdout)
 
 
 @group.command()

@@ -37,14 +37,9 @@ class Kind:
         """The name of the module in that file."""
         return ".".join(self.file.with_suffix("").parts)
 
-    @property
-    def question(self) -> str:
-        """The variable of the template that holds the name."""
-        return f"{self.file.stem}_name"
-
-    def folder(self, start: Path | None = None) -> Path:
-        """Return the working directory (or `start`); raise an error if it is not such a project."""
-        folder = start or Path.cwd()
+    def folder(self) -> Path:
+        """Return the working directory; raise an error if it is not such a project."""
+        folder = Path.cwd()
         if not (folder / self.file).is_file():
             raise UsageError(
                 f"{folder} is not {self.article} {self.title}: it has no {self.file}. "

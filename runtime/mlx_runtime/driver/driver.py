@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mlx_runtime.companions.prepared.store import PreparedSet
 
 SLOW_START_S = 2.0
-"""Time after which a line says that workers are starting."""
+"""Interval at which the driver asks what workers wait for."""
 
 
 class Driver:
@@ -68,8 +68,8 @@ class Driver:
 
     @property
     def resuming(self) -> bool:
-        """True while a run to resume is still unchanged."""
-        return self.recorder is not None and self.recorder.record.held
+        """True for a run to resume that has not begun, or never will."""
+        return self.recorder is not None and self.recorder.record.resuming
 
     def run(self) -> events.RunEnded:
         """Train, and return the outcome of a run that has succeeded or was stopped by a request.
@@ -161,7 +161,7 @@ class Driver:
     def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> None:
         """Prepare the datasets, start the workers, and follow them to the end."""
         plan, config, record = self._plan, self._plan.config, recorder.record
-        if not record.held:
+        if not record.resuming:
             recorder.begin()
         folder, attempt = record.folder, record["attempt"]
         run = events.RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
@@ -200,7 +200,7 @@ class Driver:
             hang_timeout_s = self._plan.config.cfg.elastic.hang_timeout_s
             deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), hang_timeout_s)
             self.control.locate = deadlocks.locate
-        look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
+        look_at, stop_sent, missing = time.monotonic() + SLOW_START_S, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
             group = self._plan.engine.start(job, self._emit, self._stop_requested)
@@ -219,9 +219,6 @@ class Driver:
                         waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
                         if missing and missing != waited:
                             self._emit(events.WorkersWaiting(missing))
-                        elif not missing and not announced:
-                            self._emit(events.Notice("starting  workers"))
-                            announced = True
                     if missing and not recorder.trains and self._stop_requested():
                         raise Terminated  # no worker can save a checkpoint
                     self.control.check()

@@ -1,9 +1,7 @@
 """The run that a command refers to: a new run, a run to resume, or a checkpoint to evaluate."""
 
-import contextlib
 import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +18,7 @@ from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, read_errors
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
-from mlx_runtime.storage.local import IrregularError
+from mlx_runtime.storage.local import IrregularError, write_atomic
 from mlx_runtime.storage.redaction import LEFT_OUT
 from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
@@ -109,27 +107,25 @@ def load_config(
     if request.fast and run is not None:
         raise UsageError("--fast-dev-run keeps nothing, so it cannot resume a run; leave out --resume")
     changes: tuple[Change, ...] = ()
-    source = run or choice.origin
-    with _conf_of(source) as conf:
-        title = join_path(source.location, source.conf.name) if source else title
-        if choice.typed or implied:
-            composition = read(conf or path, [*typed, *implied], settings, title, path)
-        config = check(experiment, composition, keys_only=keys_only)
-        if source is not None:
-            _refuse_hidden(config)
-        if not keys_only and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
-            pin_checkpoint(config)
-        if not keys_only and names_repositories(config.tree):
-            file = parse_config((conf or path).read_text(encoding="utf-8"))
-            before = parse_config(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
-            companions.part("hub.pins").pin_revisions(config.tree, config.unresolved, file, before)
-        if run is not None:
-            assert conf is not None
-            from mlx_runtime.loop import resuming
+    source, project = run or choice.origin, path
+    if source is not None:
+        path, title = _conf_of(source), join_path(source.location, source.conf.name)
+    if choice.typed or implied:
+        composition = read(path, [*typed, *implied], settings, title, project)
+    config = check(experiment, composition, keys_only=keys_only)
+    if source is not None:
+        _refuse_hidden(config)
+    if not keys_only and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
+        pin_checkpoint(config)
+    if not keys_only and names_repositories(config.tree):
+        file = parse_config(path.read_bytes())
+        companions.part("hub.pins").pin_revisions(config.tree, config.unresolved, file, file if run is not None else {})
+    if run is not None:
+        from mlx_runtime.loop import resuming
 
-            changes = resuming.allowed_changes(run, conf, config, new_run(run, config.cfg))
-            another, named = new_run(run, config.cfg, "@latest"), request.resume not in ("auto", "latest")
-            resuming.refuse_finished(run, conf, config.cfg, another, named=named)
+        changes = resuming.allowed_changes(run, path, config, new_run(run, config.cfg))
+        another, named = new_run(run, config.cfg, "@latest"), request.resume not in ("auto", "latest")
+        resuming.refuse_finished(run, path, config.cfg, another, named=named)
     notes = [
         f"note      ignoring {', '.join(names)} of {key} in {title or path}, set for the class that was replaced"
         for key, names in composition.left_out.items()
@@ -201,12 +197,8 @@ def start_from(checkpoint: str) -> str:
     return f"++cfg.restore_checkpoint_path={quote(escape(checkpoint))}"
 
 
-@contextlib.contextmanager
-def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
-    """Provide the conf.yaml of a run as a local file within the block."""
-    if folder is None:
-        yield None
-        return
+def _conf_of(folder: RunFolder) -> Path:
+    """Return the conf.yaml of a run; of one in an object store, a copy on this machine."""
     try:
         with read_errors(folder, folder.conf.name):
             content = folder.document(folder.conf.name)
@@ -218,12 +210,11 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         weights = f"cfg.restore_checkpoint_path={join_path(folder.checkpoints, '…')}"
         raise StorageError(f"{error}. Put a good copy back, or start a new run with {weights}") from error
     if folder.uri is None:
-        yield folder.conf
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        conf = Path(temporary, folder.conf.name)
-        conf.write_bytes(content)
-        yield conf
+        return folder.conf
+    copy = folder.path / ".conf.yaml"  # not in place of that of a driver on this machine
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(copy, content)
+    return copy
 
 
 def pin_checkpoint(config: Config) -> None:

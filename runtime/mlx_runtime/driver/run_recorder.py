@@ -13,7 +13,7 @@ from mlx_runtime.config.constructors.targets import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.planning import RunPlan
 from mlx_runtime.driver.request import RunConfig
-from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message, short_message
+from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
@@ -69,7 +69,7 @@ class RunRecorder:
                 self.metrics, self.stopped = metrics, stopped
 
     def begin(self) -> None:
-        """Begin the record of this attempt. A resumed run keeps its old record until all state is restored."""
+        """Begin this attempt. Until all state is restored, a resumed run keeps its conf.yaml and can be put back."""
         if not self._begun:
             self._begun = True
             self.record.begin(self._plan.config.yaml())
@@ -100,7 +100,7 @@ class RunRecorder:
         try:
             if status == "PRUNED":
                 self.begin()
-            if self.record.held:
+            if self.record.resuming:
                 self.record.withdraw()
             else:
                 self.record.finish(status, **fields)
@@ -135,11 +135,12 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
         from mlx_runtime.runs import drivers  # here, because new runs do not need them
 
         folder, attempt = config.run, drivers.take_over(config.run)
-        previous = records.load_record(folder)
-        before = previous.get(records.REPLACED) or previous
-        facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
+        stored = records.stored_record(folder)
+        previous = records.relocate(stored, folder)
+        replaced = stored.get(records.REPLACED) or stored
+        facts |= {records.REPLACED: replaced, "best": best_kept(folder, config.cfg.monitor, config.cfg.mode)}
         if previous["status"] != "PENDING" or job is None:  # else the launcher has recorded these
-            previous = before
+            previous = records.relocate(replaced, folder)
             facts |= {"attempts": records.attempts(previous), "job": job}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
@@ -149,14 +150,7 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
 
             previous = drivers.refuse_living(folder)
         attempt = folder.attempts() + 1 if config.claimed else 1  # an earlier driver may have died before the run began
-        try:
-            claimed = folder.claim_attempt(attempt, leases.lease())
-        except MlxError:
-            if config.claimed is None:  # it is ours alone
-                with contextlib.suppress(OSError):
-                    storage_at(folder.location).remove_folder()
-            raise
-        if not claimed:
+        if not folder.claim_attempt(attempt, leases.lease()):
             raise UsageError(f"another driver has just started {folder.title}")
         if config.origin:
             facts["from"] = config.origin.title
@@ -164,7 +158,7 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
     with contextlib.suppress(OSError):
         folder.reserve_space()
     guard.enter_context(held_signals())
-    return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
+    return records.Record(folder, previous, **facts, attempt=attempt)
 
 
 def _facts(plan: RunPlan, *, launched: bool) -> dict[str, Any]:

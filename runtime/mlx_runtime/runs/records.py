@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError
-from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, read_errors
+from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, read_errors
 from mlx_runtime.storage.documents import (
     COUNT,
     FLAG,
@@ -34,8 +34,8 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.files import join_path, split_options, storage_at, storage_errors, to_json
-from mlx_runtime.storage.leases import heartbeat, is_alive, lease, this_process
+from mlx_runtime.storage.files import join_path, split_options, to_json
+from mlx_runtime.storage.leases import heartbeat, is_alive, this_process
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import FILES, redact, redact_override
 
@@ -48,7 +48,7 @@ LAST_S = 15.0
 LIVING = ("PENDING", "WAITING", "RUNNING")
 
 REPLACED = "replaced"
-"""Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
+"""Field of the record of a run that is about to resume: the previous record, restored if that fails."""
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 """Packages whose versions are recorded."""
@@ -126,25 +126,26 @@ class Record:
     Args:
         folder: Folder of the run.
         before: Stored record of a run to resume; the fields of its end are dropped.
-        held: Leave the stored record unchanged until `begin`; until then, only the lease shows that the run is alive.
-        fields: Initial fields.
+        fields: Initial fields. With `REPLACED`, the run is about to resume; that of `before` is not kept.
     """
 
-    def __init__(
-        self, folder: RunFolder, before: Mapping[str, Any] | None = None, *, held: bool = False, **fields: Any
-    ) -> None:
+    def __init__(self, folder: RunFolder, before: Mapping[str, Any] | None = None, **fields: Any) -> None:
         self.folder = folder
-        self.held = held
         self._lock = threading.Lock()
         self._ours = True
         self._ends_at = math.inf  # set when the end is recorded for the first time
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
-        self._fields |= {name: item for name, item in (before or {}).items() if name not in ENDING}
-        self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
+        self._replaced = fields.get(REPLACED) or (before or {}).get(REPLACED)
+        self._fields |= {name: item for name, item in (before or {}).items() if name not in (*ENDING, REPLACED)}
         self.update(**fields)
 
     def __getitem__(self, name: str) -> Any:
         return self._fields.get(name)
+
+    @property
+    def resuming(self) -> bool:
+        """True for a run to resume that has not begun, or never will."""
+        return REPLACED in self._fields
 
     def update(self, **fields: Any) -> None:
         """Change fields and store the record."""
@@ -153,11 +154,7 @@ class Record:
     def _update(self, fields: Mapping[str, Any], *, must: bool = False) -> None:
         with self._lock:
             self._fields |= {"heartbeat": now(), **fields}
-            if not self._ours:
-                return
-            if self.held:
-                self._refresh_lease(self._fields["status"])
-            else:
+            if self._ours:
                 self._write(self.folder.record, to_json(self._fields), must=must)
 
     def note(self, **fields: Any) -> None:
@@ -166,15 +163,16 @@ class Record:
             self._fields |= fields
 
     def begin(self, conf: str) -> None:
-        """Store conf.yaml and then the record, when the run begins; later changes are stored at once."""
+        """Store conf.yaml and then the record, when the run begins; the previous record cannot be restored then."""
         with self._lock:
-            self.held = False
+            self._fields.pop(REPLACED, None)
             self._write(self.folder.conf, conf, must=True)
         self.update()
 
     def finish(self, status: str, **fields: Any) -> None:
         """Record the end of the run, in the space reserved for it."""
         (self.folder.path / RESERVE).unlink(missing_ok=True)
+        self._fields.pop(REPLACED, None)
         fields |= {"status": status} | dict.fromkeys(("end", "heartbeat"), now())
         self._ends_at = min(self._ends_at, time.monotonic() + LAST_S)
         for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
@@ -187,13 +185,10 @@ class Record:
         self._update(fields, must=True)
 
     def withdraw(self) -> None:
-        """Give up resuming the run, and restore its previous record if it was replaced."""
+        """Give up resuming the run, and restore its previous record."""
         (self.folder.path / RESERVE).unlink(missing_ok=True)
         with self._lock:
-            if self.held:
-                self._refresh_lease("FAILED")
-            if self._replaced is not None:
-                self._write(self.folder.record, to_json(self._replaced))
+            self._write(self.folder.record, to_json(self._replaced))
             self._ours = False
 
     def disown(self) -> MlxError:
@@ -212,11 +207,6 @@ class Record:
 
         with heartbeat(beat):
             yield
-
-    def _refresh_lease(self, status: str) -> None:
-        content = to_json(lease(status=status)).encode()
-        with storage_errors(f"cannot write {self.folder.location}"):
-            storage_at(self.folder.location).write(content, attempt_name(self._fields["attempt"]))
 
     def _write(self, file: Path, content: str, *, must: bool = False) -> None:
         """Replace a file of the run unless another driver has claimed the run.
@@ -245,9 +235,14 @@ class Record:
 
 
 def load_record(folder: RunFolder) -> dict[str, Any]:
-    """Return the stored record of a run; raise StorageError if it cannot be read."""
+    """Return the stored record of a run, relocated; raise StorageError if it cannot be read."""
+    return relocate(stored_record(folder), folder)
+
+
+def stored_record(folder: RunFolder) -> dict[str, Any]:
+    """Return the record of a run as it is stored; raise StorageError if it cannot be read."""
     with read_errors(folder, folder.record.name):
-        return relocate(parse_record(folder.document(folder.record.name)), folder)
+        return parse_record(folder.document(folder.record.name))
 
 
 def relocate(record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -106,19 +105,10 @@ class Publication:
             return
         with contextlib.suppress(OSError):
             if self._staged:
-                self._remove_staged()
                 recover(self._storage, self._name, lambda name: name.endswith(self.id))
             else:
                 for file in self._files:
                     self._storage.remove_file(self._name, file)
-
-    def _remove_staged(self) -> None:
-        """Remove staged content; a task that is being cancelled may still be writing to it."""
-        self._storage.remove_file(self.folder, self._marker)
-        for _ in range(10):
-            with contextlib.suppress(OSError):
-                return self._storage.remove_folder(self.folder)
-            time.sleep(0.1)
 
 
 def unpublish(storage: Storage, name: str, marker: str) -> None:

@@ -7,7 +7,10 @@ from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked
 
 
 class Group(Protocol):
-    """The workers of a run. The engine replaces lost workers, up to `cfg.elastic.max_failures` times."""
+    """The workers of a run. The engine replaces lost workers, up to `cfg.elastic.max_failures` times.
+
+    A group that trains in the driver's process has a method `locate(folder)`, too, which answers `mlx xp ps`.
+    """
 
     def poll(self) -> bool:
         """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""
@@ -20,7 +23,10 @@ class Group(Protocol):
 
 
 class Engine(Protocol):
-    """Starts the workers of one run."""
+    """Starts the workers of one run.
+
+    If these inherit their end of the channel, its method `inbox()` returns the driver's end, in place of a `Receiver`.
+    """
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
         """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""

@@ -1,7 +1,6 @@
 """A worker: join the process group, build the experiment, run its loop, and report the result to the driver."""
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -153,7 +152,9 @@ def loop_errors(rank: int, project: Path) -> Iterator[None]:
         if isinstance(error, AttributeError) and isinstance(error.obj, DistributedDataParallel):
             name = error.name
             hint = f" (mlx_runtime.unwrap(model).{name} works; to train by {name}, call it in the model's forward)"
-        if raised_by_sharded_tensors(error) and not out_of_memory(error):
+        if out_of_memory(error):
+            trace = f"{trace}\n{SAVE_MEMORY}".lstrip("\n")
+        elif raised_by_sharded_tensors(error):
             hint = f" ({_NOT_MIXED})"
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
 
@@ -163,9 +164,9 @@ def loop_errors(rank: int, project: Path) -> Iterator[None]:
     except MlxError as error:
         if type(error) is MlxError:  # user code called a method wrongly, so its line is the place to look
             error.args = (f"{error}\n{user_traceback(error, project)}".rstrip(),)
-        if not out_of_memory(error):
-            raise
-        raise type(error)(f"{error}\n{SAVE_MEMORY}") from None
+        if out_of_memory(error.__cause__):  # the constructor of a model, for example
+            error.args = (f"{error}\n{SAVE_MEMORY}",)
+        raise
 
 
 SAVE_MEMORY = (
@@ -175,17 +176,10 @@ SAVE_MEMORY = (
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or one of its causes, says that there is no memory left on the CPU or the GPU."""
-    seen = set()
-    while error is not None and id(error) not in seen:  # Ray's errors may be causes of themselves
-        seen.add(id(error))
-        on_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)  # torch has no class for it
-        if on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    """Return True if an error says that there is no memory left on the CPU or the GPU."""
+    # For the CPU, torch has no class of errors.
+    on_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: " in str(error)
+    return on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def ignore_breakpoints(send: Callable[[Event], None], why: str = NO_TERMINAL) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.cli.verbs import positions
+from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import WorkerPosition
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.workers.deadlocks import POSITIONS, answer_request
+from mlx_runtime.workers.deadlocks import POSITIONS, answer_request, read_answer
 
 pytestmark = pytest.mark.pure
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.pure
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose driver is this process, which never looks for requests."""
-    monkeypatch.setattr(positions, "LIMIT_S", 0.5)
+    monkeypatch.setattr(xp, "ANSWERS_S", 0.5)
     folder = RunFolder(tmp_path / "digits" / "run_001")
     folder.path.mkdir(parents=True)
     write(folder)
@@ -32,8 +32,8 @@ def write(run: RunFolder, **fields: Any) -> None:
 
 
 def ask(run: RunFolder) -> list[str]:
-    found = positions.locate(str(run.path), None)
-    return [positions.title(found), *("  ".join(row.values()) for row in positions.table(found))]
+    found = xp.locate(str(run.path), None)
+    return [xp.positions_title(found), *("  ".join(row.values()) for row in xp.positions_table(found))]
 
 
 def test_a_driver_that_does_not_answer_is_reported(run: RunFolder) -> None:
@@ -51,7 +51,7 @@ def test_a_run_whose_driver_died_is_not_asked(run: RunFolder) -> None:
 def test_ranks_without_an_answer_are_listed(run: RunFolder) -> None:
     run.ask(run.LOCATE)
     answer_request(run, [WorkerPosition(0, 0, "train", 5, "src/a.py:3 in f", None, 70.0, host="a", pid=1)], 2)
-    rows = positions.table(positions.read_answer(run))
+    rows = xp.positions_table(read_answer(run))
     assert list(rows[0].values()) == ["0", "a", "1: train 5", "1 min 10 s", "src/a.py:3 in f"]
     assert [rows[1]["rank"], rows[1]["line"].partition(":")[0]] == ["1", "no answer within 5 s"]
 

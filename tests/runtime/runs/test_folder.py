@@ -92,9 +92,10 @@ def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
     assert list((tmp_path / "digits").iterdir()) == []
 
 
-def test_outside_an_experiment(tmp_path: Path) -> None:
+def test_outside_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="is not an experiment: it has no src/experiment.py"):
-        AN_EXPERIMENT.folder(tmp_path)
+        AN_EXPERIMENT.folder()
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:

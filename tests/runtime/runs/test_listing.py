@@ -676,22 +676,10 @@ class TestRm:
         assert "removed digits/run_002, " in done.stdout
         assert [path.name for path in (folder / "runs/digits").iterdir()] == ["run_001"]
 
-    def test_the_runs_that_failed_before_their_first_checkpoint(self, made: Made) -> None:
-        early = made(status="FAILED", error="ValueError: no\nat x.py")
-        late, succeeded = made(status="FAILED", latest={"epoch": 0, "path": "x"}), made()
-        of_sweep = made(status="FAILED", sweep={"name": "sweep_001", "trial": 0, "fold": None, "values": {}})
+    def test_the_errors_of_failed_runs_are_listed(self, made: Made) -> None:
+        made(status="FAILED", error="ValueError: no\nat x.py")
         listed = CliRunner().invoke(mlx_command, ["xp", "ls", "--status", "failed"])
         assert listed.stderr.splitlines()[0] == "digits/run_001: ValueError: no"
-        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "--failed"], input="n\n")
-        assert "remove digits/run_001, " in done.stdout
-        assert early.path.exists()
-        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "--failed", "-y"])
-        assert done.stdout.startswith("removed digits/run_001, ")
-        assert [run.path.exists() for run in (early, late, succeeded, of_sweep)] == [False, True, True, True]
-        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "--failed", "-y"])
-        assert (done.stdout, done.stderr) == ("", "no run of digits has failed before its first checkpoint\n")
-        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits/run_002", "--failed"])
-        assert "leave out the run: mlx xp rm digits --failed" in done.stderr
 
     def test_all_of_it_and_nothing_else(self, storage: str, made: Made, tmp_path: Path) -> None:
         first, second, other = made(), made(), made("other")

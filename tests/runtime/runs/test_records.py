@@ -153,21 +153,27 @@ class TestOneDriver:
             won = list(pool.map(follow, range(8)))
         assert [number for number in won if number == 2] == [2]
 
-    def test_one_that_restores_lives_although_the_record_is_still_the_old_one(
+    def resume(self, run: RunFolder) -> records.Record:
+        """Claim a run as its driver does, before its state is restored."""
+        before, number = records.load_record(run), drivers.take_over(run)
+        return records.Record(
+            run, before, replaced=before, status="RUNNING", attempt=number, start=None, **leases.this_process()
+        )
+
+    def test_one_that_restores_is_alive_and_puts_the_record_back(
         self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MLX_STORAGE", run.root)
         records.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
         before = run.record.read_bytes()
-        number = drivers.take_over(run)
-        record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
+        record = self.resume(run)
         record.update(device="cpu")
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
             drivers.take_over(run)
-        with pytest.raises(UsageError, match=r"digits run_001 is being resumed by process \d+ on "):
+        with pytest.raises(UsageError, match="digits run_001 is RUNNING; stop it first"):
             xp.refuse_living(resolve_run(str(run.path), "latest"))
-        assert run.record.read_bytes() == before
         record.withdraw()
+        assert run.record.read_bytes() == before
         record.update(status="FAILED")
         assert run.record.read_bytes() == before
         assert drivers.take_over(run) == 3
@@ -187,8 +193,7 @@ class TestOneDriver:
 
     def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
-        number = drivers.take_over(run)
-        record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=number)
+        record = self.resume(run)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(xp.stop, run)
             while run.STOP not in run.names() and not stopped.done():
@@ -204,17 +209,23 @@ class TestOneDriver:
         records.Record(run, before, **{records.REPLACED: before}, status="PENDING", job={"id": "x", "address": "y"})
         assert records.load_record(run)["status"] == "PENDING"
         run.claim_attempt(2)
-        record = records.Record(run, records.load_record(run), held=True, status="RUNNING", attempt=2)
+        record = records.Record(run, records.load_record(run), status="RUNNING", attempt=2)
         record.withdraw()
         assert run.record.read_bytes() == text
 
-    def test_one_that_dies_over_its_claim_is_followed(self, run: RunFolder) -> None:
+    def test_one_that_dies_while_it_restores_has_changed_nothing(self, run: RunFolder) -> None:
+        records.Record(run, status="SUCCEEDED", attempt=1)
+        before = records.load_record(run)
+        self.resume(run).update(pid=1, pid_started="-1")
+        assert records.status_of(records.load_record(run)) == "STALE"
+        assert drivers.refuse_living(run) == before
+        assert drivers.take_over(run) == 3
+
+    def test_one_that_has_resumed_cannot_put_the_record_back(self, run: RunFolder) -> None:
         records.Record(run, status="STOPPED", attempt=1)
-        for number, content in enumerate([b"", b"[1]", b'{"status": "RUNNING"}', b"\xff"], start=2):
-            (run.path / f".attempt-{number:03d}").write_bytes(content)
-            (run.path / ".attempt-x").touch()
-            assert drivers.take_over(run) == number + 1
-            (run.path / f".attempt-{number + 1:03d}").unlink()
+        record = self.resume(run)
+        record.begin("{}")
+        assert (record.resuming, records.REPLACED in records.load_record(run)) == (False, False)
 
     def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
         first = records.Record(run, status="STOPPED", attempt=1)

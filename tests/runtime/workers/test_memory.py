@@ -1,7 +1,5 @@
 """A worker that runs out of memory reports the settings that save some."""
 
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +9,15 @@ import torch
 from conftest import Mlx
 
 from mlx_runtime.distributed.torch_private import recorded_allocations
-from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, out_of_memory
 
 FULL = 1 << 50
 """Bytes that no machine has."""
 
 
-def whole(error: BaseException) -> None:
-    try:
-        raise error
-    except BaseException as cause:
-        raise ConfigError("models.net: cannot be built") from cause
+def fail_on_a_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.pure
@@ -32,25 +27,18 @@ class TestErrors:
         [
             lambda: torch.empty(FULL),
             lambda: bytearray(FULL),
-            lambda: whole(torch.OutOfMemoryError("CUDA out of memory")),
-            lambda: whole(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
+            fail_on_a_gpu,
         ],
-        ids=["torch", "python", "gpu", "shared memory"],
+        ids=["torch", "python", "gpu"],
     )
     def test_kinds(self, fail: Callable[[], Any]) -> None:
         with pytest.raises(Exception) as error:  # noqa: PT011 - any of them
             fail()
         assert out_of_memory(error.value)
 
-    @pytest.mark.parametrize("error", [RuntimeError("no memory"), OSError(errno.ENOSPC, "full"), ValueError("x")])
+    @pytest.mark.parametrize("error", [RuntimeError("no memory"), OSError("full"), ValueError("x")])
     def test_others(self, error: Exception) -> None:
         assert not out_of_memory(error)
-
-    @pytest.mark.timeout(10)
-    def test_a_cause_of_itself(self) -> None:
-        first, second = ValueError("one"), ValueError("two")
-        first.__cause__, second.__cause__ = second, first
-        assert not out_of_memory(first)
 
     def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
         with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path):

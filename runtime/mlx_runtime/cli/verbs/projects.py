@@ -43,7 +43,7 @@ def new(kind: Kind, name: str, output: Path) -> Path:
         raise UsageError(f"{folder} already exists; choose another name, or another folder with -o")
     packaged = PACKAGED.is_dir()
     source = str((PACKAGED if packaged else CHECKOUT) / kind.template)
-    answers = {kind.question: name} | ({"_runtime": requirement()} if packaged else {})
+    answers = {f"{kind.file.stem}_name": name} | ({"_runtime": requirement()} if packaged else {})
     try:
         return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))
     except (CookiecutterException, OSError) as error:
@@ -82,16 +82,14 @@ def _url() -> str | None:
     return f"{url}#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else url or None
 
 
-def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
+def bind(kind: Kind, *, check: bool = False) -> list[str]:
     """Write or update `src/conf.yaml` and its schema, and return lines to print.
 
-    With `check` or `diff`, write nothing: raise BindError if the file is not up to date, or return the changes.
+    With `check`, write nothing, and raise BindError if the file is not up to date.
     """
     folder = kind.folder()
     existed = (folder / CONF).exists()
     bound = _bound_on_meta(kind, folder) or _bound(kind, folder)
-    if diff:
-        return bound.diff().splitlines()
     if check:
         if bound.stale:
             raise BindError("\n  ".join([f"{CONF} is not up to date; run: {kind.command} bind", *bound.lines()]))

@@ -14,13 +14,15 @@ from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, find_run
 from mlx_runtime.runs.logs import last_lines, log_name
-from mlx_runtime.runs.queries.listing import summarize
-from mlx_runtime.runs.queries.lookup import reached, storage_root
+from mlx_runtime.runs.queries.listing import Row, summarize
+from mlx_runtime.runs.queries.lookup import reached, resolve_run, storage_root
+from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.storage.files import is_uri, join_path, parent_of, size_text, storage_at, storage_errors
 from mlx_runtime.storage.leases import holder, is_alive
+from mlx_runtime.workers.deadlocks import ANSWER_S, read_answer
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.dashboard import Dashboard
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
 STOP_S = 60  # maximum time for `stop` to wait for a step and a checkpoint
+ASK_S = 0.2  # interval for reading the answer to `ps`
+ANSWERS_S = 15.0  # limit for an answer; three times as long in an object store, where the driver looks every 10 s
 
 
 def stop(folder: RunFolder) -> str:
@@ -35,7 +39,7 @@ def stop(folder: RunFolder) -> str:
     title = f"{folder.experiment} {folder.name}"
     record = records.load_record(folder)
     status = records.status_of(record, job_status(record))
-    if status not in records.LIVING and not drivers.claiming_driver(folder, record):
+    if status not in records.LIVING:
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (client := client_of(record)) is not None:
         client.stop(record["job"]["id"])
@@ -45,7 +49,7 @@ def stop(folder: RunFolder) -> str:
         return f"{title} was STOPPED before it began"
     folder.ask(folder.STOP)
     deadline = time.monotonic() + STOP_S
-    while status in records.LIVING or drivers.claiming_driver(folder, record):
+    while status in records.LIVING:
         if time.monotonic() > deadline:
             if (client := client_of(record)) is None:
                 raise MlxError(
@@ -65,8 +69,6 @@ def refuse_living(folder: RunFolder, *, force: bool = False) -> None:
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:
         raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
-    if driver := drivers.claiming_driver(folder, row.record):
-        raise UsageError(f"{title} is being resumed by {holder(driver)}")
     if row.problem is not None and not force:
         raise UsageError(f"{row.problem}; it may still be running. To remove it anyway, add --force")
 
@@ -189,6 +191,84 @@ def job_status(record: Mapping[str, Any]) -> str | None:
     job = record.get("job")
     key = (job["address"], job["id"]) if job else None
     return job_statuses({key}).get(key) if key else None
+
+
+def locate(name: str, run: str | None) -> dict[str, Any]:
+    """Return the status of a living run and, unless it has not begun, the positions of its workers.
+
+    Raises:
+        UsageError: the run has ended.
+        MlxError: its driver does not answer.
+    """
+    folder = resolve_run(name, run)
+    record, status = _living(folder)
+    row = Row(folder, status, record)
+    answer = {} if status == "PENDING" else _ask(folder, record)
+    found = {"run": folder.title, "status": status, "waits_for": row.waits_for, "duration_s": row.duration_s}
+    return found | answer
+
+
+def _living(folder: RunFolder) -> tuple[dict[str, Any], str]:
+    """Return the record and the status of a run; raise UsageError if it has ended."""
+    record = records.load_record(folder)
+    status = records.status_of(record, job_status(record))
+    if status == "STALE":
+        raise UsageError(
+            f"the driver of {folder.title} was killed, or its machine was lost ({holder(record)}). "
+            f"Resume: {resume_command(folder, record)}"
+        )
+    if status not in records.LIVING:
+        cure = f"see how it went with: mlx xp logs {folder.experiment} {folder.name}"
+        raise UsageError(f"{folder.title} is {status}; {cure}")
+    return record, status
+
+
+def _ask(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
+    limit_s = ANSWERS_S * (3 if folder.uri else 1)
+    folder.ask(folder.LOCATE)
+    deadline = time.monotonic() + limit_s
+    while folder.LOCATE in folder.names():
+        if time.monotonic() > deadline:
+            folder.withdraw(folder.LOCATE)
+            _living(folder)  # it may have ended meanwhile
+            raise MlxError(
+                f"the driver of {folder.title} has not answered for {limit_s:.0f} s: {holder(record)}. Its process is "
+                f"frozen, or its machine cannot reach {folder.root}. Its output: mlx xp logs {folder.experiment} "
+                f"{folder.name} --no-follow"
+            )
+        time.sleep(ASK_S)
+    try:
+        return read_answer(folder)
+    except (OSError, ValueError) as error:
+        raise MlxError(f"the answer of the driver of {folder.title} cannot be read: {error}") from error
+
+
+def positions_title(found: Mapping[str, Any]) -> str:
+    """Return the line above the table."""
+    reason = f", waits for {found['waits_for']}" if found["waits_for"] else ""
+    return f"{found['run']} {found['status']} for {format_duration(found['duration_s'])}{reason}"
+
+
+def positions_table(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return one row per worker, as text by column."""
+    answers = {item["rank"]: item for item in found.get("workers", ())}
+    return [
+        _position_cells(rank, answers.get(rank)) for rank in range(max([found.get("world_size", 0) - 1, *answers]) + 1)
+    ]
+
+
+def _position_cells(rank: int, item: Mapping[str, Any] | None) -> dict[str, str]:
+    if item is None:
+        line = f"no answer within {ANSWER_S:.0f} s: a stopped process, or an unreachable node"
+        return {"rank": str(rank), "node": "-", "step": "-", "age": "-", "line": line}
+    step = f"{item['stage']} {item['step']}" if item["stage"] else "before the first pass"
+    return {
+        "rank": str(rank),
+        "node": item["host"],
+        "step": f"{item['epoch'] + 1}: {step}",
+        "age": format_duration(item["seconds"]) if item["stage"] and item["seconds"] else "",
+        "line": item["at"],
+    }
 
 
 def board(name: str | None, run: str | None, port: int) -> None:

@@ -355,7 +355,7 @@ class Follower:
         folder, status = self._record.folder, self._record["status"]
         if not whole:
             self._writer.write("Still training", None)
-        elif self._record.held:  # the run never resumed, so the repository has its state
+        elif self._record.resuming:  # the run never resumed, so the repository has its state
             self._writer.write("Not resumed", None, status="STOPPED")
         else:
             with stage_run(folder, weights=last) as state:

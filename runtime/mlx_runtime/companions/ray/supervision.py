@@ -173,8 +173,8 @@ class Supervisor:
             lease = records.parse_record(self._folder.document(attempt_name(newest)))
         if (lease.get("boot"), lease.get("pid")) != (leases.this_process()["boot"], pid):
             return None
-        if record.get("attempt") != newest:  # the run has not resumed
-            return DriverEnd(code, lease["status"])
+        if record.get("attempt") != newest:  # the run has not resumed, and its previous record was put back
+            return DriverEnd(code, "FAILED")
         saved = record.get("latest") not in (None, before.get("latest"))
         return DriverEnd(code, record["status"], record.get("stop_reason"), saved)
 

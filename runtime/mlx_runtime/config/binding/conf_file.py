@@ -5,7 +5,6 @@ next one can recognize edited values.
 """
 
 import contextlib
-import difflib
 import inspect
 import json
 import re
@@ -95,11 +94,6 @@ class Binding:
         """Store both files, each atomically."""
         write_atomic(self.path, self.after)
         write_atomic(self.path.with_name(SCHEMA), self.schema)
-
-    def diff(self) -> str:
-        """Return the pending changes as a unified diff."""
-        before, after = self.before.splitlines(keepends=True), self.after.splitlines(keepends=True)
-        return "".join(difflib.unified_diff(before, after, str(self.path), f"{self.path} (bound)"))
 
 
 def bind(experiment: type, path: Path) -> Binding:
