@@ -1,7 +1,7 @@
 """Updates of models: gradients in which all rows have the same weight, across workers and steps; loss scaling, clipping
 and inspection; half precision and compilation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
