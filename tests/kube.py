@@ -137,6 +137,10 @@ class ApiServer:
             def do_GET(self) -> None:
                 self.answer(*outer.read(self.path.partition("?")[0]))
 
+            def do_DELETE(self) -> None:
+                found = outer.objects.pop(self.path.partition("?")[0], None)
+                self.answer(*((200, found) if found is not None else (404, _failure(404, "NotFound", "not found"))))
+
             def do_POST(self) -> None:
                 path, _, query = self.path.partition("?")
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -189,6 +193,9 @@ class ApiServer:
             "/openapi/v3": {"paths": {"apis/ray.io/v1": {"serverRelativeURL": "/openapi/v3/apis/ray.io/v1"}}},
             "/openapi/v3/apis/ray.io/v1": OPENAPI,
         }
+        below = [item for name, item in self.objects.items() if name.rpartition("/")[0] == path]
+        if path.endswith("/rayjobs"):
+            known[path] = {"apiVersion": "ray.io/v1", "kind": "RayJobList", "metadata": {}, "items": below}
         found = known.get(path) or self.objects.get(path)
         return (200, found) if found is not None else (404, _failure(404, "NotFound", f"{path} not found"))
 
@@ -211,7 +218,7 @@ class ApiServer:
 
 def _resources(version: str, **kinds: str) -> dict[str, Any]:
     """A list of resources for discovery."""
-    verbs = {"verbs": ["create", "get", "patch"]}
+    verbs = {"verbs": ["create", "delete", "get", "list", "patch"]}
     resources = [
         {"name": name, "singularName": kind.lower(), "namespaced": kind != "Namespace", "kind": kind} | verbs
         for name, kind in kinds.items()

@@ -50,7 +50,7 @@ ON_OTHERS = {
     ("hub", "sweeps"),
     ("jobs", "prepared"),
     ("jobs", "ray"),
-    ("kubernetes", "ray"),
+    ("kubernetes", "jobs"),
     ("kubernetes", "sweeps"),
     ("notebook", "ray"),
     ("notebook", "sweeps"),
@@ -63,11 +63,12 @@ ON_OTHERS = {
     ("serving", "sharding"),
     ("sharding", "ray"),
     ("sweeps", "hub"),
+    ("sweeps", "jobs"),
     ("sweeps", "notebook"),
     ("sweeps", "prepared"),
     ("sweeps", "ray"),
     ("sweeps", "views"),
-    ("slurm", "ray"),
+    ("slurm", "jobs"),
     ("views", "sweeps"),
 }
 """The companions that use another one, as in docs/architecture.md."""

@@ -77,7 +77,7 @@ def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     by_client: dict[str, set[tuple[str, str]]] = {}
     for address, job in jobs:
         kind = companions.jobs_at(address)
-        if kind is not None and kind.client:
+        if kind is not None:
             by_client.setdefault(kind.client, set()).add((address, job))
     found: dict[tuple[str, str], str] = {}
     for client, own in by_client.items():

@@ -15,7 +15,7 @@ class Jobs(NamedTuple):
     """The jobs of a companion on clusters of its kind."""
 
     schemes: tuple[str, ...]  # of the addresses of such clusters
-    client: str | None  # module with `client_of` and `job_statuses`; None if jobs cannot be asked
+    client: str  # module with `client_of` and `job_statuses`; see `jobs.launching`
     launch: str  # words after `mlx train` that launch there
     requeues: bool = False  # a cluster may start a job that has ended again by itself
 
@@ -37,7 +37,7 @@ COMPANIONS = {
     "fragments": Companion(("train clusterize",)),
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "jobs": Companion(STORAGE),
-    "kubernetes": Companion(jobs=Jobs(("kube",), None, "launch --kube")),
+    "kubernetes": Companion(jobs=Jobs(("kube",), "kubernetes.kubectl", "launch --kube", requeues=True)),
     "nodes": Companion(("train join",)),
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),

@@ -184,6 +184,21 @@ def from_yaml(content: bytes) -> Any:
     return document
 
 
+def from_plain_yaml(content: bytes) -> dict[str, Any]:
+    """Return a YAML mapping of another program, in which `${...}` is text. Raises ValueError like `from_yaml`."""
+    import yaml
+
+    _check_size(content)
+    load: Any = yaml.safe_load  # has no annotations
+    try:
+        document = load(content)
+    except yaml.YAMLError as error:
+        raise ValueError(yaml_message(error)) from error
+    if not isinstance(document, dict):
+        raise ValueError("it is not a mapping")
+    return document
+
+
 def yaml_message(error: Exception) -> str:
     """Return the message of a YAML parser in one line, without its name for the text, because callers name the file."""
     message = " ".join(str(error).split()).replace(' in "<unicode string>", ', " in ")

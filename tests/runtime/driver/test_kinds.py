@@ -1,7 +1,6 @@
 """Datasets of every kind in real runs: on two DDP workers, prepared and not, larger than the object store."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -243,17 +242,3 @@ def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_t
     check_every_row_once_in_equal_steps(seen(folder, 1), ["train"], epochs=1)
     assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "prepared").glob("Rows-*")] == ["Rows"]
     assert not (folder / "runs" / ".prepared").exists()
-
-
-@pytest.mark.process
-def test_prepared_sets_are_removed_by_hand(mlx: Mlx, experiment: Make) -> None:
-    folder = without_streams(experiment("kinds"))
-    options = ("cfg.start_workers=0", "cfg.only=train", "cfg.num_epochs=1")
-    assert "nothing to remove" not in mlx(folder, "train", "prepare", *options).stdout
-    done = mlx(folder, "data", "rm", "--prepared", "--older-than", "1")
-    assert "nothing to remove" in done.stdout
-    done = mlx(folder, "data", "rm", "--prepared", "--yes")
-    assert done.returncode == 0
-    assert "removed 4" in done.stdout
-    assert os.listdir(folder / "runs" / ".prepared") == []
-    assert mlx(folder, "data", "rm").returncode == 2

@@ -483,7 +483,7 @@ def test_configs_of_experiments(storage: Path, tmp_path: Path, monkeypatch: pyte
         assert mlx("xp", "ls")[0] == 0
         assert mlx("xp", "ls", "digits")[0] == 0
         monkeypatch.delenv("MLX_STORAGE")
-        one = (("xp", "ls"), ("xp", "diff", "1", "2"), ("data", "show"), ("data", "rm", "--prepared"))
+        one = (("xp", "ls"), ("xp", "diff", "1", "2"), ("data", "show"), ("data", "rm", ".prepared"))
         untouched(tmp_path, *one, ("xp", "best", "digits"), ("data", "rm", "digits"))
 
     each(storage, BROKEN_YAML, act)

@@ -486,7 +486,7 @@ def test_a_pod_that_is_deleted_is_drained_and_ends_the_run_with_a_checkpoint(
     ray.write_text(f'#!/bin/sh\nexec {real} "$@" --address {raylets.address} --node-id {node}\n')
     ray.chmod(0o755)
     pod = environment | {"PATH": f"{ray.parent}:{environment['PATH']}"}
-    with subprocess.Popen(["/bin/sh", "-c", DRAIN_NODE.format(seconds=60)], env=pod) as hook:
+    with subprocess.Popen(["/bin/sh", "-c", DRAIN_NODE], env=pod) as hook:
         output, _ = process.communicate(timeout=120)
         hook.terminate()  # it may see workers of other tests
     assert process.returncode == 143, output

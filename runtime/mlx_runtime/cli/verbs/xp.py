@@ -25,7 +25,7 @@ from mlx_runtime.storage.leases import holder, is_alive
 from mlx_runtime.workers.deadlocks import ANSWER_S, read_answer
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.dashboard import Dashboard
+    from mlx_runtime.companions.jobs.launching import JobClient
 
 FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
@@ -176,13 +176,13 @@ def _read_log(folder: RunFolder, rank: int | None) -> bytes | None:
             return None
 
 
-def client_of(record: Mapping[str, Any]) -> "Dashboard | None":
+def client_of(record: Mapping[str, Any]) -> "JobClient | None":
     """Connect to the cluster of a run's job. Return None without a job, or if the cluster does not answer for it."""
     job = record.get("job")
     kind = companions.jobs_at(job["address"]) if job else None
-    if job is None or kind is None or kind.client is None:
+    if job is None or kind is None:
         return None
-    client: Dashboard | None = companions.part(kind.client).client_of(job, alive=record["status"] in records.LIVING)
+    client: JobClient | None = companions.part(kind.client).client_of(job, alive=record["status"] in records.LIVING)
     return client
 
 

@@ -1,1 +1,1 @@
-"""Data jobs, which fill a folder of the storage completely or not at all; sizes in the storage, and removal from it."""
+"""Launched jobs of any scheme; data jobs, which fill a folder of the storage completely or not at all; its contents."""

@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 
-from mlx_runtime import companions
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import projects, xp
@@ -30,7 +29,7 @@ from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import Row, summarize
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.settings import environment
-from mlx_runtime.storage.files import is_uri, join_path, prepared_root, size_text, to_json
+from mlx_runtime.storage.files import is_uri, join_path, size_text, to_json
 
 data_new = commands.new_command(DATA_JOB)
 data_bind = commands.bind_command(DATA_JOB)
@@ -114,13 +113,10 @@ def _find_job(name: str, run: str) -> RunFolder:
 
 @click.command("show")
 @click.option("--depth", type=click.IntRange(min=0), default=2, show_default=True, help="Levels to list.")
-@click.option(
-    "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Largest entries per folder; 0: all."
-)
 @options.json
 @options.address
 @click.argument("path", type=word, required=False)
-def data_show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
+def data_show(depth: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
     """Show the contents of the storage, or of PATH in it, with sizes; through a cluster if only that can see it."""
     with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
         root = lookup.storage_root()
@@ -130,66 +126,26 @@ def data_show(depth: int, limit: int, as_json: bool, ray_address: str | None, pa
             )
         found = contents.survey(contents.path_in(root, path or ""), depth)
     if as_json:
-        click.echo(json.dumps(found.as_json(limit), indent=2))
+        click.echo(json.dumps(found.as_json(), indent=2))
         return
-    for line in found.lines(limit):
+    for line in found.lines():
         say(line)
 
 
 @click.command("rm")
-@click.option("--prepared", is_flag=True, help="Remove prepared datasets, except those that a run is reading.")
-@click.option("--older-than", metavar="DAYS", type=click.FloatRange(min=0), help="Only those unused for this long.")
-@click.option(
-    "--larger-than",
-    metavar="GB",
-    type=click.FloatRange(min=0),
-    help="Only the least recently used, until the others are smaller in total.",
-)
 @options.yes
-@click.argument("path", type=word, required=False)
-def data_rm(prepared: bool, older_than: float | None, larger_than: float | None, yes: bool, path: str | None) -> None:
-    """Remove PATH, a file or folder, from the storage; or prepared datasets.
+@click.argument("path", type=word)
+def data_rm(yes: bool, path: str) -> None:
+    """Remove PATH, a file or folder, from the storage, like data/old or .prepared.
 
-    Later runs read samples of the dataset instead, or prepare it again.
+    Runs, and folders that a run reads or a data job fills, are refused.
     """
-    if path is not None and (prepared or older_than is not None or larger_than is not None):
-        raise UsageError("a PATH and the options of --prepared contradict each other; pass one of them")
-    if path is not None:
-        _remove_path(path, yes)
-    elif prepared:
-        _remove_prepared(older_than, larger_than, yes)
-    else:
-        raise UsageError("remove what? A part of the storage: mlx data rm PATH; prepared datasets: add --prepared")
-
-
-def _remove_path(text: str, yes: bool) -> None:
-    path = contents.path_in(lookup.storage_root(), text)
-    contents.refuse_in_use(path)
-    found = contents.survey(path, 0)
-    title = f"{path.title}, {found.files:,} file{'s' * (found.files != 1)}, {size_text(found.size_bytes)}"
+    found = contents.path_in(lookup.storage_root(), path)
+    contents.refuse_in_use(found)
+    entry = contents.survey(found, 0)
+    title = f"{found.title}, {entry.files:,} file{'s' * (entry.files != 1)}, {size_text(entry.size_bytes)}"
     if not yes:
         confirm(f"remove {title}?")
-        contents.refuse_in_use(path)  # a run may have begun
-    contents.remove(path)
+        contents.refuse_in_use(found)  # a run may have begun
+    contents.remove(found)
     say(f"removed {title}")
-
-
-def _remove_prepared(older_than: float | None, larger_than: float | None, yes: bool) -> None:
-    path = lookup.conf_value("cfg.preparation.path")
-    root = path or prepared_root(lookup.storage_root(), None)
-    store = companions.part("prepared.store").Store(root)
-    default = -1.0 if older_than is None and larger_than is None else float("inf")
-    days = default if older_than is None else older_than
-    gigabytes = default if larger_than is None else larger_than
-    unwanted = store.unwanted_entries(max_age_s=days * 86_400, max_bytes=gigabytes * 1e9)
-    if not unwanted:
-        say(f"nothing to remove in {store.root}")
-        return
-    for item in unwanted:
-        rows = f"{item.manifest.rows:,} rows" if item.manifest else "incomplete"
-        say(f"{item.name}  {rows}  {item.size_bytes / 1e6:,.1f} MB  unused for {item.age_s / 86_400:.1f} days")
-    size = sum(item.size_bytes for item in unwanted) / 1e6
-    if not yes:
-        confirm(f"remove {len(unwanted)} of {store.root}, {size:,.1f} MB?")
-    removed = [item for item in unwanted if store.remove(item.name)]  # some may be in use by now
-    say(f"removed {len(removed)}, {sum(item.size_bytes for item in removed) / 1e6:,.1f} MB")

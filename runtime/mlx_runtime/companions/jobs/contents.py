@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mlx_runtime.companions.jobs.filling import RECORD, job_record, job_status
 from mlx_runtime.companions.prepared.store import is_fresh_mark
-from mlx_runtime.errors import StorageError, UsageError, printable, short_message, suggest
+from mlx_runtime.errors import StorageError, UsageError, printable, short_message
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import ATTEMPT
 from mlx_runtime.runs.queries import lookup
@@ -45,46 +45,34 @@ class Entry:
     size_bytes: int = 0
     files: int = 0
     children: "dict[str, Entry]" = field(default_factory=dict)  # down to the requested depth
-    note: str = ""
 
-    def split(self, limit: int) -> "tuple[list[Entry], list[Entry]]":
-        """Return the `limit` largest children (0: all), and the others, which are only counted."""
-        found = sorted(self.children.values(), key=lambda child: (-child.size_bytes, child.name))
-        count = limit if limit and len(found) > limit + 1 else len(found)  # `1 more` takes as much space as the entry
-        return found[:count], found[count:]
+    @property
+    def largest(self) -> "list[Entry]":
+        """The children, the largest first."""
+        return sorted(self.children.values(), key=lambda child: (-child.size_bytes, child.name))
 
-    def as_json(self, limit: int) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return plain values for `--json`."""
         found: dict[str, Any] = {"name": self.name, "kind": self.kind, "size_bytes": self.size_bytes}
         if self.kind == "folder":
             found["files"] = self.files
-        if self.note:
-            found["note"] = self.note
-        shown, rest = self.split(limit)
-        if shown:
-            found["children"] = [child.as_json(limit) for child in shown]
-        if rest:
-            found["more"] = {"entries": len(rest), "size_bytes": sum(child.size_bytes for child in rest)}
+        if self.children:
+            found["children"] = [child.as_json() for child in self.largest]
         return found
 
-    def lines(self, limit: int) -> list[str]:
+    def lines(self) -> list[str]:
         """Return the tree as lines for the terminal."""
-        rows = list(self._rows(limit))
+        rows = list(self._rows())
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        return [f"{label:<{widths[0]}}  {size:>{widths[1]}}  {rest}".rstrip() for label, size, rest in rows]
+        return [f"{label:<{widths[0]}}  {size:>{widths[1]}}  {files}".rstrip() for label, size, files in rows]
 
-    def _rows(self, limit: int, indent: str = "", indent_below: str = "") -> Iterator[tuple[str, str, str]]:
-        """Yield the columns of each line: branch and name, size, and remarks."""
+    def _rows(self, indent: str = "", indent_below: str = "") -> Iterator[tuple[str, str, str]]:
+        """Yield the columns of each line: branch and name, size, and number of files."""
         files = f"{self.files:,} file{'s' * (self.files != 1)}" if self.kind == "folder" else ""
-        rest_of_line = "  ".join(filter(None, (files, self.note and f"({self.note})")))
-        yield f"{indent}{printable(self.name, one_line=True)}", size_text(self.size_bytes), rest_of_line
-        shown, rest = self.split(limit)
-        for child in shown:
-            branch, below = ("├── ", "│   ") if rest or child is not shown[-1] else ("└── ", "    ")
-            yield from child._rows(limit, indent_below + branch, indent_below + below)
-        if rest:
-            size_bytes = sum(child.size_bytes for child in rest)
-            yield f"{indent_below}└── … {len(rest):,} more", size_text(size_bytes), ""
+        yield f"{indent}{printable(self.name, one_line=True)}", size_text(self.size_bytes), files
+        for child in (largest := self.largest):
+            branch, below = ("├── ", "│   ") if child is not largest[-1] else ("└── ", "    ")
+            yield from child._rows(indent_below + branch, indent_below + below)
 
 
 def survey(path: StoragePath, depth: int) -> Entry:
@@ -101,12 +89,6 @@ def survey(path: StoragePath, depth: int) -> Entry:
             entry.files += 1
         if len(names) < len(entries):
             entries[-1].kind = "file"
-        if names[-1:] == [RECORD] and len(names) <= len(entries):
-            record = job_record(storage, *path.parts, *names[:-1])
-            status = job_status(record) if record else "SUCCEEDED"
-            if status != "SUCCEEDED":
-                filled = "being filled" if status in records.LIVING else f"incomplete: its job is {status}"
-                entries[len(names) - 1].note = filled
     return top
 
 
@@ -183,7 +165,5 @@ def path_in(root: str, text: str) -> StoragePath:
         with storage_errors(f"cannot read {root}"):
             exists = storage.find(*parts) is not None
     if not exists:
-        siblings = storage.names(*parts[:-1])
-        near = suggest(parts[-1], siblings) if parts and len(siblings) <= 1000 else ""
-        raise UsageError(f"there is no {join_path(root, *parts)}.{near}")
+        raise UsageError(f"there is no {join_path(root, *parts)}; mlx data show lists the storage")
     return StoragePath(root, parts)

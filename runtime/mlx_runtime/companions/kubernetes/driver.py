@@ -11,22 +11,20 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.cli.verbs import projects
+from mlx_runtime.companions.jobs.launching import pending
 from mlx_runtime.companions.kubernetes.manifest import PID_FILE
-from mlx_runtime.companions.ray.launch import pending_record
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, full_message
+from mlx_runtime.errors import RunStopped, StorageError, UsageError
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, find_run, list_runs, run_folder
 from mlx_runtime.runs.records import load_record
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
-from mlx_runtime.storage.redaction import redact
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -54,27 +52,15 @@ def run_of(job: str, root: str, experiment: str) -> RunFolder | None:
 def _train(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:
     from mlx_runtime.driver.arguments import Request
 
-    request = Request.parse(words)
-    folder, before = run_of(job["id"], root, experiment), dict[str, Any]()
+    request, folder = Request.parse(words), run_of(job["id"], root, experiment)
     if folder is not None and _has_succeeded(folder):
         return
     if folder is None and request.resume:
         folder = find_run(root, experiment, request.resume)
-    if folder is not None and folder.has_begun():
-        before = drivers.refuse_living(folder)
-        before = before.get(records.REPLACED) or before
+    before = drivers.refuse_living(folder) if folder is not None and folder.has_begun() else {}
     folder = folder or claim_run(root, experiment)
-    pending = pending_record(folder, before, job, request.overrides)
-    with ends_for_good():
-        try:
-            projects.run(AN_EXPERIMENT, replace(request, claimed=folder.location, resume=None))
-        except MlxError as error:
-            if before:
-                if load_record(folder).get("status") == "PENDING":  # it was not resumed
-                    pending.withdraw()
-            elif not folder.has_begun() and not isinstance(error, RunStopped):
-                pending.finish("FAILED", error=redact(full_message(error)))
-            raise
+    with ends_for_good(), pending(folder, before, request.overrides, job=dict(job)):
+        projects.run(AN_EXPERIMENT, replace(request, claimed=folder.location, resume=None))
 
 
 def _sweep(job: Mapping[str, str], root: str, experiment: str, words: Sequence[str]) -> None:

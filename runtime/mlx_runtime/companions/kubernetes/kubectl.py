@@ -1,16 +1,21 @@
-"""Calls of kubectl, which knows the cluster and the user's credentials."""
+"""Calls of kubectl, which knows the cluster and the user's credentials, and the RayJobs that it reports."""
 
+import contextlib
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.errors import ClusterError
 
 ANSWER_S = 60.0
 """Timeout of a call."""
+
+STATE_S = 10.0
+"""Timeout of a call that asks for the states of jobs."""
 
 MISSING = "install kubectl, or print the manifest with --dry-run, for whoever has it"
 
@@ -26,7 +31,7 @@ class Kubectl:
         given = {"--context": context, "--namespace": namespace}
         return cls(tuple(f"{option}={value}" for option, value in given.items() if value))
 
-    def run(self, *arguments: str, document: str | None = None) -> str:
+    def run(self, *arguments: str, document: str | None = None, timeout_s: float = ANSWER_S) -> str:
         """Return the output of a call. Pass a manifest for `-f -` as `document`."""
         if (program := shutil.which("kubectl")) is None:
             error = ClusterError("there is no kubectl on the PATH")
@@ -34,25 +39,63 @@ class Kubectl:
             raise error
         command = [program, *self.options, *arguments]
         try:
-            done = subprocess.run(command, input=document, capture_output=True, text=True, timeout=ANSWER_S)
+            done = subprocess.run(command, input=document, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"kubectl {arguments[0]} did not end within {ANSWER_S:.0f} s") from error
+            raise ClusterError(f"kubectl {arguments[0]} did not end within {timeout_s:.0f} s") from error
         if done.returncode:
-            raise ClusterError(_reason(done.stderr))
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["kubectl failed without a reason"]
+            raise ClusterError("; ".join(lines).removeprefix("error: ").removeprefix("Error from server ").strip())
         return done.stdout
 
-    def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """Return an object, or None if there is none."""
-        found = self.run("get", kind, name, "--ignore-not-found", "--output=json")
-        return dict(json.loads(found)) if found.strip() else None
+    def state(self, job: str) -> JobState:
+        """Return the state of a job, by the name of its RayJob."""
+        return _state(json.loads(self.run("get", f"rayjob/{job}", "--output=json", timeout_s=STATE_S)))
 
-    def keys_of_secret(self, name: str) -> list[str]:
-        """Return the keys of a Secret. Its values do not reach this process."""
-        template = "{{range $key, $value := .data}}{{$key}} {{end}}"
-        return self.run("get", "secret", name, f"--output=go-template={template}").split()
+    def log(self, job: str) -> str:
+        """Raise an error: the output of a job is in its pod, and in the folder of its run."""
+        raise ClusterError(f"the output of {job} is in the pod of its head")
+
+    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
+        """Raise an error, like `log`."""
+        raise ClusterError(f"the output of {job} is in the pod of its head")
+
+    def stop(self, job: str) -> None:
+        """Delete a RayJob with its pods, whose hooks save a checkpoint."""
+        self.run("delete", f"rayjob/{job}", "--wait=false")
 
 
-def _reason(errors: str) -> str:
-    """Return the last line of an error without the prefix of kubectl."""
-    lines: Sequence[str] = [line for line in errors.splitlines() if line.strip()] or ["kubectl failed without a reason"]
-    return lines[-1].removeprefix("error: ").removeprefix("Error from server ").strip()
+def client_of(job: Mapping[str, str], *, alive: bool) -> Kubectl | None:
+    """Return the client of a RayJob; None if the current context of kubectl does not know it."""
+    kubectl = Kubectl.of(None, _namespace(job["address"]))
+    with contextlib.suppress(ClusterError):
+        kubectl.state(job["id"])
+        return kubectl
+    return None
+
+
+def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Return the status of jobs by address and id, without those that the current context of kubectl does not know."""
+    found: dict[tuple[str, str], str] = {}
+    for namespace in {_namespace(address) for address, _ in jobs}:
+        with contextlib.suppress(ClusterError):
+            answer = Kubectl.of(None, namespace).run("get", "rayjobs", "--output=json", timeout_s=STATE_S)
+            known = {item["metadata"]["name"]: str(_state(item)) for item in json.loads(answer)["items"]}
+            asked = {key for key in jobs if _namespace(key[0]) == namespace}
+            found |= {(address, job): known[job] for address, job in asked if job in known}
+    return found
+
+
+def _namespace(address: str) -> str:
+    """Return the namespace in an address like `kube://team/digits-4f1c9a`; empty for that of kubectl."""
+    return address.split("/")[2]
+
+
+def _state(rayjob: Mapping[str, Any]) -> JobState:
+    """Return the state of a RayJob, with what KubeRay is doing before its command runs, perhaps again."""
+    status = rayjob.get("status") or {}
+    deployment = status.get("jobDeploymentStatus", "")
+    if deployment == "Complete":
+        return JobState(status.get("jobStatus") or "SUCCEEDED")
+    if deployment in ("Failed", "ValidationFailed"):
+        return JobState("FAILED", status.get("reason") or deployment)
+    return JobState("RUNNING") if deployment == "Running" else JobState("PENDING", deployment)

@@ -1,25 +1,24 @@
 """Launch runs and sweeps on Kubernetes: check them, and print or apply the manifest of a RayJob."""
 
 import contextlib
-import importlib.metadata
 import os
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.companions.jobs.checks import Check, Checks, check_config, check_secrets, refuse_engine
+from mlx_runtime.companions.jobs.launching import QueuedJob
 from mlx_runtime.companions.kubernetes.kubectl import Kubectl
 from mlx_runtime.companions.kubernetes.manifest import JOB_LABEL, MOUNT, Pods, job_name, rayjob
-from mlx_runtime.companions.kubernetes.preflight import check_cluster, check_options
-from mlx_runtime.companions.ray.preflight import Check, check_config, check_secrets
 from mlx_runtime.config.composition import storage_override
-from mlx_runtime.errors import ClusterError, ConfigError, UsageError
+from mlx_runtime.errors import ClusterError, ConfigError, UsageError, short_message
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import to_yaml
+from mlx_runtime.storage.documents import from_plain_yaml, to_yaml
 from mlx_runtime.storage.files import is_uri, storage_root
 from mlx_runtime.storage.redaction import secret_keys
 
@@ -29,18 +28,7 @@ if TYPE_CHECKING:
 DRIVER = "mlx_runtime.companions.kubernetes.driver"
 """Module that the job runs."""
 
-FAILED = "preflight failed, see above"
-
-
-@dataclass(frozen=True)
-class AppliedJob:
-    """A RayJob that the cluster has accepted, or a manifest that was printed; has the facts to print by title."""
-
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-    def wait(self) -> str:
-        """Return the status of the job, which waits for its pods. Empty for a printed manifest."""
-        return "PENDING" if self.facts else ""
+KUBERAY = "See: kubectl config get-contexts, and KubeRay: https://docs.ray.io/en/latest/cluster/kubernetes/"
 
 
 @dataclass(frozen=True)
@@ -48,10 +36,11 @@ class KubeLaunch:
     """An experiment and options that have passed the checks; `trials` is as in `manifest.rayjob`."""
 
     pods: Pods
+    template: Mapping[str, Any]
     config: "RunConfig"
     trials: int | None
     dry_run: bool
-    show_checks: Callable[..., bool]
+    shown: Checks
 
     @property
     def root(self) -> str:
@@ -64,7 +53,7 @@ class KubeLaunch:
         typed = any(item.lstrip("+").startswith("cfg.storage_path=") for item in self.config.overrides)
         return [storage_override(self.root)] if typed else []
 
-    def submit_run(self) -> AppliedJob:
+    def submit_run(self) -> QueuedJob:
         """Apply the RayJob of a run."""
         from mlx_runtime.driver.arguments import Request
 
@@ -76,19 +65,23 @@ class KubeLaunch:
 
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
-    ) -> AppliedJob:
+    ) -> QueuedJob:
         """Apply the RayJob of a sweep, new or resumed; its driver reads the definition from the words."""
         resume = [f"--resume={sweep.name}"] if sweep else []
         title = f"{self.config.cfg.name}-{name or 'sweep'}"
         return self._submit(SWEEP, title, [*resume, *words, *self._storage_words])
 
-    def check(self) -> bool:
-        """Check the cluster, with the manifest of a run. Return True if it passed."""
-        name = job_name(self.config.cfg.name)
-        return self._check(self._manifest(name, RUN, []))
+    def check(self) -> None:
+        """Let the cluster check the manifest of a run."""
+        self._validate(self._manifest(job_name(self.config.cfg.name), RUN, []))
 
-    def _check(self, manifest: str) -> bool:
-        return self.show_checks(*check_cluster(self._kubectl, self.pods, self.config.cfg.secrets, manifest))
+    def _validate(self, manifest: str) -> None:
+        try:
+            self._kubectl.run("apply", "--dry-run=server", "--output=name", "--filename=-", document=manifest)
+        except ClusterError as error:
+            self.shown.add(Check("cluster", f"it rejects the job: {error}", error.hint or KUBERAY))
+            raise self.shown.failure() from None
+        self.shown.add(Check("cluster", "it accepts the job"))
 
     @property
     def _kubectl(self) -> Kubectl:
@@ -98,33 +91,40 @@ class KubeLaunch:
         cfg = self.config.cfg
         command = ["python", "-u", "-m", DRIVER, kind, self.root, cfg.name, *words]
         metadata = {"mlx": "train", "experiment": cfg.name}
-        version = _ray_version()
-        tree = rayjob(name, self.pods, cfg, self.root, command, metadata, ray_version=version, trials=self.trials)
+        tree = rayjob(
+            name,
+            self.pods,
+            cfg,
+            self.root,
+            command,
+            metadata,
+            ray_version=_ray_version(),
+            trials=self.trials,
+            template=self.template,
+        )
         if found := [*secret_keys(tree)]:  # besides those that `check_secrets` finds
             raise ConfigError(f"the manifest would contain a secret in {', '.join(found)}; pass it with --secret NAME")
         return to_yaml(tree)
 
-    def _submit(self, kind: str, title: str, words: Sequence[str]) -> AppliedJob:
+    def _submit(self, kind: str, title: str, words: Sequence[str]) -> QueuedJob:
         pods, name = self.pods, job_name(title)
         manifest = self._manifest(name, kind, words)
         if self.dry_run:
             print(manifest, end="")
-            return AppliedJob()
-        if not self._check(manifest):
-            raise ClusterError(FAILED)
+            raise SystemExit(0)
+        self._validate(manifest)
         self._kubectl.run("apply", "--filename=-", document=manifest)
         typed = shlex.join(["kubectl", *self._kubectl.options])
         head = f"$({typed} get pod -o name -l {JOB_LABEL}={name},ray.io/node-type=head)"
         logs = shlex.join(["mlx", "xp", "logs", self.config.cfg.name, f"{SWEEP}{name}" if kind == SWEEP else "latest"])
-        return AppliedJob(
-            {
-                "job": name,
-                "folder": f"{self.root} on the claim {pods.claim}" if pods.claim else self.root,
-                "state": f"{typed} get rayjob {name}",
-                "follow": f"{typed} exec {head} -- {logs}",
-                "stop": f"{typed} delete rayjob {name}",
-            }
-        )
+        facts = {
+            "job": name,
+            "folder": f"{self.root} on the claim {pods.claim}" if pods.claim else self.root,
+            "state": f"{typed} get rayjob {name}",
+            "follow": f"{typed} exec {head} -- {logs}",
+            "stop": f"{typed} delete rayjob {name}",
+        }
+        return QueuedJob(self._kubectl, name, facts)
 
 
 def pod_storage(storage_path: str) -> str:
@@ -148,31 +148,55 @@ def prepare(
 
     Raises:
         ClusterError: a check has failed.
-        ConfigError: `cfg.runtime_env` refers to files of this machine.
+        ConfigError: `cfg.runtime_env` has packages, which belong in the image, or the template cannot be read.
     """
-
-    def show(*checks: Check) -> bool:
-        for check in checks:
-            if show_all or not check.ok:
-                print(check.line(), file=sys.stderr)
-        return all(check.ok for check in checks)
-
+    shown, template = Checks(show_all=show_all), _template(pods.template)
     with _stdout_to_stderr():
         config, check = check_config(load)
-    if not show(check) or config is None:
-        raise ClusterError(FAILED)
+    if not shown.add(check) or config is None:
+        raise shown.failure()
+    cfg = config.cfg
+    refuse_engine(cfg)
     for line in config.notes:
         print(line, file=sys.stderr)
-    _refuse_files(config.cfg.runtime_env or {})
-    root = pod_storage(config.cfg.storage_path)
-    if not show(check_secrets(config), *check_options(pods, root, config.cfg.secrets)):
-        raise ClusterError(FAILED)
-    if config.cfg.use_gpu is None and not Settings.read().quiet:
+    if found := sorted({"working_dir", "py_modules", "pip", "uv", "conda"} & (cfg.runtime_env or {}).keys()):
+        raise ConfigError(f"cfg.runtime_env.{found[0]} is not installed in the pods; it belongs in the image")
+    if not shown.add(check_secrets(config), *check_options(pods, pod_storage(cfg.storage_path), cfg.secrets)):
+        raise shown.failure()
+    if cfg.use_gpu is None and not Settings.read().quiet:
         print("note      the pods have no GPUs; cfg.use_gpu=true requests them", file=sys.stderr)
-    launch = KubeLaunch(pods, config, trials, dry_run, show)
-    if show_all and not launch.check():
-        raise ClusterError(FAILED)
+    launch = KubeLaunch(pods, template, config, trials, dry_run, shown)
+    if show_all:
+        launch.check()
     return launch
+
+
+def check_options(pods: Pods, root: str, secrets: Sequence[str]) -> Iterator[Check]:
+    """Check the options of a launch without the cluster. `secrets` are the names in `cfg.secrets`."""
+    tag = pods.image.rpartition("/")[2].partition(":")[2]
+    if "@" not in pods.image and tag in ("", "latest"):
+        hint = "Tag each build, like --image registry/digits:1, so that an attempt that resumes has the same code"
+        yield Check("image", f"{pods.image} names no version", hint)
+    else:
+        yield Check("image", pods.image)
+    if is_uri(root) and pods.claim:
+        yield Check("storage", f"{root} is not on the claim {pods.claim}", "Leave out --claim")
+    if not is_uri(root) and not (pods.claim or pods.template):
+        hint = "Name a PersistentVolumeClaim with --claim, or set cfg.storage_path=s3://BUCKET/PATH"
+        yield Check("storage", f"{root} would end with the pods", hint)
+    if secrets and not (pods.secret or pods.template):
+        hint = "Create one: kubectl create secret generic NAME --from-env-file=.env; then pass --secret NAME"
+        yield Check("secrets", f"no Secret holds {', '.join(secrets)} of cfg.secrets", hint)
+
+
+def _template(file: str | None) -> dict[str, Any]:
+    """Return the content of a template."""
+    if file is None:
+        return {}
+    try:
+        return from_plain_yaml(Path(file).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--template: cannot read {file}: {short_message(error)}") from error
 
 
 @contextlib.contextmanager
@@ -189,26 +213,10 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _refuse_files(runtime_env: Mapping[str, Any]) -> None:
-    """Refuse parts of a runtime environment that are files of this machine, which a manifest cannot contain."""
-    for name in ("working_dir", "py_modules", "pip", "uv", "conda"):
-        found = runtime_env.get(name)
-        local = [item for item in (found if isinstance(found, list) else [found]) if isinstance(item, str)]
-        if name in ("working_dir", "py_modules"):
-            local = [item for item in local if "://" not in item]
-        elif isinstance(found, list) or (name == "conda" and not str(found).endswith((".yml", ".yaml"))):
-            continue
-        if local:
-            raise ConfigError(f"cfg.runtime_env.{name} is {local[0]}, a file of this machine; install it in the image")
-
-
 def _ray_version() -> str:
-    """Return the version of Ray in the image: that of constraints.txt, or else the one here."""
+    """Return the version of Ray in the image, which constraints.txt determines."""
     file = Path("constraints.txt")
     pinned = re.search(r"^ray==(\S+)", file.read_text(), re.MULTILINE) if file.is_file() else None
-    if pinned is not None:
-        return pinned[1]
-    try:
-        return importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UsageError("the version of Ray in the image is unknown; write ray==VERSION to constraints.txt") from error
+    if pinned is None:
+        raise UsageError("the version of Ray in the image is unknown; write ray==VERSION to constraints.txt")
+    return pinned[1]

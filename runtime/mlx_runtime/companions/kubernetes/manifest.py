@@ -9,7 +9,6 @@ import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from mlx_runtime.loop.options import TrainConfig
@@ -26,43 +25,41 @@ MOUNT = "/mnt/runs"
 JOB_LABEL = "mlx-runtime/job"
 """Label of the pods with the name of their RayJob."""
 
+GPU = "nvidia.com/gpu"
+"""Resource of a GPU, with `cfg.use_gpu=true`."""
+
 PID_FILE = "mlx-driver.pid"
 """File with the process id of the driver, in the folder for temporary files of the head."""
+
+GRACE_S = 60
+"""Time for a checkpoint when a pod is deleted."""
+
+HEAD = {"cpu": "1", "memory": "4Gi"}
+"""Resources of the head, which runs the driver."""
 
 STOP_DRIVER = f'read pid < "${{TMPDIR:-/tmp}}/{PID_FILE}" && kill $pid && while kill -0 $pid; do sleep 1; done; true'
 """Hook of the head before its deletion: the driver stops with a checkpoint."""
 
 DRAIN_NODE = (
-    "busy() {{ grep -qs 'ray::[R]ayWorker' /proc/[0-9]*/cmdline; }}; busy || exit 0; "
+    "busy() { grep -qs 'ray::[R]ayWorker' /proc/[0-9]*/cmdline; }; busy || exit 0; "
     "ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod is being deleted' "
-    "--deadline-remaining-seconds {seconds}; while busy; do sleep 1; done; true"
+    f"--deadline-remaining-seconds {GRACE_S}; while busy; do sleep 1; done; true"
 )
 """Hook of a pod with workers before its deletion: they save a checkpoint. `RayWorker` is the class that Ray names."""
 
 
 @dataclass(frozen=True)
 class Pods:
-    """Options of `mlx train launch --kube`; times are in seconds."""
+    """Options of `mlx train launch --kube`."""
 
     image: str
     namespace: str | None = None
     context: str | None = None
     claim: str | None = None
     secret: tuple[str, ...] = ()
-    pull_secret: tuple[str, ...] = ()
-    service_account: str | None = None
-    gpu: str = "nvidia.com/gpu"
     workers_per_pod: int = 1
     memory: str = "4Gi"
-    head_cpus: int = 1
-    head_memory: str = "4Gi"
-    label: tuple[tuple[str, str], ...] = ()
-    node: tuple[tuple[str, str], ...] = ()
-    backoff_limit: int = 2
-    deadline: int | None = None
-    grace: int = 60
-    keep: int = 300
-    keep_failed: int | None = None
+    template: str | None = None  # file
 
 
 def job_name(title: str) -> str:
@@ -82,6 +79,7 @@ def rayjob(
     *,
     ray_version: str,
     trials: int | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the manifest of a job that runs a command on the head of its cluster.
 
@@ -94,12 +92,12 @@ def rayjob(
         metadata: shown in Ray's dashboard.
         ray_version: version of Ray in the image.
         trials: runs of a sweep that train at the same time; None for a single run.
+        template: fields of the RayJob that are merged into the manifest; see `merge`.
     """
     alone = trials is None and cfg.start_workers == 0  # trains in the driver
-    head_amounts = _worker_amounts(cfg, pods, 1) if alone else _amounts(pods.head_cpus, pods.head_memory)
-    head = _pod(name, pods, root, "ray-head", head_amounts, STOP_DRIVER)
+    head = _pod(name, pods, root, "ray-head", _worker_amounts(cfg, pods, 1) if alone else HEAD, STOP_DRIVER)
     if alone:
-        head["spec"] |= _placement(cfg, pods)
+        head["spec"] |= _tolerations(cfg)
     cluster: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
     if not alone and trials is None and _most(cfg) > _least(cfg):
         cluster |= {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2"}}
@@ -116,14 +114,37 @@ def rayjob(
         "jobId": name,
         "metadata": dict(metadata),
         "submissionMode": "HTTPMode",
-        "backoffLimit": pods.backoff_limit,
+        "backoffLimit": 2,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 300,
+        "runtimeEnvYAML": to_yaml(runtime_env),
+        "rayClusterSpec": cluster,
     }
-    spec |= {"activeDeadlineSeconds": pods.deadline} if pods.deadline else {}
-    spec |= _deletion(pods)
-    spec |= {"runtimeEnvYAML": to_yaml(runtime_env), "rayClusterSpec": cluster}
     about = {"name": name} | ({"namespace": pods.namespace} if pods.namespace else {})
-    labels = {"labels": dict(pods.label)} if pods.label else {}
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about | labels, "spec": spec}
+    job = merge({"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": spec}, template or {})
+    return dict(job)
+
+
+def merge(tree: Any, template: Any) -> Any:
+    """Return a manifest with the fields of a template.
+
+    Mappings are merged, and so are lists of mappings with a `name` or `groupName`, like containers. `null` removes a
+    field. Anything else is replaced.
+    """
+    if isinstance(template, Mapping):
+        ours = tree if isinstance(tree, Mapping) else {}
+        found = {**ours, **{key: merge(ours.get(key), item) for key, item in template.items()}}
+        return {key: item for key, item in found.items() if item is not None}
+    if isinstance(template, list) and isinstance(tree, list) and (theirs := _by_name(template)):
+        known = _by_name(tree)
+        return [merge(known.get(name), theirs.get(name, {})) for name in {**known, **theirs}]
+    return template
+
+
+def _by_name(items: Sequence[Any]) -> dict[str, Any]:
+    """Return the items of a list by name; empty if one has no name."""
+    names = [str(item.get("name") or item.get("groupName") or "") for item in items if isinstance(item, Mapping)]
+    return dict(zip(names, items, strict=True)) if all(names) and len(names) == len(items) else {}
 
 
 def _least(cfg: TrainConfig) -> int:
@@ -140,19 +161,15 @@ def _worker_group(name: str, pods: Pods, cfg: TrainConfig, root: str, trials: in
         trials * math.ceil(max(1, workers) / pods.workers_per_pod)
         for workers in (_least(cfg), cfg.start_workers, _most(cfg))
     )
-    amounts, hook = _worker_amounts(cfg, pods, pods.workers_per_pod), DRAIN_NODE.format(seconds=pods.grace)
-    template = _pod(name, pods, root, "ray-worker", amounts, hook)
-    template["spec"] |= _placement(cfg, pods)
+    template = _pod(name, pods, root, "ray-worker", _worker_amounts(cfg, pods, pods.workers_per_pod), DRAIN_NODE)
+    template["spec"] |= _tolerations(cfg)
     sizes = {"replicas": start, "minReplicas": least, "maxReplicas": most}
     return {"groupName": "workers", **sizes, "rayStartParams": {}, "template": template}
 
 
-def _placement(cfg: TrainConfig, pods: Pods) -> dict[str, Any]:
-    """Return the fields that determine the nodes of pods that train."""
-    placement: dict[str, Any] = {"nodeSelector": dict(pods.node)} if pods.node else {}
-    if cfg.use_gpu:
-        placement["tolerations"] = [{"key": pods.gpu, "operator": "Exists", "effect": "NoSchedule"}]
-    return placement
+def _tolerations(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the field that lets pods with GPUs run on nodes that are reserved for them."""
+    return {"tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]} if cfg.use_gpu else {}
 
 
 def _pod(
@@ -165,13 +182,9 @@ def _pod(
     ray["env"] = [{"name": "MLX_STORAGE", "value": root}]  # for commands that are typed in the pod
     if pods.secret:
         ray["envFrom"] = [{"secretRef": {"name": secret}} for secret in pods.secret]
-    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": pods.grace}
+    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": GRACE_S}
     # Claims often belong to root; the user of the image has this group.
     spec["securityContext"] = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
-    if pods.service_account:
-        spec["serviceAccountName"] = pods.service_account
-    if pods.pull_secret:
-        spec["imagePullSecrets"] = [{"name": secret} for secret in pods.pull_secret]
     if pods.claim:
         ray["volumeMounts"] = [{"name": "storage", "mountPath": root}]
         spec["volumes"] = [{"name": "storage", "persistentVolumeClaim": {"claimName": pods.claim}}]
@@ -180,21 +193,7 @@ def _pod(
 
 def _worker_amounts(cfg: TrainConfig, pods: Pods, workers: int) -> dict[str, str]:
     """Return the resources of a pod with this number of workers."""
-    number, unit = re.fullmatch(r"([\d.]+)(\D+)", pods.memory).groups()  # type: ignore[union-attr]
-    gpus = {pods.gpu: str(workers * cfg.gpus_per_worker)} if cfg.use_gpu else {}
-    return _amounts(workers * cfg.cpus_per_worker, f"{(workers * Decimal(number)).normalize():f}{unit}") | gpus
-
-
-def _amounts(cpus: int, memory: str) -> dict[str, str]:
-    return {"cpu": str(cpus), "memory": memory}
-
-
-def _deletion(pods: Pods) -> dict[str, Any]:
-    """Return the fields that determine when the pods are deleted."""
-    if pods.keep_failed is None:
-        return {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": pods.keep}
-    rules = {"SUCCEEDED": pods.keep, "FAILED": pods.keep_failed}
-    conditions = [{"jobStatus": status, "ttlSeconds": seconds} for status, seconds in rules.items()]
-    return {
-        "deletionStrategy": {"deletionRules": [{"policy": "DeleteCluster", "condition": item} for item in conditions]}
-    }
+    unit = pods.memory.lstrip("0123456789")
+    memory = f"{workers * int(pods.memory.removesuffix(unit))}{unit}"
+    gpus = {GPU: str(workers * cfg.gpus_per_worker)} if cfg.use_gpu else {}
+    return {"cpu": str(workers * cfg.cpus_per_worker), "memory": memory} | gpus

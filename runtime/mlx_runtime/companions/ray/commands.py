@@ -19,7 +19,7 @@ from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.launch import SubmittedJob
+    from mlx_runtime.companions.jobs.launching import SubmittedJob
     from mlx_runtime.driver.request import RunConfig
 
 

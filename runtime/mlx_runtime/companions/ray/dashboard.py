@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
+from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import addresses
 from mlx_runtime.companions.ray.addresses import DASHBOARD_PORT, Address
-from mlx_runtime.companions.ray.jobs import JobSpec, JobState
+from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.errors import ClusterError, short_message
 from mlx_runtime.runs.logs import last_lines
 

@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_runtime.companions.ray.preflight import Check, valid_config, writable
+from mlx_runtime.companions.jobs.checks import Check, valid_config
+from mlx_runtime.companions.ray.preflight import writable
 from mlx_runtime.config import projects
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.settings import Settings

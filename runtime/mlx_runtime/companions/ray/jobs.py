@@ -57,32 +57,6 @@ class JobSpec:
         return packed
 
 
-@dataclass(frozen=True)
-class JobState:
-    """State of a job: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED, with Ray's explanation."""
-
-    status: str
-    message: str
-    return_code: int | None  # of the command, once it has ended
-    metadata: Mapping[str, str] = field(default_factory=dict)  # given when it was submitted
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
-
-    @property
-    def reason(self) -> str:
-        """First line of the message, without the log that may follow it."""
-        return self.message.strip().partition("\n")[0].partition(", last available logs")[0]
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of a process that represents the job: 128 + N if signal N killed the job."""
-        if self.return_code is not None:
-            return self.return_code if self.return_code >= 0 else 128 - self.return_code
-        return {"SUCCEEDED": 0, "STOPPED": 128 + signal.SIGTERM}.get(self.status, 1)
-
-
 def run_titles() -> dict[str, str]:
     """Return the titles of the runs on the cluster of this job, like `digits/run_001`, by Ray's id of their jobs."""
     from ray.job_submission import JobSubmissionClient

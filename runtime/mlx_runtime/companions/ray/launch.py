@@ -1,7 +1,6 @@
 """Submit the `main.py` of a folder to a cluster as a job, after checking that it can run there."""
 
 import dataclasses
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,23 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions
+from mlx_runtime.companions.jobs.checks import Checks, check_config, check_secrets, refuse_engine, require
+from mlx_runtime.companions.jobs.launching import ClaimingLaunch, pending, typed_name
 from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.cluster_storage import cluster_of, path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.config.composition import storage_override
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.runs import drivers, records, snapshots
-from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
+from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs.folder import RUN, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
-from mlx_runtime.runs.records import LAUNCHER_FACTS, provenance
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import join_path, storage_root
-from mlx_runtime.storage.redaction import redact
 from mlx_runtime.workers.placement import JOB_FLAG
 
 if TYPE_CHECKING:
@@ -68,7 +65,7 @@ class SubmittedJob:
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(ClaimingLaunch):
     """A folder and a cluster that have passed all checks."""
 
     dashboard: Dashboard
@@ -102,26 +99,8 @@ class Launch:
         request = Request(overrides, origin=origin, claimed=path_there(run.location))
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
-    def submit_sweep(
-        self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
-    ) -> SubmittedJob:
-        """Submit `mlx train sweep --resume` with these words, for an existing sweep or a new one of this name.
-
-        Its folder and record are handled like those of a run.
-        """
-        folder = sweep or self._claim(SWEEP, name)
-        before = drivers.refuse_living(folder) if sweep else {}
-        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={path_there(folder.location)}", *words]
-        new = {} if sweep else {"definition": dict(definition), "trials": []}
-        return self._submit_driver(folder, before, command, {}, **new)
-
-    def _claim(self, kind: str, name: str = "") -> RunFolder:
-        """Create the folder of a run, or that of a sweep with its code."""
-        cfg = self.config.cfg
-        folder = claim_run(storage_root(cfg.storage_path), cfg.name, kind, name=name)
-        if kind == SWEEP:
-            snapshots.store(Path.cwd(), folder)
-        return folder
+    def _location(self, folder: RunFolder) -> str:
+        return path_there(folder.location)
 
     def _submit_driver(
         self,
@@ -132,24 +111,17 @@ class Launch:
         **fields: Any,
     ) -> SubmittedJob:
         """Submit the driver of a claimed run, or of a sweep, and record that it is pending."""
-        config, before = self.config, before.get(records.REPLACED) or before
+        config = self.config
         attempt, is_data = run.attempts() + 1, "output" in fields
         there = path_there(run.location)
         title = f"data-{run.experiment}-{run.name}" if is_data else f"{run.experiment}-{run.name}"
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
         known = {"id": job, "address": self.dashboard.address.url}
-        record = pending_record(run, before, known, config.overrides, **fields)
         metadata = {"mlx": "data" if is_data else "train", "experiment": run.experiment, "run": run.name, **metadata}
         if self.retries:
             command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
-        try:
+        with pending(run, before, config.overrides, job=known, **fields):
             page = self.submit(job, command, metadata, {DATA_JOB: there} if is_data else {})
-        except ClusterError as error:
-            if before:
-                record.withdraw()
-            else:
-                record.finish("FAILED", error=redact(str(error)))
-            raise
         words = typed_name(run, config.overrides)
         facts = {"run": f"{run.experiment} {run.name}", "folder": there, "job": job, "dashboard": page}
         if is_data:
@@ -183,29 +155,6 @@ class Launch:
         return f"{self.dashboard.address.url}/#/jobs/{job}"
 
 
-def typed_name(run: RunFolder, overrides: Sequence[str]) -> str:
-    """Return the words that name a run in commands: its location, if they would look in another storage."""
-    elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in overrides)
-    return shlex.join([run.location] if elsewhere else [run.experiment, run.name])
-
-
-def pending_record(
-    run: RunFolder, before: Mapping[str, Any], job: Mapping[str, str], overrides: Sequence[str], **fields: Any
-) -> records.Record:
-    """Write the record of a claimed run that waits for its job, whose driver continues the record.
-
-    `before` is the record of a run to resume, and `job` its id and address.
-    """
-    known = provenance(overrides)
-    facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
-    facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
-    facts |= {"status": "PENDING", "start": documents.now(), **fields, "job": dict(job)}
-    if before:
-        facts |= {"attempts": records.attempts(before), records.REPLACED: before}
-    run.path.mkdir(parents=True, exist_ok=True)  # with a URI, another machine may have the working copy
-    return records.Record(run, before, **facts)
-
-
 def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dashboard, Upload]:
     """Connect to a cluster that accepts jobs from here, and collect the `files` of a folder, or only the runtime.
 
@@ -217,19 +166,6 @@ def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dash
         require(check)
     assert dashboard is not None, "it has answered"
     return dashboard, upload
-
-
-def refuse_secrets(config: "RunConfig") -> None:
-    """Raise ClusterError if conf.yaml or overrides contain a secret."""
-    require(preflight.check_secrets(config))
-
-
-def require(check: Check) -> None:
-    """Raise ClusterError if a check has failed."""
-    if not check.ok:
-        error = ClusterError(check.text)
-        error.hint = check.hint or ""
-        raise error
 
 
 def prepare(
@@ -251,44 +187,34 @@ def prepare(
 
     Raises `ClusterError` after failed checks, early if they prevent the others, and `UsageError` for a wrong option.
     """
-    failed = 0
-
-    def show_checks(*checks: Check) -> bool:
-        nonlocal failed
-        for check in checks:
-            failed += not check.ok
-            if show_all or not check.ok:
-                write(check.line())
-        return all(check.ok for check in checks)
-
-    def failure() -> ClusterError:
-        return ClusterError(f"preflight failed: {failed} check{'s' * (failed != 1)}, see above")
-
+    shown = Checks(show_all=show_all, write=write)
     if address.notice:
         write(f"note      {address.notice}")
     if not Settings.read().quiet:
         write(f"checking  {address.url} (from {address.source})")
     # First, because it may bind, and finds errors without the cluster.
-    config, config_check = preflight.check_config(load, tasks=tasks)
+    config, config_check = check_config(load)
+    if config is not None and not tasks:
+        refuse_engine(config.cfg)
     dashboard, checks = preflight.check_cluster(address)
-    show_checks(*checks)
+    shown.add(*checks)
     if dashboard is None:
-        raise failure()
-    show_checks(config_check)
+        raise shown.failure()
+    shown.add(config_check)
     upload = Upload.of(folder)
-    fits = show_checks(preflight.check_upload(upload))
+    fits = shown.add(preflight.check_upload(upload))
     if config is None:
-        raise failure()
+        raise shown.failure()
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         write(line)
-    safe = show_checks(preflight.check_secrets(config))
+    safe = shown.add(check_secrets(config))
     if not (safe and fits) and not show_all:
-        raise failure()
+        raise shown.failure()
     runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}
     root = storage_root(config.cfg.storage_path)
     sent = upload if safe and fits else dataclasses.replace(upload, files=())  # the probe needs only the runtime
     sent_env = runtime_env if safe else preflight.without_secrets(runtime_env)
-    show_checks(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env, tasks=tasks))
-    if failed:
-        raise failure()
+    shown.add(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env, tasks=tasks))
+    if shown.failed:
+        raise shown.failure()
     return Launch(dashboard, config, upload, runtime_env, retries)

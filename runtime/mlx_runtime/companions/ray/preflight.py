@@ -6,11 +6,11 @@ import json
 import platform
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.companions.jobs.checks import Check
 from mlx_runtime.companions.ray import probe
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.autoscaler import Room
@@ -18,18 +18,14 @@ from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.start import refuse_no_task
-from mlx_runtime.config.projects import CONF, commands
-from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
-from mlx_runtime.loop.options import ENGINES
+from mlx_runtime.errors import ClusterError, ConfigError, StorageError, short_message
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.storage.redaction import redact_override, secret_keys
-from mlx_runtime.workers.placement import engine_class, shortage, uses_gpus
+from mlx_runtime.storage.redaction import secret_keys
+from mlx_runtime.workers.placement import shortage, uses_gpus
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.jobs.options import DataConfig
-    from mlx_runtime.config.composition import Config
-    from mlx_runtime.driver.request import RunConfig
     from mlx_runtime.loop.options import TrainConfig
 
 MIN_RAY = 2, 60  # as in pyproject.toml
@@ -37,24 +33,6 @@ LIMIT_BYTES = 100 << 20  # maximum size of an upload
 PROBE_S = 180.0  # timeout of the probe job
 NODE_S = 60.0  # timeout of a node's answer to the probe
 INSTALL_S = 600.0  # added to both if the cluster installs packages first, as with `--pip`
-
-
-@dataclass(frozen=True)
-class Check:
-    """The subject of a check, its finding, and a hint to fix it, or None if the check passed."""
-
-    name: str
-    text: str
-    hint: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.hint is None
-
-    def line(self) -> str:
-        """One line for the terminal."""
-        text = self.text if self.ok or self.text.endswith((".", "?")) else f"{self.text}."
-        return " ".join(filter(None, [f"{'ok' if self.ok else 'FAIL':<6}{self.name:<10} {text}", self.hint]))
 
 
 def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
@@ -84,30 +62,6 @@ def _ray_here() -> str | None:
         return None
 
 
-def check_config(load: "Callable[[], RunConfig]", *, tasks: bool = False) -> "tuple[RunConfig | None, Check]":
-    """Load the config. Raises if the engine of a run cannot train in a job, because no other check matters then."""
-    try:
-        config = load()
-    except ConfigError as error:
-        return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
-    except UsageError:  # as of `run`
-        raise
-    except MlxError as error:
-        return None, Check("config", str(error), f"See: {commands()} launch --help")
-    if tasks:
-        return config, valid_config()
-    name = config.cfg.engine
-    if name in ENGINES and (reason := engine_class(name).refusal(config.cfg, in_job=True)):  # others are imported there
-        line = f"cfg.engine={name} cannot train this: {reason}; use cfg.engine=auto, or train here: {commands()} run"
-        raise ConfigError(line)
-    return config, valid_config()
-
-
-def valid_config() -> Check:
-    """Report a valid config."""
-    return Check("config", f"{CONF} fits the code")
-
-
 def check_upload(upload: Upload) -> Check:
     """Compare the size of the upload with the limit, and name the largest files if it is too large."""
     size = sum(size for _, size in upload.files)
@@ -118,21 +72,6 @@ def check_upload(upload: Upload) -> Check:
     largest = "".join(f"\n      {item / 1e6:>9,.1f} MB  {path}" for path, item in most)
     hint = f"List files that no run needs in .rayignore or .gitignore; the largest are:{largest}"
     return Check("upload", f"{text}; a cluster accepts {LIMIT_BYTES / 1e6:,.0f} MB", hint)
-
-
-def check_secrets(config: "Config") -> Check:
-    """Reject secrets in conf.yaml or overrides, where everyone can read them."""
-    sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # with values from the environment here
-    written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
-    for item in config.overrides:
-        name = item.partition("=")[0].lstrip("+")
-        if redact_override(item) != item and not any(f"{key}.".startswith(f"{name}.") for key in written):
-            written.append(name)
-    if written:
-        hint = "Set it in the environment of the nodes, list its name in cfg.secrets=[NAME], and write ${oc.env:NAME}"
-        return Check("secrets", f"{', '.join(written)} would show in the dashboard and in run.json", hint)
-    names = config.cfg.secrets
-    return Check("secrets", f"by name: {', '.join(names)}" if names else "none")
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,45 +5,37 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, pending_record, refuse_secrets, typed_name
+from mlx_runtime.companions.jobs.checks import Check, Checks, check_config, check_secrets
+from mlx_runtime.companions.jobs.launching import ClaimingLaunch, QueuedJob, pending, typed_name
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.loop.options import ENGINES
-from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, next_name, run_folder
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
-from mlx_runtime.storage.redaction import redact
 from mlx_runtime.workers.placement import engine_class
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.dashboard import Dashboard
     from mlx_runtime.driver.request import RunConfig
 
 NOT_LINKED = {".git", "__pycache__"}
 
 
-class QueuedJob(SubmittedJob):
-    """A job in the queue of Slurm, where it may stay for days."""
-
-    def wait(self) -> str:
-        """Return the status of the job now."""
-        state = self.dashboard.state(self.id)
-        return f"{state.status} ({state.message})" if state.message else state.status
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmLaunch(Launch):
+@dataclass(frozen=True)
+class SlurmLaunch(ClaimingLaunch):
     """A folder that has passed all checks, and the options of its job."""
 
+    queue: Queue
+    config: "RunConfig"
+    upload: Upload
     nodes: int
     options: Mapping[str, str | None]  # as typed
     words: Sequence[str]  # further options of sbatch
@@ -65,37 +57,31 @@ class SlurmLaunch(Launch):
         command: Sequence[str],
         metadata: Mapping[str, str],
         **fields: Any,
-    ) -> SubmittedJob:
-        """Copy the code, submit the driver of a claimed run or sweep, and record that it is pending.
+    ) -> QueuedJob:
+        """Copy the code, and submit a job that is held until the record names it.
 
-        The job is held until the record names it. With `dry_run`, only print the script, and exit.
+        With `dry_run`, only print the script, and exit.
         """
-        before, queue = before.get(records.REPLACED) or before, cast(Queue, self.dashboard)
+        queue, overrides = self.queue, self.config.overrides
         folder = run.path / "slurm" / str(1 + len([*run.path.glob("slurm/*")]))
         text = self.script(run.location, folder, command)
         if self.dry_run:
             print(text, end="")
             raise SystemExit(0)
-        job = None
-        try:
+        with pending(run, before, overrides, **fields) as record:
             copy_code(self.upload, folder / "code")
             (folder / "job.sh").write_text(text)
             job = queue.submit(folder / "job.sh", self.typed)
-            known = {"id": job, "address": queue.address.url}
-            pending_record(run, before, known, self.config.overrides, **fields)
-            queue.release(job)
-        except BaseException as error:
-            if job is not None:
+            try:
+                record.update(job={"id": job, "address": queue.url})
+                queue.release(job)
+            except BaseException:
                 queue.stop(job)
-            if not before:
-                records.Record(run, **fields).finish("FAILED", error=redact(str(error) or type(error).__name__))
-            elif job is not None:
-                records.Record(run, records.load_record(run)).withdraw()
-            raise
-        name = typed_name(run, self.config.overrides)
-        facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.address.url}"}
+                raise
+        name = typed_name(run, overrides)
+        facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.url}"}
         facts |= {"script": str(folder / "job.sh"), "follow": f"mlx xp logs {name}", "stop": f"mlx xp stop {name}"}
-        return QueuedJob(self.dashboard, job, run, facts, lambda: True)
+        return QueuedJob(queue, job, facts)
 
     @property
     def typed(self) -> list[str]:
@@ -104,7 +90,7 @@ class SlurmLaunch(Launch):
 
     def script(self, run: str, folder: Path, command: Sequence[str]) -> str:
         """Return the script of the job: the resources follow from the config, unless options give others."""
-        cfg, variables = self.config.cfg, {"MLX_JOB": "$SLURM_JOB_ID", "MLX_JOB_ADDRESS": self.dashboard.address.url}
+        cfg, variables = self.config.cfg, {"MLX_JOB": "$SLURM_JOB_ID", "MLX_JOB_ADDRESS": self.queue.url}
         workers = max(1, cfg.start_workers)  # of a node, which trains a trial of a sweep or a part of a run
         workers = workers if self.sweep else math.ceil(workers / self.nodes)
         gpus = math.ceil(workers * cfg.gpus_per_worker) if cfg.use_gpu else None
@@ -159,10 +145,16 @@ def prepare(
 ) -> SlurmLaunch:
     """Check that a folder can run on the Slurm cluster of this machine, and that sbatch accepts the options.
 
-    Raises `ClusterError` if the cluster does not answer or refuses the options, and `ConfigError` for a wrong config.
+    Failed checks are written to stderr, and all of them with `show_all`.
+
+    Raises `ClusterError` if the cluster does not answer or a check fails, and `ConfigError` or `UsageError` for
+    settings with which no job of Slurm can train.
     """
-    queue, config = _queue(dry_run), load()
-    cfg, quiet = config.cfg, Settings.read().quiet or dry_run
+    queue, shown = _queue(dry_run), Checks(show_all=show_all)
+    config, check = check_config(load)
+    if not shown.add(check) or config is None:
+        raise shown.failure()
+    cfg = config.cfg
     root = storage_root(cfg.storage_path)
     if is_uri(root):
         raise UsageError(f"the storage is {root}; a job of Slurm finds its code in a folder that the nodes share")
@@ -172,14 +164,14 @@ def prepare(
         raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
         raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
-    refuse_secrets(config)
-    for line in () if quiet else config.notes:
+    if not shown.add(check_secrets(config)):
+        raise shown.failure()
+    for line in () if Settings.read().quiet or dry_run else config.notes:
         print(line)
     split = [item for text in words for item in shlex.split(text)]
-    extra: dict[str, Any] = {"nodes": nodes, "options": options, "words": split, "dry_run": dry_run, "sweep": sweep}
-    launch = SlurmLaunch(cast("Dashboard", queue), config, Upload.of(folder), {}, **extra)
-    if not dry_run:
-        _test(launch, show=show_all)
+    launch = SlurmLaunch(queue, config, Upload.of(folder), nodes, options, split, sweep, dry_run)
+    if not dry_run and not shown.add(_check_job(launch)):
+        raise shown.failure()
     return launch
 
 
@@ -190,16 +182,16 @@ def _queue(dry_run: bool) -> Queue:
     except ClusterError:
         if not dry_run:
             raise
-        return Queue(Address(f"{SCHEME}cluster", "scontrol"))
+        return Queue(f"{SCHEME}cluster")
 
 
-def _test(launch: SlurmLaunch, *, show: bool) -> None:
+def _check_job(launch: SlurmLaunch) -> Check:
     """Let sbatch check the job without submitting it."""
-    import tempfile
-
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(launch.script("/tmp/check/run", Path("/tmp"), ["main.py"]))
         file.flush()
-        run("sbatch", "--test-only", *launch.typed, file.name)
-    if show:
-        print("ok    sbatch accepts the job")
+        try:
+            run("sbatch", "--test-only", *launch.typed, file.name)
+        except ClusterError as error:
+            return Check("job", str(error), error.hint)
+    return Check("job", "sbatch accepts it")

@@ -1,5 +1,6 @@
 """The queue of a Slurm cluster, asked through its own commands."""
 
+import codecs
 import contextlib
 import re
 import subprocess
@@ -8,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.jobs import JobState
+from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs.logs import last_lines
 
@@ -31,7 +31,7 @@ WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
 class Queue:
     """The queue of a cluster. Its address in the records of runs is `slurm://` and the name of the cluster."""
 
-    address: Address
+    url: str
 
     @classmethod
     def connect(cls, url: str | None = None) -> "Queue":
@@ -40,7 +40,7 @@ class Queue:
         assert found is not None, "scontrol prints every setting"
         if (here := f"{SCHEME}{found[1]}") != (url or here):
             raise ClusterError(f"this machine belongs to {here}, not to {url}")
-        return cls(Address(here, "scontrol"))
+        return cls(here)
 
     def submit(self, script: Path, words: Sequence[str] = ()) -> str:
         """Submit a script as a job that is held until `release`, and return its id."""
@@ -56,27 +56,30 @@ class Queue:
     def state(self, job: str) -> JobState:
         """Return the state of a job, with Slurm's reason; raises ClusterError if Slurm does not know it any more."""
         fields = self._fields(job)
-        status, reason = status_of_job(fields["JobState"], fields["Reason"])
+        state = state_of_job(fields["JobState"], fields["Reason"])
         code, _, number = fields["ExitCode"].partition(":")
-        succeeded = 0 if status == "SUCCEEDED" else None  # a job that never ran has the exit code 0, too
-        return JobState(status, reason, int(code) or -int(number) or succeeded)
+        succeeded = 0 if state.status == "SUCCEEDED" else None  # a job that never ran has the exit code 0, too
+        return JobState(state.status, state.message, int(code) or -int(number) or succeeded)
 
     def log(self, job: str) -> str:
         """Return the output of a job so far."""
-        file = Path(self._fields(job)["StdOut"])
-        return file.read_text(errors="replace") if file.is_file() else ""
+        return _read(self._output(job), 0).decode(errors="replace")
 
     def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
         """Write the output of a job as it grows, also while the job waits in the queue, and return its last state."""
-        seen = 0
+        file, seen, decoder = self._output(job), 0, codecs.getincrementaldecoder("utf-8")("replace")
         while True:
-            state, text = self.state(job), self.log(job)
-            if len(text) > seen:
-                write(text[seen:] if tail is None or seen else last_lines(text, tail))
-                seen = len(text)
+            state, content = self.state(job), _read(file, seen)
+            if content:
+                text = decoder.decode(content)
+                write(text if tail is None or seen else last_lines(text, tail))
+                seen += len(content)
             elif state.ended:
                 return state
             time.sleep(FOLLOW_S)
+
+    def _output(self, job: str) -> Path:
+        return Path(self._fields(job)["StdOut"])
 
     def _fields(self, job: str) -> dict[str, str]:
         """Return some of the fields of a job."""
@@ -85,6 +88,14 @@ class Queue:
         text = run("scontrol", "show", "job", job)
         words = r"\b(JobState|Reason|ExitCode)=(\S+)"
         return dict(re.findall(words, text) + re.findall(r"^\s+(StdOut)=(.*)$", text, re.MULTILINE))
+
+
+def _read(file: Path, start: int) -> bytes:
+    """Return the content of a file from a byte on; nothing before the file exists."""
+    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
+        stream.seek(start)
+        return stream.read()
+    return b""
 
 
 def client_of(job: Mapping[str, str], *, alive: bool) -> Queue | None:
@@ -102,7 +113,7 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
     Without those of other clusters, and those that Slurm has forgotten.
     """
     with contextlib.suppress(ClusterError):
-        here = Queue.connect().address.url
+        here = Queue.connect().url
         asked = ",".join(sorted(job for address, job in jobs if address == here and job.isdecimal()))
         found: dict[str, str] = {}
         for command in (
@@ -112,18 +123,17 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
             with contextlib.suppress(ClusterError):  # no accounting, or only jobs that Slurm has forgotten
                 for line in run(*command).splitlines() if asked else ():
                     job, state, reason = line.split("|")[:3]
-                    status, reason = status_of_job(state, reason)
-                    found[job] = f"{status} ({reason})" if reason else status
+                    found[job] = str(state_of_job(state, reason))
         return {(here, job): status for job, status in found.items()}
     return {}
 
 
-def status_of_job(state: str, reason: str) -> tuple[str, str]:
-    """Return our status of a job, and the reason, from those of Slurm. States may have a suffix, `CANCELLED by 0`."""
+def state_of_job(state: str, reason: str) -> JobState:
+    """Return our state of a job from that of Slurm, which may have a suffix, `CANCELLED by 0`, and its reason."""
     state = state.partition(" ")[0]
     if state in ENDED:
-        return ENDED[state], "" if state in ("COMPLETED", "CANCELLED", "FAILED") else state
-    return ("PENDING" if state in WAITING else "RUNNING"), "" if reason in ("None", "") else reason
+        return JobState(ENDED[state], "" if state in ("COMPLETED", "CANCELLED", "FAILED") else state)
+    return JobState("PENDING" if state in WAITING else "RUNNING", "" if reason in ("None", "") else reason)
 
 
 def run(*command: str) -> str:

@@ -9,13 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.companions.jobs.launching import pending
 from mlx_runtime.companions.slurm.queue import run
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.exits import clean_exit
-from mlx_runtime.runs import drivers, records
+from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import SWEEP, find_run
+from mlx_runtime.runs.records import LAUNCHER_FACTS
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents
 
 
 def requeue(path: str) -> None:
@@ -34,20 +35,10 @@ def requeue(path: str) -> None:
             f"{folder.title} was stopped by the time limit before its first checkpoint in this job, so the job is not "
             f"requeued. Give it more time: mlx train launch --slurm --resume={folder.title} --time=..."
         )
-    facts: dict[str, Any] = {
-        "status": "PENDING",
-        "start": documents.now(),
-        "job": job,
-        "attempts": records.attempts(before),
-    }
-    facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the driver that has ended
-    record = records.Record(folder, before, **facts, replaced=before)
-    try:
+    facts = {name: before.get(name) for name in LAUNCHER_FACTS} | {"job": job}
+    with pending(folder, before, (), **facts):
         print(f"requeued  {folder.title} resumes when the job {job['id']} starts again", flush=True)
         run("scontrol", "requeue", job["id"])  # ends this process, too
-    except ClusterError:
-        record.withdraw()
-        raise
 
 
 def _has_saved(record: Mapping[str, Any]) -> bool:

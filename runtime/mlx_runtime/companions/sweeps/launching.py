@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
+from mlx_runtime.companions.jobs.launching import Launch, SubmittedJob
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.companions.sweeps.starting import find_sweep, resumed_plan
 from mlx_runtime.driver.request import RunConfig

@@ -39,29 +39,24 @@ def test_the_tree_has_the_sizes_of_all_that_is_below(root: str) -> None:
     ]
     data = {"name": "data", "kind": "folder", "size_bytes": 5000, "files": 4, "children": [digits]}
     top = {"name": root, "kind": "folder", "size_bytes": 5000, "files": 4, "children": [data]}
-    assert survey(path_in(root, ""), depth=3).as_json(20) == top
+    assert survey(path_in(root, ""), depth=3).as_json() == top
 
 
 def test_what_is_deeper_counts_and_is_not_listed(root: str) -> None:
     for depth in range(6):
         found = survey(path_in(root, "data/digits"), depth=depth)
         assert (found.size_bytes, found.files) == (5000, 4)
-        assert len(found.lines(0)) == {0: 1, 1: 4, 2: 5}.get(depth, 7)
+        assert len(found.lines()) == {0: 1, 1: 4, 2: 5}.get(depth, 7)
 
 
 def test_the_tree_for_people(root: str) -> None:
     put(root, {"data/digits/deep/er/e.bin": b"x"})
-    assert survey(path_in(root, "data"), depth=2).lines(1) == [
-        "data              5.0 kB  5 files",
-        "└── digits        5.0 kB  5 files",
-        "    ├── a.bin     3.0 kB",
-        "    └── … 2 more  2.0 kB",
-    ]
-    assert survey(path_in(root, "data/digits"), depth=1).lines(2) == [  # the last entry rather than `1 more`
-        "digits     5.0 kB  5 files",
-        "├── a.bin  3.0 kB",
-        "├── deep   1.0 kB  3 files",
-        "└── b.bin  1.0 kB",
+    assert survey(path_in(root, "data"), depth=2).lines() == [
+        "data           5.0 kB  5 files",
+        "└── digits     5.0 kB  5 files",
+        "    ├── a.bin  3.0 kB",
+        "    ├── deep   1.0 kB  3 files",
+        "    └── b.bin  1.0 kB",
     ]
 
 
@@ -79,7 +74,7 @@ def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {"name": "digits", "kind": "folder", "size_bytes": 5000, "files": 4}
     done = mlx(tmp_path, "data", "show", "data/digitz", MLX_STORAGE=root)
     where = join_path(root, "data", "digitz")
-    assert (done.returncode, done.stderr) == (2, f"error: there is no {where}. Did you mean 'digits'?\n")
+    assert (done.returncode, done.stderr) == (2, f"error: there is no {where}; mlx data show lists the storage\n")
     done = mlx(tmp_path, "data", "show")
     assert done.returncode == 2
     assert done.stderr == "error: which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER\n"
@@ -209,19 +204,6 @@ def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     where = join_path(root, "data", "digits")
     assert (done.returncode, done.stdout) == (0, f"removed {where}, 4 files, 5.0 kB\n"), done.stderr
     assert files(root) == []
-
-
-@pytest.mark.process
-def test_unclear_requests_are_refused(folder: Path, mlx: Mlx) -> None:
-    done = mlx(folder, "data", "rm", MLX_STORAGE=str(folder))
-    message = "error: remove what? A part of the storage: mlx data rm PATH; prepared datasets: add --prepared\n"
-    assert (done.returncode, done.stderr) == (2, message)
-    done = mlx(folder, "data", "rm", "-y", "data", "--prepared", MLX_STORAGE=str(folder))
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: a PATH and the options of --prepared contradict each other; pass one of them\n",
-    )
-    assert files(str(folder)) == sorted(SIZES)
 
 
 @pytest.mark.process

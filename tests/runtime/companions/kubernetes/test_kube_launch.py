@@ -1,6 +1,5 @@
 """`mlx train launch --kube`: printed manifests, and those that kubectl applies, with its checks and refusals."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -14,9 +13,9 @@ from conftest import ROOT, Mlx
 from kube import ApiServer, problems
 from packages import install
 
-from mlx_runtime.companions.kubernetes.kubectl import Kubectl
+from mlx_runtime.companions.kubernetes.kubectl import client_of, job_statuses
+from mlx_runtime.companions.kubernetes.launch import check_options
 from mlx_runtime.companions.kubernetes.manifest import Pods
-from mlx_runtime.companions.kubernetes.preflight import check_cluster, check_options
 
 pytestmark = pytest.mark.process
 
@@ -108,7 +107,7 @@ class TestPrinted:
         assert done.returncode == 0
         assert "MLX_KUBE_IMAGE" in done.stdout
         page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-        options = {*re.findall(r"--[a-z][a-z-]+", done.stdout)} - {"--kube", "--sweep", "--help", "--service-account"}
+        options = {*re.findall(r"--[a-z][a-z-]+", done.stdout)} - {"--kube", "--sweep", "--help"}
         assert {option for option in options if f"`{option}" not in page} == set()
 
 
@@ -116,9 +115,9 @@ class TestPrinted:
     ("words", "code", "message"),
     [
         (("--claim", "runs"), 2, "Missing option '--image'"),
-        ((*IMAGE, "--grace", "10s"), 2, "10s is too short for a checkpoint; the minimum is 30s"),
         ((*IMAGE, "--memory", "4"), 2, "'4' is not an amount of memory; write 4Gi"),
-        ((*IMAGE, "--node", "gpus"), 2, "'gpus' is not a label; write KEY=VALUE"),
+        ((*IMAGE, "--template", "pods.yaml"), 1, "error: --template: cannot read pods.yaml: [Errno 2] No such file"),
+        ((*IMAGE, "--template", "constraints.txt"), 1, "error: --template: cannot read constraints.txt: it is not a m"),
         ((*IMAGE, "--pip"), 2, "--pip is for a running cluster of Ray"),
         ((*IMAGE, "--clam"), 2, "there is no option --clam"),
         (
@@ -129,7 +128,7 @@ class TestPrinted:
         (
             (*IMAGE, "--claim", "runs", "+cfg.runtime_env={pip: requirements.txt}"),
             1,
-            "cfg.runtime_env.pip is requirements.txt, a file of this machine; install it in the image",
+            "cfg.runtime_env.pip is not installed in the pods; it belongs in the image",
         ),
     ],
 )
@@ -192,7 +191,7 @@ class TestApplied:
         done = launch(*IMAGE, "--namespace", "team", "--claim", "runs", "--check", **kubeconfig)
         assert done.returncode == 0, done.stderr
         found = [line.split(None, 2)[1] for line in done.stderr.splitlines() if line.startswith("ok ")]
-        assert found == ["config", "secrets", "image", "cluster", "kuberay", "claim", "manifest"]
+        assert found == ["config", "secrets", "image", "cluster"]
         assert len(server.jobs) == before
 
     def test_a_namespace_that_does_not_exist(
@@ -201,49 +200,57 @@ class TestApplied:
         before = len(server.jobs)
         done = launch(*IMAGE, "--namespace", "tema", "--claim", "runs", **kubeconfig)
         assert (done.returncode, done.stdout, len(server.jobs)) == (1, "", before)
-        cure = "there is no namespace tema. Create it: kubectl create namespace tema"
-        assert f"FAIL  namespace  {cure}\n" in done.stderr
+        assert (
+            'FAIL  cluster    it rejects the job: (NotFound): error when creating "STDIN": namespaces "tema" not'
+            in done.stderr
+        )
+        assert done.stderr.endswith("error: preflight failed: 1 check, see above\n")
+
+    def test_a_template_with_fields_that_kuberay_lacks(
+        self, launch: Launch, server: ApiServer, kubeconfig: dict[str, str], tmp_path: Path
+    ) -> None:
+        before, file = len(server.jobs), tmp_path / "pods.yaml"
+        file.write_text("spec: {authOptions: {}}")
+        options = (*IMAGE, "--namespace", "team", "--claim", "runs", "--template", str(file))
+        done = launch(*options, **kubeconfig)
+        assert (done.returncode, done.stdout, len(server.jobs)) == (1, "", before)
+        assert "FAIL  cluster    it rejects the job: " in done.stderr
+        assert "authOptions" in done.stderr
+
+    def test_a_cluster_without_kuberay(self, launch: Launch, kubeconfig: dict[str, str], tmp_path: Path) -> None:
+        with ApiServer(OBJECTS, kuberay=False) as server:
+            server.write_config(Path(kubeconfig["KUBECONFIG"]))
+            done = launch(*IMAGE, "--claim", "runs", **kubeconfig)
+        assert done.returncode == 1
+        assert 'FAIL  cluster    it rejects the job: resource mapping not found for name: "digits-' in done.stderr
+        assert "https://docs.ray.io/en/latest/cluster/kubernetes/" in done.stderr
+
+    def test_without_kubectl(self, launch: Launch, tmp_path: Path) -> None:
+        done = launch(*IMAGE, "--claim", "runs", PATH=str(tmp_path))
+        cure = "install kubectl, or print the manifest with --dry-run, for whoever has it"
+        assert f"FAIL  cluster    it rejects the job: there is no kubectl on the PATH. {cure}\n" in done.stderr
 
     @pytest.mark.parametrize(
-        ("options", "secrets", "line"),
+        ("status", "ours"),
         [
-            ({"claim": "disk"}, (), "FAIL  claim      disk has the access modes ReadWriteOnce. All pods write to"),
-            ({"claim": "ruins"}, (), "FAIL  claim      there is no PersistentVolumeClaim ruins. See: kubectl get"),
-            ({"secret": ("keys",)}, ("HF_TOKEN",), "FAIL  secrets    HF_TOKEN is no key of keys. Add it to one of"),
-            ({"secret": ("kyes",)}, (), "FAIL  secrets    there is no Secret kyes. See: kubectl -n team get secrets"),
-            ({"service_account": "me"}, (), "FAIL  serviceaccount there is no serviceaccount me. See: kubectl -n"),
+            ({}, "PENDING"),
+            ({"jobDeploymentStatus": "Initializing"}, "PENDING (Initializing)"),
+            ({"jobDeploymentStatus": "Running", "jobStatus": "PENDING"}, "RUNNING"),
+            ({"jobDeploymentStatus": "Retrying", "jobStatus": "FAILED"}, "PENDING (Retrying)"),
+            ({"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded"}, "FAILED (DeadlineExceeded)"),
+            ({"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}, "STOPPED"),
         ],
     )
-    def test_missing_objects_are_named(self, options: dict[str, Any], secrets: tuple[str, ...], line: str) -> None:
-        assert self.failure(Pods("a:1", namespace="team", **options), secrets).startswith(line)
-
-    def failure(self, pods: Pods, secrets: tuple[str, ...] = (), manifest: str = "") -> str:
-        """The only check that fails."""
-        kubectl = Kubectl.of(pods.context, pods.namespace)
-        (found,) = [check.line() for check in check_cluster(kubectl, pods, secrets, manifest) if not check.ok]
-        return found
-
-    def test_a_manifest_with_fields_that_kuberay_lacks(self) -> None:
-        job = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": "a"}, "spec": {"authOptions": {}}}
-        found = self.failure(Pods("a:1", namespace="team"), manifest=json.dumps(job))
-        assert found.startswith("FAIL  manifest   the cluster rejects it: ")
-        assert "authOptions" in found
-        assert "Install KubeRay 1.5.1 or newer" in found
-
-    def test_a_cluster_without_kuberay(self, tmp_path: Path) -> None:
-        with ApiServer(OBJECTS, kuberay=False) as server:
-            server.write_config(tmp_path / "config")
-            found = self.failure(Pods("a:1"))
-        assert found.startswith("FAIL  kuberay    the cluster has no RayJobs. Install KubeRay 1.5.1 or newer")
-
-    def test_a_cluster_that_does_not_answer(self, tmp_path: Path) -> None:
-        with ApiServer(OBJECTS) as server:
-            server.write_config(tmp_path / "config")
-        found = self.failure(Pods("a:1"))
-        assert found.startswith("FAIL  cluster    ")
-        assert found.endswith("See: kubectl config get-contexts")
-
-    def test_without_kubectl(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", str(tmp_path))
-        cure = "install kubectl, or print the manifest with --dry-run, for whoever has it"
-        assert self.failure(Pods("a:1")) == f"FAIL  cluster    there is no kubectl on the PATH. {cure}"
+    def test_states_of_jobs(self, server: ApiServer, status: dict[str, str], ours: str) -> None:
+        """A job of a record, which may name one that is gone, or something else."""
+        path = "/apis/ray.io/v1/namespaces/team/rayjobs/a-1"
+        server.objects[path] = {**named("RayJob", "a-1", status=status), "apiVersion": "ray.io/v1"}
+        keys = {("kube://team/a-1", "a-1"), ("kube://team/gone", "gone"), ("kube://other/a-1", "a-1")}
+        assert job_statuses(keys) == {("kube://team/a-1", "a-1"): ours}
+        client = client_of({"id": "a-1", "address": "kube://team/a-1"}, alive=True)
+        assert client is not None
+        assert str(client.state("a-1")) == ours
+        for job in ("gone", "--help"):
+            assert client_of({"id": job, "address": "kube://team/a-1"}, alive=True) is None
+        client.stop("a-1")
+        assert path not in server.objects

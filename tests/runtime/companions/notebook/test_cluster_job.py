@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from mlx_runtime import Trainer, reattach
+from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.cluster_job import EventFile, events_name, returned_name
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
-from mlx_runtime.companions.ray.jobs import JobState
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded, RunInfo, RunStarted
 from mlx_runtime.runs import records

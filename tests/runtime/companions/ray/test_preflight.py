@@ -7,6 +7,7 @@ import pytest
 from clusters import free_ports
 from torch import distributed
 
+from mlx_runtime.companions.jobs import checks
 from mlx_runtime.companions.ray import preflight, probe
 from mlx_runtime.errors import UsageError
 
@@ -60,9 +61,9 @@ def test_a_wrong_name_of_a_run_is_an_error_of_usage() -> None:
         raise UsageError("digits has no run 'nope'. Available: run_001.")
 
     with pytest.raises(UsageError):
-        preflight.check_config(load)
+        checks.check_config(load)
 
 
 @pytest.mark.parametrize("text", ["none. Available: a.", "none. Did you mean 'a'?"])
 def test_a_failed_check_ends_its_sentences_once(text: str) -> None:
-    assert preflight.Check("config", text, "Edit it").line() == f"FAIL  config     {text} Edit it"
+    assert checks.Check("config", text, "Edit it").line() == f"FAIL  config     {text} Edit it"
