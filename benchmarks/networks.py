@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from commands import BIN, Command, RunError, environment, mlx
+from commands import BIN, Command, RunError, environment
 
 DEVICE = "eth0"
 """Network interface of each machine."""
@@ -83,7 +83,7 @@ def train(
     look: Callable[[str], object],
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Run an experiment with the engine `nodes`, with one worker on each of the first machines.
+    """Run an experiment with `mlx train join`, with one worker on each of the first machines.
 
     Args:
         machines: at least as many as workers.
@@ -96,17 +96,17 @@ def train(
     Raises:
         RunError: a process failed.
     """
-    settings = environment(folder) | {"MLX_JOIN_KEY": os.urandom(16).hex()} | dict(variables or {})
+    settings = environment(folder) | dict(variables or {})
     del settings["GLOO_SOCKET_IFNAME"]
     with tempfile.TemporaryDirectory(dir=folder.parent) as parent, ExitStack() as stack:
         nodes = Path(parent) / "nodes.json"
         listed = [machines.addresses[rank] + ("" if rank else ":29500") for rank in range(workers)]
         nodes.write_text(json.dumps({str(rank): {"IP": address} for rank, address in enumerate(listed)}))
-        first = mlx("cfg.engine=nodes", f"cfg.nodes={nodes}", f"cfg.start_workers={workers}", *overrides)
-        others = [[BIN / "mlx", "train", "join", nodes, "--name", f"node_{rank}"] for rank in range(1, workers)]
+        joins = [[BIN / "mlx", "train", "join", nodes, "--name", f"node_{rank}"] for rank in range(workers)]
+        joins[0] += overrides
         printed = stack.enter_context((Path(parent) / "printed").open("w+"))
         processes = []
-        for number, command in enumerate([first, *others]):
+        for number, command in enumerate(joins):
             process = subprocess.Popen(
                 list(map(str, machines.within(number, command))),
                 cwd=folder,
@@ -115,7 +115,7 @@ def train(
                 stderr=subprocess.STDOUT,
             )
             stack.callback(process.wait)
-            stack.callback(process.kill)
+            stack.callback(process.terminate)  # torchrun ends its processes
             processes.append(process)
         until = time.monotonic() + MOST_S
         while processes[0].poll() is None and time.monotonic() < until:
@@ -125,7 +125,7 @@ def train(
             for process in processes:
                 process.wait(60)
         if any(process.poll() != 0 for process in processes):
-            raise RunError(first, Path(printed.name).read_text())
+            raise RunError(joins[0], Path(printed.name).read_text())
 
 
 @contextmanager

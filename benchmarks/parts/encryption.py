@@ -19,8 +19,8 @@ from parts.sharding import Work
 
 TITLE = "Encryption"
 
-PATTERNS = {"message to join": b"versions", "weights": bytes.fromhex("0000803f") * 16}
-"""A part of the first message of a machine, and weights of layer norms, which are ones."""
+PATTERNS = {"job": b"versions", "weights": bytes.fromhex("0000803f") * 16}
+"""A part of the message with the job, and weights of layer norms, which are ones."""
 
 CONTENDERS = {
     f"`{name}`{tunnel}": (name, bool(tunnel)) for name in ("ddp", "pipeline") for tunnel in ("", ", WireGuard")
@@ -48,7 +48,7 @@ def section(rounds: int, only: Collection[str]) -> str:
         rows.append([contender, " and ".join(read) or "nothing", f"{max(runs[0][0].sent):.1f}", f"{step:.2f} s"])
     size = Work(*SIZES[0], 8, 0, 2).parameters / 1e6
     return f"""The GPT with {size:.0f} M parameters of *Slow links*, on two machines in network namespaces with
-unlimited links. All packets are searched for the first message of the machine that joins, and for known weights. The
+unlimited links. All packets are searched for the message with the job, and for known weights. The
 tunnel is wireguard-go, which encrypts outside of the kernel, on the cores that train. Medians of {rounds}
 alternating rounds.
 

@@ -91,7 +91,7 @@ def section(rounds: int, only: Collection[str]) -> str:
     titles = [f"{speed} Mbit/s" if speed else "unlimited" for speed in SPEEDS]
     head = ["parameters", "", "MB per rank", "MB sent per step", *titles]
     return f"""A GPT with float32 and Adam, and {BATCH} rows of 64 tokens per step, over machines in network
-namespaces with `cfg.engine=nodes`: one worker with one thread on each. Pipelines split the rows into 4 microbatches,
+namespaces with torchrun: one worker with one thread on each. Pipelines split the rows into 4 microbatches,
 the others between workers. Links have the given speed in both directions, and no latency. They are limited after {WARM}
 steps, so that figures exclude the start, in which weights are sent. Steps are medians of up to 5 at each speed, fewer
 where they take long, and one where they take minutes; without a limit and at 1000 Mbit/s in medians of up to {rounds}

@@ -43,9 +43,9 @@ PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "
 """Public names: they import from any room, and no room imports them."""
 
 ON_OTHERS = {
-    ("fragments", "nodes"),
     ("fragments", "ray"),
     ("fragments", "sharding"),
+    ("fragments", "torchrun"),
     ("hub", "sharding"),
     ("hub", "sweeps"),
     ("jobs", "prepared"),
@@ -69,6 +69,7 @@ ON_OTHERS = {
     ("sweeps", "ray"),
     ("sweeps", "views"),
     ("slurm", "jobs"),
+    ("torchrun", "prepared"),
     ("views", "sweeps"),
 }
 """The companions that use another one, as in docs/architecture.md."""

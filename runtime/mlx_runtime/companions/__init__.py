@@ -38,7 +38,6 @@ COMPANIONS = {
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "jobs": Companion(STORAGE),
     "kubernetes": Companion(jobs=Jobs(("kube",), "kubernetes.kubectl", "launch --kube", requeues=True)),
-    "nodes": Companion(("train join",)),
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
     "ray": Companion(LAUNCHES, jobs=Jobs(("http", "https"), "ray.dashboard", "launch")),
@@ -48,6 +47,7 @@ COMPANIONS = {
     "slurm": Companion(jobs=Jobs(("slurm",), "slurm.queue", "launch --slurm", requeues=True)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
+    "torchrun": Companion(("train join",)),
     "views": Companion(("xp diff", "xp report")),
 }
 """Companions by the name of their folder."""

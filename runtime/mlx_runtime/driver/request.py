@@ -1,5 +1,6 @@
 """The run that a command refers to: a new run, a run to resume, or a checkpoint to evaluate."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, read_errors
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError, write_atomic
 from mlx_runtime.storage.redaction import LEFT_OUT
+from mlx_runtime.workers.placement import is_launched
 from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
 if TYPE_CHECKING:
@@ -95,8 +97,12 @@ def load_config(
             Hugging Face Hub cannot be found.
         UsageError: there is no such run, or options exclude each other.
         RunFinished: the run to resume has succeeded, and no more epochs or steps are requested.
+
+    In a process that torchrun has started with a rank above 0, this trains, and does not return.
     """
     request = overrides if isinstance(overrides, Request) else Request.parse(overrides)
+    if is_launched():
+        companions.part("torchrun.worker").follow()
     typed = (*FAST, *request.overrides) if request.fast else request.overrides
     settings, checkpoint = settings_of(experiment), request.checkpoint
     composition = read(path, typed, settings, title)
@@ -104,6 +110,8 @@ def load_config(
     typed, implied, run = (*typed, *choice.typed), choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, start_from(checkpoint), "++cfg.restore_strict=true")
+    if is_launched() and not any(item.lstrip("+").startswith("cfg.start_workers=") for item in typed):
+        implied = (*implied, f"cfg.start_workers={os.environ['WORLD_SIZE']}")
     if request.fast and run is not None:
         raise UsageError("--fast-dev-run keeps nothing, so it cannot resume a run; leave out --resume")
     changes: tuple[Change, ...] = ()

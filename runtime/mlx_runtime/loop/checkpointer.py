@@ -1,10 +1,11 @@
 """The content of checkpoints: saving and restoring an experiment."""
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mlx_runtime import companions
 from mlx_runtime.data.loaders import Loader
@@ -285,7 +286,7 @@ class Checkpointer:
             if fields is None:
                 break
             latest = CheckpointInfo(**fields)
-            state = saved.load(latest, whole=False) if newest is None else newest[1]
+            state = self._read(partial(saved.load, latest, whole=False), newest and newest[1])
             self._from_sharded = state["sharded"]
             try:
                 prepared = self._prepare(state)
@@ -298,7 +299,7 @@ class Checkpointer:
             return state, prepared
         if not path:
             return None
-        state = store.read(path, whole=False)
+        state = self._read(partial(store.read, path, whole=False))
         self._from_sharded = state["sharded"]
         if not self._context.cfg.restore_strict:
             options = {"prepared": self._layouts().of_values_now} if self._is_sharded() else {}
@@ -308,6 +309,12 @@ class Checkpointer:
             return None
         notice(f"restored  {path} (epoch {state['epoch'] + 1}, step {state['global_step']})")
         return state, self._prepare(state)
+
+    def _read(self, read: Callable[[], State], known: State | None = None) -> State:
+        """Return a state that all read, unless it is known, or that rank 0 sends if only it sees the storage."""
+        shares = self._context.shares_storage
+        state = known or (read() if shares or self._context.topology.writes else {})
+        return state if shares else cast(State, broadcast(state))
 
     def _prepare(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
         """Return a state in the form that the members of groups load: each worker reads the parts that it holds."""

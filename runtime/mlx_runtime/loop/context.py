@@ -112,6 +112,7 @@ class RunContext:
     shown_config: Mapping[str, Any] = field(default_factory=dict)  # the same without secrets
     evaluates: bool = False  # evaluate a checkpoint, without training
     preempted: Callable[[], bool] | None = None  # see `Cluster`
+    shares_storage: bool = True  # see `Cluster`
     progress: Progress = field(default_factory=Progress)
 
     @property

@@ -42,6 +42,7 @@ class Cluster:
     gpus_per_worker: float = 1.0  # or the share of one
     in_driver: bool = False  # training runs in the process of the driver
     captures_output: bool = True  # the engine reports the output of workers; otherwise, they write logs themselves
+    shares_storage: bool = True  # all workers see the storage; otherwise, rank 0 sends the others what they restore
     reads_streams: bool = False  # workers can read streams of Ray Data
     preempted: Callable[[], bool] | None = None  # collective that returns True if a node is about to be preempted
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 ENGINES = {
     "in_process": "mlx_runtime.workers.worker.InProcess",
     "local": "mlx_runtime.workers.local.Local",
-    "nodes": "mlx_runtime.companions.nodes.engine.Nodes",
     "ray": "mlx_runtime.companions.ray.engine.OnRay",
+    "torchrun": "mlx_runtime.companions.torchrun.engine.Torchrun",
 }
 """Import paths of engine classes by name. Other classes are named by their import path in `cfg.engine`."""
 
@@ -63,7 +63,6 @@ class TrainConfig:
         engine: starts the workers. `local`: as processes on this machine; `nodes`: on several machines without a
             cluster; `ray`: on a cluster, or in a Ray embedded on this machine; `auto`: `local` on one machine unless
             only Ray can train the run. May also be the import path of your own engine.
-        nodes: machines for `engine=nodes`: a file like `nodes.json`, or their number, including this one.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
         loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
             per worker.
@@ -117,7 +116,6 @@ class TrainConfig:
     max_steps: int | None = at_least(1, None)
     evaluate_every_steps: int | None = at_least(1, None)
     engine: str = "auto"
-    nodes: int | str | None = None
     start_workers: int = at_least(0, 2)
     loader: str = "auto"
     prefetch_batches: int | None = at_least(0, None)

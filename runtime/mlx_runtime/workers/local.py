@@ -99,12 +99,13 @@ class Local:
 class LocalGroup(RestartingGroup):
     """The workers of a run, processes of this machine."""
 
-    def __init__(self, engine: Local, job: Any, handle: Handle) -> None:
+    def __init__(self, engine: Local, job: Any, handle: Handle, here: range | None = None) -> None:
         super().__init__(engine.cfg, handle)
         self._engine, self._job = engine, job
         self._ranks = range(engine.cfg.start_workers)
+        self._here = here or self._ranks  # those that this process starts
         self._scratch = tempfile.TemporaryDirectory(prefix="mlx-local-", ignore_cleanup_errors=True)
-        self._output = Output(job.folder, len(self._ranks))
+        self._output = Output(job.folder, len(self._here))
         self._attempt: Attempt | None = None
         self._number = -1  # of the attempt
         try:
@@ -144,7 +145,7 @@ class LocalGroup(RestartingGroup):
     def _start(self) -> None:
         # Each attempt gets a new store, because the old one contains addresses of lost workers.
         results = self._begin_attempt()
-        self._start_here(self._ranks, results / "store")
+        self._start_here(results / "store")
 
     def _begin_attempt(self) -> Path:
         """Return the folder for the results of a new attempt."""
@@ -154,37 +155,31 @@ class LocalGroup(RestartingGroup):
         self._attempt = Attempt(results)
         return results
 
-    def _start_here(self, ranks: range, store: Any, host: str | None = None, name: str | None = None) -> None:
-        """Start the workers of this machine; `store` and `host` are those of a `WorkerJob`."""
+    def _start_here(self, store: Any, host: str | None = None, variables: Mapping[str, str] | None = None) -> None:
+        """Start workers with further environment variables; `store` and `host` are those of a `WorkerJob`."""
         from mlx_runtime.workers.process import WorkerJob
 
         engine, attempt = self._engine, self._attempt
         assert attempt is not None, "it has begun"
         backend = backend_of(use_gpu=engine.use_gpu)
-        shared = WorkerJob(
-            self._job, len(self._ranks), backend, engine.timeout_s, attempt.results, store, host, ranks.start
-        )
+        shared = WorkerJob(self._job, len(self._ranks), backend, engine.timeout_s, attempt.results, store, host)
         threads = engine.cfg.cpus_per_worker
         with contextlib.ExitStack() as inherited:
-            pipes = {rank: inherited.enter_context(engine.pipes.add()) for rank in ranks} if engine.pipes else {}
-            streams = {rank: [*self._output.writers[rank], *([pipes[rank]] if pipes else [])] for rank in ranks}
-            start_workers(engine.server, shared, streams, attempt=self._number, threads=threads, name=name)
+            pipes = {rank: inherited.enter_context(engine.pipes.add()) for rank in self._here} if engine.pipes else {}
+            streams = {rank: [*self._output.writers[rank], *([pipes[rank]] if pipes else [])] for rank in self._here}
+            start_workers(engine.server, shared, streams, self._number, threads, variables or {})
 
     def _kill(self) -> None:
-        left = ", ".join(map(str, self._killed()))
-        if left:
-            raise WorkerLostError(f"rank {left} is still running {EXIT_S:.0f} s after SIGKILL and cannot be replaced")
-
-    def _killed(self) -> list[int]:
-        """Kill all workers. Return the ranks of those that are still running `EXIT_S` later."""
         attempt = self._attempt
         if attempt is None:
-            return []
-        self._engine.server.kill(*self._ranks)
+            return
+        self._engine.server.kill(*self._here)
         until = time.monotonic() + EXIT_S
-        while len(attempt.codes) < len(self._ranks) and time.monotonic() < until:
+        while (left := [rank for rank in self._here if rank not in attempt.codes]) and time.monotonic() < until:
             self._collect_exits(attempt, timeout_s=0.1)
-        return [rank for rank in self._ranks if rank not in attempt.codes]
+        if left:
+            names = ", ".join(map(str, left))
+            raise WorkerLostError(f"rank {names} is still running {EXIT_S:.0f} s after SIGKILL and cannot be replaced")
 
     def _collect_exits(self, attempt: "Attempt", timeout_s: float = 0.0) -> None:
         attempt.codes.update(self._engine.server.exits(timeout_s))
@@ -198,16 +193,13 @@ def start_workers(
     server: ForkServer,
     shared: Any,
     streams: Mapping[int, Any],
-    *,
     attempt: int,
     threads: int,
-    node: int = 0,
-    name: str | None = None,
+    variables: Mapping[str, str],
 ) -> None:
-    """Start the workers of one machine, given a `WorkerJob` and their stdout and stderr by rank.
+    """Start workers, given a `WorkerJob`, their stdout and stderr by rank, and further environment variables.
 
-    They get torchrun's variables, except those of its store, because every user of the machine could open it, and the
-    `name` of the machine.
+    They get torchrun's variables, except those of its store, because every user of the machine could open it.
     """
     from mlx_runtime.workers.process import run_worker
 
@@ -215,23 +207,28 @@ def start_workers(
         changed: dict[str, Any] = {
             "RANK": rank,
             "LOCAL_RANK": local_rank,
-            "NODE_RANK": node,
-            "GROUP_RANK": node,
+            "NODE_RANK": 0,
+            "GROUP_RANK": 0,
             "WORLD_SIZE": shared.world_size,
             "LOCAL_WORLD_SIZE": len(streams),
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
         }
-        if "nccl" not in shared.backend:
-            changed["CUDA_VISIBLE_DEVICES"] = ""
-        elif (own := int(shared.job.cluster.gpus_per_worker)) > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own * len(streams))))
-            changed["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[own * local_rank : own * (local_rank + 1)])
-        if name is not None:
-            changed[NODE_NAME] = name
-        variables = {**os.environ, **{key: str(value) for key, value in changed.items()}}
-        server.start(rank, partial(run_worker, shared, rank), variables, streams[rank])
+        changed |= gpus_of(shared, local_rank, len(streams))
+        all_variables = {**os.environ, **{key: str(value) for key, value in changed.items()}, **variables}
+        server.start(rank, partial(run_worker, shared, rank), all_variables, streams[rank])
+
+
+def gpus_of(shared: Any, local_rank: int, local_world_size: int) -> dict[str, str]:
+    """Return the variable that selects the GPUs of a worker: none without NCCL, or its own if each has several."""
+    own = int(shared.job.cluster.gpus_per_worker)
+    if "nccl" not in shared.backend:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if own <= 1:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own * local_world_size)))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[own * local_rank : own * (local_rank + 1)])}
 
 
 @dataclass

@@ -19,6 +19,11 @@ WORKERS_PER_CORE = 32
 """How many workers may share a core of one machine; they are processes, which need memory even if they wait."""
 
 
+def is_launched() -> bool:
+    """Return True if torchrun, or `srun` with the same variables, has started this process as a worker."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
 def engine_class(name: str) -> "EngineClass":
     """Return the class of an engine, given its name or import path; raise ConfigError if there is none."""
     found: EngineClass = named_class("engine", name, ENGINES, ("refusal", "connect", "start"))
@@ -32,6 +37,12 @@ def engine_for(cfg: "TrainConfig") -> tuple[str, str]:
         ConfigError: there is no such engine, or it cannot train with these settings.
     """
     in_job = JOB_FLAG in os.environ
+    if is_launched():
+        if cfg.engine not in ("auto", "torchrun"):
+            raise ConfigError(f"cfg.engine={cfg.engine}, but torchrun has started this process; use cfg.engine=auto")
+        if reason := engine_class("torchrun").refusal(cfg, in_job=in_job):
+            raise ConfigError(f"torchrun cannot train this: {reason}")
+        return "torchrun", ""
     if cfg.start_workers == 0:
         if cfg.engine != "auto":
             raise ConfigError(

@@ -80,9 +80,9 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             topology = stack.enter_context(strategy.topology.entered())
             groups, experiment = build_experiment(job, topology, cfg, strategy)
         torch.set_num_threads(cfg.cpus_per_worker)
-        preempted = job.cluster.preempted
+        traits = job.cluster.preempted, job.cluster.shares_storage
         context = RunContext(
-            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
+            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, *traits
         )
         tracking = stack.enter_context(_report_writer(job, cfg, sink)) if topology.writes else None
         hooks = {"examples": ExampleRecorder(job.folder)} if tracking is not None and _predicts(experiment, job) else {}

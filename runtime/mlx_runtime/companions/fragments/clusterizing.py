@@ -92,7 +92,7 @@ def clusterize(
 
 def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
     """Return the machines of a nodes file, or of its content; raise ConfigError if it lacks a size."""
-    roster = companions.part("nodes.roster")
+    roster = companions.part("torchrun.roster")
     title = "nodes" if isinstance(nodes, Mapping) else str(nodes)
     listed = roster.parse(nodes, title) if isinstance(nodes, Mapping) else roster.read(Path(nodes))
     for node in listed:
@@ -204,16 +204,16 @@ def next_step(
     averages = [f"cfg.replicas.every={found.average_every}"] if several else []
     if max(map(len, found.clusters)) == 1:
         return f"each cluster is one node, so train with {' '.join(['cfg.strategy=ddp', *averages])}, without this plan"
-    engine = [f"cfg.engine=nodes cfg.nodes={nodes}"] if nodes is not None else []
     order = [stage.machine.name for cluster in found.clusters for stage in cluster]
     wanted = [item.name for item in listed if item.name in order]
     left_out = "" if len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
     words = [
-        *engine,
-        f"cfg.start_workers={len(order)} cfg.strategy=pipeline",
+        *([f"cfg.start_workers={len(order)}"] if nodes is None else []),  # torchrun knows the number
+        "cfg.strategy=pipeline",
         f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
         *averages,
     ]
     settled = {word.partition("=")[0] for item in words for word in item.split()}
     words += [shlex.quote(item) for item in overrides if item.partition("=")[0] not in settled]
-    return f"next: mlx train run {' '.join(words)}{left_out}"
+    verb = "run" if nodes is None else f"join {nodes} --name NODE"  # on each of them
+    return f"next: mlx train {verb} {' '.join(words)}{left_out}"

@@ -21,7 +21,7 @@ from mlx_runtime.runs.folder import RunFolder, next_name, run_folder
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
-from mlx_runtime.workers.placement import engine_class
+from mlx_runtime.workers.placement import changing_size, engine_class
 
 if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig
@@ -92,7 +92,8 @@ class SlurmLaunch(ClaimingLaunch):
         """Return the script of the job: the resources follow from the config, unless options give others."""
         cfg, variables = self.config.cfg, {"MLX_JOB": "$SLURM_JOB_ID", "MLX_JOB_ADDRESS": self.queue.url}
         workers = max(1, cfg.start_workers)  # of a node, which trains a trial of a sweep or a part of a run
-        workers = workers if self.sweep else math.ceil(workers / self.nodes)
+        workers = workers if self.sweep else workers // self.nodes
+        tasks = workers if self.nodes > 1 and not self.sweep else 1
         gpus = math.ceil(workers * cfg.gpus_per_worker) if cfg.use_gpu else None
         options: dict[str, str | int | None] = {
             "job-name": "-".join(Path(run).parts[-2:]),
@@ -100,8 +101,8 @@ class SlurmLaunch(ClaimingLaunch):
             "open-mode": "append",  # a requeued job has the same file
             "signal": f"B:USR1@{script.WARNING_S}",
             "nodes": self.nodes,
-            "ntasks-per-node": 1,
-            "cpus-per-task": workers * cfg.cpus_per_worker,
+            "ntasks-per-node": tasks,
+            "cpus-per-task": workers * cfg.cpus_per_worker // tasks,
             "gpus-per-node": gpus if self.options.get("gres") is None else None,
         }
         options |= {name: value for name, value in self.options.items() if value is not None}
@@ -109,6 +110,8 @@ class SlurmLaunch(ClaimingLaunch):
             run=run,
             folder=folder,
             nodes=self.nodes,
+            tasks=tasks,
+            sweep=self.sweep,
             options=options,
             words=["--requeue", *self.words],
             command=command,
@@ -164,6 +167,13 @@ def prepare(
         raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
     if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
         raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
+    if nodes > 1 and not sweep:
+        if cfg.engine != "auto":
+            raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes of Slurm; use cfg.engine=auto")
+        if cfg.start_workers % nodes:
+            raise ConfigError(f"cfg.start_workers={cfg.start_workers} is no multiple of --nodes={nodes}")
+        if why := changing_size(cfg):
+            raise ConfigError(f"{why}, but a job of Slurm on {nodes} nodes has a fixed one")
     if not shown.add(check_secrets(config)):
         raise shown.failure()
     for line in () if Settings.read().quiet or dry_run else config.notes:

@@ -35,10 +35,25 @@ done
 export RAY_ADDRESS=$(cat "$address")
 """
 
-DRIVER = """
+WORKERS = """
+# One task per worker, as under torchrun. They meet at this node, and the first one drives the run.
+export MASTER_ADDR=$(scontrol show node "$SLURMD_NODENAME" | sed -n "s/.*NodeAddr=\\([^ ]*\\).*/\\1/p")
+export MASTER_PORT=$("$python" -c "import socket; print(socket.create_server(('', 0)).getsockname()[1])")
+export WORLD_SIZE=$((SLURM_JOB_NUM_NODES * {tasks})) LOCAL_WORLD_SIZE={tasks}
+"""
+
+START = """
 "$python" -u {command} &
+"""
+
+START_WORKERS = """
+srun --ntasks="$WORLD_SIZE" --ntasks-per-node={tasks} --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c \\
+  'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"' worker "$python" -u {command} &
+"""
+
+DRIVER = """\
 driver=$!
-trap 'signaled=1 over=1; kill -TERM $driver' USR1  # from --signal: the time is almost up, so save a checkpoint
+trap 'signaled=1 over=1; {stop}' USR1  # from --signal: the time is almost up, so save a checkpoint
 trap 'signaled=1' TERM  # from scancel, which sends it to the driver, too
 signaled=1
 while [ $signaled ]; do signaled=; wait $driver; code=$?; done
@@ -55,6 +70,8 @@ def write(
     run: str,
     folder: Path,
     nodes: int,
+    tasks: int,
+    sweep: bool,
     options: Mapping[str, str | int | None],
     words: Sequence[str],
     command: Sequence[str],
@@ -65,15 +82,21 @@ def write(
     Args:
         run: folder of the run.
         folder: folder of the job's files: `code`, and the addresses and logs of Ray.
-        nodes: number of nodes. With several, Ray is started on them.
+        nodes: number of nodes.
+        tasks: workers on each node, if there are several.
+        sweep: on several nodes, start Ray for its trials; a run has its workers as tasks of Slurm.
         options: options of sbatch; those without a value are left out.
         words: further options of sbatch, as typed.
         command: arguments of Python that start the driver.
         variables: environment variables of the driver; the values are words of a shell.
     """
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    text = HEAD + (RAY if nodes > 1 else "") + DRIVER
+    has_tasks = nodes > 1 and not sweep
+    parts = (WORKERS, START_WORKERS) if has_tasks else (RAY if nodes > 1 else "", START)
+    text = "".join((HEAD, *parts, DRIVER))
     return text.format(
+        tasks=tasks,
+        stop="scancel --signal=TERM $SLURM_JOB_ID.0" if has_tasks else "kill -TERM $driver",  # srun would kill them
         directives="\n".join(f"#SBATCH {shlex.quote(word)}" for word in [*given, *words]),
         variables=" ".join(f"{name}={value}" for name, value in variables.items()),
         folder=shlex.quote(str(folder)),

@@ -130,7 +130,7 @@ def test_the_command_plans_an_experiment(bound: Path, mlx: Mlx, tmp_path: Path) 
     done = mlx(bound, "train", "clusterize", *words, "datasets.train.batch_size=24", MLX_STORAGE=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
     assert "per step of 24 rows" in done.stdout
-    assert f"wrote {plan}; next: mlx train run cfg.engine=nodes cfg.nodes={file} cfg.start_workers=3" in done.stdout
+    assert f"wrote {plan}; next: mlx train join {file} --name NODE cfg.strategy=pipeline" in done.stdout
     written = json.loads(plan.read_text())
     assert written["model"] == "net"
     assert [stage["role"] for stage in written["clusters"][0]["stages"]] == ["Root", "Stem", "Leaf"]

@@ -1,4 +1,4 @@
-"""`mlx train launch --slurm` on a real slurmctld with two slurmd: jobs, the time limit, Ray over two nodes, errors."""
+"""`mlx train launch --slurm` on a real slurmctld with two slurmd: jobs, the time limit, two nodes, errors."""
 
 import json
 import os
@@ -88,12 +88,21 @@ def test_a_run_continues_exactly_after_the_time_limit(
     assert "requeued  digits/run_001 resumes" in done.stdout, done.stderr
 
 
-def test_two_nodes_train_on_a_ray_of_the_job(mlx: Mlx, digits: Path, cluster: Mapping[str, str]) -> None:
-    words = ("cfg.num_epochs=1", "cfg.debug.limit_batches=2", "cfg.trackers={}", "-f")
+def test_two_nodes_train_as_tasks_and_continue_after_the_time_limit(
+    mlx: Mlx, digits: Path, cluster: Mapping[str, str], ask: Callable[..., str]
+) -> None:
+    words = ("cfg.num_epochs=6", "datasets.train.batch_size=4", "cfg.trackers={}")
     done = mlx(digits, "train", "launch", "--slurm", "--nodes=2", *words, **cluster)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 DDP workers in Ray cluster with 2 CPUs" in done.stdout
-    assert record_of(digits)["status"] == "SUCCEEDED"
+    wait(lambda: record_of(digits).get("best"))
+    ask("scancel", "--batch", "--signal=USR1", record_of(digits)["job"]["id"])
+    wait(lambda: record_of(digits)["status"] == "PENDING")
+    wait(lambda: record_of(digits)["status"] not in records.LIVING)
+    found, run = record_of(digits), digits / "runs/digits/run_001"
+    output = "".join(file.read_text() for file in run.glob("slurm/1/*.out"))
+    assert (found["status"], found["engine"]["used"], found["workers"]) == ("SUCCEEDED", "torchrun", 2), output
+    assert [item["status"] for item in found["attempts"]] == ["STOPPED"]
+    assert "2 DDP workers started by torchrun, 1 of them on this machine" in output
 
 
 def test_a_sweep_is_one_job(mlx: Mlx, digits: Path, cluster: Mapping[str, str]) -> None:
@@ -144,9 +153,11 @@ def test_without_slurm_the_cure_is_named(mlx: Mlx, digits: Path, tmp_path: Path)
 
 def test_each_node_has_the_cpus_of_one_run_or_of_its_part(mlx: Mlx, digits: Path, tmp_path: Path) -> None:
     launch = ("train", "launch", "--slurm", "--dry-run", "--nodes=2", "cfg.start_workers=4")
-    for words, count in ((), 2), (("--sweep", "optimizers.adam.lr=1e-2,1e-3"), 4):
+    for words, tasks, cpus in ((), 2, 1), (("--sweep", "optimizers.adam.lr=1e-2,1e-3"), 1, 4):
         done = mlx(digits, *launch, *words, PATH=str(tmp_path))
-        assert f"#SBATCH --cpus-per-task={count}\n" in done.stdout, done.stderr
+        assert f"#SBATCH --ntasks-per-node={tasks}\n#SBATCH --cpus-per-task={cpus}\n" in done.stdout, done.stderr
+    done = mlx(digits, *launch, "cfg.start_workers=3", PATH=str(tmp_path))
+    assert "error: cfg.start_workers=3 is no multiple of --nodes=2" in done.stderr
 
 
 @pytest.mark.process
