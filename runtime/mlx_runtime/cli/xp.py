@@ -3,14 +3,13 @@
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from mlx_runtime import companions
 from mlx_runtime.cli import commands, options
-from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
+from mlx_runtime.cli.options import confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import UsageError, printable
@@ -52,7 +51,6 @@ def group() -> None:
 @click.option("--mode", type=MODES, help="Sort the maximum or the minimum of METRIC first.")
 @click.option("--sweep", metavar="SWEEP", type=word, help="Only runs of this sweep, with their values.")
 @options.json
-@click.option("--html", type=PAGE, help="Write a web page to this file instead.")
 def ls(
     name: str | None,
     status: str | None,
@@ -60,19 +58,14 @@ def ls(
     mode: str | None,
     sweep: str | None,
     as_json: bool,
-    html: Path | None,
 ) -> None:
     """List all runs, or those of NAME, on this machine and on clusters. Runs of a sweep follow it.
 
     NAME may also be the repository of a mirrored run, like hf://user/name.
     """
     choice = {"status": status, "sweep": sweep, "sort": sort, "mode": mode}
-    rows = listing.list_rows(name, **choice, ask=job_statuses, empty_sweeps=sort is None and html is None)
-    if html is not None:
-        report = companions.part("views.report")
-        report.write(report.render_runs(rows), html)
-        say(html)
-    elif as_json:
+    rows = listing.list_rows(name, **choice, ask=job_statuses, empty_sweeps=sort is None)
+    if as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
         print_table(_table(rows, sort, sweep), sys.stdout)

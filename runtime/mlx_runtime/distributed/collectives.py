@@ -52,22 +52,25 @@ def mean_of(value: torch.Tensor) -> torch.Tensor:
     return total / count
 
 
-def broadcast(value: Any) -> Any:
-    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for its types."""
+def broadcast(value: Any, group: Any = None) -> Any:
+    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for its types.
+
+    The group, by default that of all collectives, must contain all workers.
+    """
     if is_alone():
         return value
     from mlx_runtime.distributed.messages import decode, encode  # here, because a single worker sends nothing
 
     message = encode(value) if torch.distributed.get_rank() == 0 else b""
     size = torch.tensor(len(message))
-    torch.distributed.broadcast(size, src=0)
+    torch.distributed.broadcast(size, src=0, group=group)
     content = padded(message, int(size))
-    torch.distributed.broadcast(content, src=0)
+    torch.distributed.broadcast(content, src=0, group=group)
     return decode(content.numpy().tobytes())
 
 
-def gather(value: Any) -> list[Any] | None:
-    """Return the values of all workers by rank on rank 0, None elsewhere. See `messages.encode` for their types."""
+def gather(value: Any, group: Any = None) -> list[Any] | None:
+    """Return the values of all workers by rank on rank 0, None elsewhere; see `broadcast`."""
     if is_alone():
         return [value]
     from mlx_runtime.distributed.messages import decode, encode
@@ -75,10 +78,10 @@ def gather(value: Any) -> list[Any] | None:
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     message = encode(value)
     sizes = [torch.tensor(0) for _ in range(world_size)]
-    torch.distributed.all_gather(sizes, torch.tensor(len(message)))
+    torch.distributed.all_gather(sizes, torch.tensor(len(message)), group=group)
     content = padded(message, int(max(sizes)))
     contents = [torch.empty_like(content) for _ in range(world_size)] if rank == 0 else None
-    torch.distributed.gather(content, contents, dst=0)
+    torch.distributed.gather(content, contents, dst=0, group=group)
     if contents is None:
         return None
     return [decode(part[:size].numpy().tobytes()) for part, size in zip(contents, sizes, strict=True)]

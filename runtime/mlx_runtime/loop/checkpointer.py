@@ -95,7 +95,7 @@ class Checkpointer:
         groups = self._group_states() if writes or sharded else {}
         if sharded:
             groups = strategy.consolidate(groups)
-        parts = companions.part("sharding.shards").Parts() if any(map(is_sharded, tensors(groups))) else None
+        parts = companions.part("sharding.saving").Parts() if any(map(is_sharded, tensors(groups))) else None
         of_rank: State = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             of_rank[name] = state_of(self._context.groups[name])[0]

@@ -33,7 +33,7 @@ from typing import Any
 
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import Kind, from_json, name_problem
+from mlx_runtime.storage.documents import COUNT, Kind, from_json, name_problem
 from mlx_runtime.storage.files import Storage, is_uri, join_path, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.local import regular
 
@@ -199,6 +199,19 @@ def read_errors(run: RunFolder, name: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or short_message(error)
         raise StorageError(f"cannot read {join_path(run.location, name)}: {why}") from error
+
+
+def read_rows(content: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield the lines of metrics.jsonl with their values, or None for a damaged one.
+
+    An incomplete last line is left out, because the run may be writing it.
+    """
+    for line in content.splitlines(keepends=True):
+        row = None
+        with contextlib.suppress(ValueError):
+            row = from_json(line, {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
+        if row is not None or line.endswith(b"\n"):
+            yield line, row
 
 
 def run_folder(root: str, experiment: str, run: str) -> RunFolder:

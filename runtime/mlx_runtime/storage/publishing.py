@@ -182,6 +182,11 @@ class HashingWriter:
         """SHA-256 of the written bytes, in hexadecimal."""
         return self._digest.hexdigest()
 
+    def take_sha256(self) -> str:
+        """Return the SHA-256 of the bytes written since the last call, if this is the only way in which it is used."""
+        found, self._digest = self.sha256, hashlib.sha256()
+        return found
+
     def __enter__(self) -> "HashingWriter":
         return self
 

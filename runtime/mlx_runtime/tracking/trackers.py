@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.events import RunEnded
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.documents import COUNT, from_json
+from mlx_runtime.runs.folder import RunFolder, read_rows
 from mlx_runtime.storage.files import storage_at, storage_errors
 from mlx_runtime.storage.local import open_regular, regular, write_atomic
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
@@ -288,7 +287,7 @@ def _rows_until(folder: RunFolder, size_bytes: int, step: int, warn: Callable[[s
     file, content = folder.metrics, b""
     with contextlib.suppress(OSError), open_regular(str(file)) as stream:
         content = stream.read(size_bytes)
-    rows = [line for line in content.splitlines(keepends=True) if _is_row(line, step)]
+    rows = [line for line, row in read_rows(content) if row is not None and row["step"] <= step]
     kept = b"".join(rows)
     if len(kept) < size_bytes:
         aside = file.with_name(f"damaged_{file.name}_{uuid.uuid4().hex[:8]}")
@@ -300,9 +299,3 @@ def _rows_until(folder: RunFolder, size_bytes: int, step: int, warn: Callable[[s
         except FileNotFoundError:
             warn(f"{file.name} is missing, so the metrics of earlier epochs are lost")
     return kept
-
-
-def _is_row(line: bytes, step: int) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(from_json(line, {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))["step"] <= step)
-    return False

@@ -66,7 +66,6 @@ def test_jobs_of_ray_end_as_stopped(address: str, asked: list[str], monkeypatch:
         ("mkdir gone && cd gone && rmdir ../gone && mlx xp ls", 2, "the working directory no longer exists"),
         ("HOME=/proc/none MLX_STORAGE=~/runs mlx data show", 2, "/proc/none/runs does not exist on this machine"),
         ("HOME=/proc/none mlx xp ls", 0, None),
-        ("mlx xp ls --html /proc/none/page.html", 2, "cannot write /proc/none/page.html: No such file or directory"),
         ("mlx xp report digits -o /proc/page.html", 2, "cannot write /proc/page.html: No such file or directory"),
         ("HOME=/proc/none mlx train new digits -o /proc", 1, "cannot create /proc/digits: "),
     ],

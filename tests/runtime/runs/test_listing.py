@@ -339,7 +339,7 @@ class TestLs:
         monkeypatch.setattr(listing, "SLOW_S", 5)
         assert listing.map_concurrently(read, [-1] * 9) == [first] * 9  # threads would only contend
 
-    @pytest.mark.parametrize("arguments", [["ls"], ["best", "digits"], ["ls", "--html", "page.html"]])
+    @pytest.mark.parametrize("arguments", [["ls"], ["best", "digits"]])
     def test_it_starts_without_heavy_imports(
         self, trained: Path, environment: dict[str, str], arguments: list[str]
     ) -> None:

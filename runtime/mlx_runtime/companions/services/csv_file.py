@@ -1,12 +1,10 @@
 """The tracker `CSV`: a table of all reports."""
 
-import contextlib
 import csv
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import TextIO
 
+from mlx_runtime.runs.folder import read_rows
 from mlx_runtime.storage.local import regular
 from mlx_runtime.tracking.callbacks import Report, RunInfo
 from mlx_runtime.tracking.trackers import row
@@ -54,7 +52,8 @@ class CSV:
         assert self._run is not None
         if self._lines is not None:
             self._lines.close()
-        rows = list(_rows(self._run.folder / "metrics.jsonl"))
+        record = self._run.folder / "metrics.jsonl"
+        rows = [row for _, row in read_rows(record.read_bytes() if record.exists() else b"") if row is not None]
         self._columns = list(dict.fromkeys(name for line in rows for name in line))
         file = self._run.folder / self.file
         half = file.with_name(f".{file.name}.part")
@@ -64,9 +63,3 @@ class CSV:
             writer.writerows(rows)
         half.replace(file)
         self._lines = file.open("a", encoding="utf-8", newline="", buffering=1)
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a JSONL file."""
-    with contextlib.suppress(FileNotFoundError):
-        yield from map(json.loads, file.read_text(encoding="utf-8").rpartition("\n")[0].splitlines())

@@ -1,7 +1,6 @@
 """The blocks of a model: modules that are gathered, and recomputed, one at a time."""
 
 import contextlib
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -14,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mlx_runtime.errors import ConfigError, suggest
 from mlx_runtime.loop.forward import wrap_forward
 
-Plan = Iterable[str] | Callable[[nn.Module], Iterable[nn.Module]]
-"""Patterns of module paths, like `layers.*`, or a function that returns modules."""
+_CURE = "print(model) shows their paths, like 'layers.*'"
 
 
 def blocks_of(group: object, models: Mapping[str, nn.Module]) -> dict[str, list[str]]:
@@ -59,36 +57,26 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     return found
 
 
-def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
+def planned_blocks(model: nn.Module, patterns: Any, title: str) -> list[str]:
     """Return the paths of the modules that a plan selects. `title` names the plan in errors.
 
     Raises:
-        ConfigError: the plan selects nothing, a module outside the model, or a container that is never called.
+        ConfigError: it is not a list of patterns, or a pattern selects nothing, or a container that is never called.
     """
-    paths = {path: module for path, module in model.named_modules() if path}
-    wanted: Any = plan(model) if callable(plan) else [plan] if isinstance(plan, str) else plan
-    wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
-    if strange := [item for item in wanted if not isinstance(item, nn.Module if callable(plan) else str)]:
-        cure = "write patterns of module paths, like 'layers.*', or a function that returns modules"
-        raise ConfigError(f"{title} {'returned' if callable(plan) else 'contains'} {strange[0]!r:.60}; {cure}")
-    if callable(plan):
-        known = {id(module): path for path, module in paths.items()}
-        for module in wanted:
-            if id(module) not in known:
-                raise ConfigError(f"{title} returned a {type(module).__name__} that is not in the model")
-        found = [known[id(module)] for module in wanted]
-    else:
-        found = []
-        for pattern in wanted:
-            matches = select_modules(model, pattern)
-            if not matches:
-                raise ConfigError(f"{title}: {pattern!r} matches no module.{near_matches(pattern, paths)}")
-            found += [path for path in matches if path not in found]
+    if not isinstance(patterns, list | tuple) or not all(isinstance(item, str) for item in patterns):
+        raise ConfigError(f"{title} is {patterns!r:.60}; write a list of module paths, like ['layers.*']")
+    found: dict[str, None] = {}  # a set that keeps its order
+    for pattern in patterns:
+        matches = select_modules(model, pattern)
+        if not matches:
+            raise ConfigError(f"{title}: {pattern!r} matches no module; {_CURE}")
+        found |= dict.fromkeys(matches)
     for path in found:
-        if not _callable(paths[path]):
-            kind = type(paths[path]).__name__
+        module = model.get_submodule(path)
+        if not _callable(module):
+            kind = type(module).__name__
             raise ConfigError(f"{title}: {path} is a {kind}, which is never called; write {path + '.*'!r}")
-    return found
+    return [*found]
 
 
 def select_modules(model: nn.Module, pattern: str) -> list[str]:
@@ -96,15 +84,6 @@ def select_modules(model: nn.Module, pattern: str) -> list[str]:
     wanted = pattern.split(".")
     parts = [path.split(".") for path, _ in model.named_modules() if path]
     return [".".join(part) for part in parts if len(part) == len(wanted) and all(map(fnmatchcase, part, wanted))]
-
-
-def near_matches(pattern: str, paths: Iterable[str]) -> str:
-    """Suggest patterns in place of one that matches none of the paths; numbered blocks are one suggestion."""
-    known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
-    matches = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
-    if matches:
-        return f" Did you mean {' or '.join(map(repr, matches))}?"
-    return f" Modules: {', '.join(known[:10])}{', …' if len(known) > 10 else ''}."
 
 
 def without_shared(model: nn.Module, blocks: Iterable[str]) -> list[str]:
@@ -141,8 +120,7 @@ def recompute_blocks(models: Mapping[str, nn.Module], blocks: Mapping[str, list[
         if not isinstance(wanted, str):
             cure = "name them with a pattern, like 'encoder.*'"
             raise ConfigError(f"cfg.activation_checkpointing is true, but no model has blocks that repeat; {cure}")
-        paths = [path for model in models.values() for path, _ in model.named_modules() if path]
-        raise ConfigError(f"cfg.activation_checkpointing: {wanted!r} matches no module.{near_matches(wanted, paths)}")
+        raise ConfigError(f"cfg.activation_checkpointing: {wanted!r} matches no module; {_CURE}")
     for name, paths in blocks.items():
         for module in {id(item): item for item in map(models[name].get_submodule, paths)}.values():
             recompute(module)

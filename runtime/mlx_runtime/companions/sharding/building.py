@@ -177,8 +177,7 @@ def initialize(name: str, model: nn.Module, device: torch.device) -> None:
         if buffer is before and buffer._version == version and not buffer.is_floating_point():
             left.append(title)
     if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise ConfigError(f"init_weights() of models.{name} does not initialize {left[0]}{more}")
+        raise ConfigError(f"init_weights() of models.{name} does not initialize {', '.join(left):.300}")
     _move_buffers(model, device)
 
 

@@ -1,23 +1,20 @@
 """The weights of a checkpoint in a single safetensors file, sharded or not."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mlx_runtime.companions.sharding import tensor_files
-from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
+from mlx_runtime.companions.sharding.shards import StoredTensor, full
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import find_checkpoint
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.publishing import HashingWriter
-
-BATCH_BYTES = 256 << 20
-"""Size of the tensors in memory at the same time; a larger tensor is read alone."""
 
 Weights = dict[str, torch.Tensor | StoredTensor]
 
@@ -50,7 +47,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
     try:
         with HashingWriter(temporary.open("wb")) as file:
             tensor_files.write_header(file, {name: (item.shape, item.dtype) for name, item in weights.items()})
-            tensor_files.write_content(file, _read([*weights.values()]))
+            tensor_files.write_content(file, map(full, weights.values()))  # one at a time
         temporary.replace(output)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}; choose another file") from error
@@ -69,18 +66,3 @@ def _flatten(value: Any, name: str, weights: Weights, left_out: list[str]) -> No
             _flatten(item, f"{name}.{key}", weights, left_out)
     else:
         left_out.append(name)
-
-
-def _read(weights: Sequence[torch.Tensor | StoredTensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors, reading several at a time."""
-    batch: list[torch.Tensor | StoredTensor] = []
-    total = 0
-    for number, item in enumerate(weights, 1):
-        batch.append(item)
-        total += tensor_files.size_bytes(item.shape, item.dtype)
-        if total >= BATCH_BYTES or number == len(weights):
-            reads = Reads()
-            tensors = reads.full(batch)
-            reads.run()
-            yield from tensors
-            batch, total = [], 0

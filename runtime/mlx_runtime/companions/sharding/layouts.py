@@ -9,10 +9,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed.tensor
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
+from mlx_runtime.companions.sharding.sharing import fill
 from mlx_runtime.distributed.collectives import broadcast, gather
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import MlxError, StorageError
@@ -78,35 +81,21 @@ class Layouts:
         if isinstance(member, Optimizer):
             return self._of_optimizer(member, saved)
         if hasattr(member, "state_dict"):
-            model = unwrap(member)
-            return self._walk(saved, plain_entries(model.state_dict())[0], refused=isinstance(model, nn.Module))
-        return self._walk(saved, getattr(member, "__dict__", None))
+            return self.of_values(saved, plain_entries(unwrap(member).state_dict())[0])
+        return self.of_values(saved, getattr(member, "__dict__", None))
 
-    def of_values(self, saved: Any, targets: Any = None) -> Any:
-        """Return a copy of plain values."""
-        return self._walk(saved, targets)
-
-    def _walk(self, saved: Any, target: Any, *, refused: bool = False) -> Any:
-        """Return a copy. With `refused`, do not read tensors of another shape, because the target will refuse them."""
+    def of_values(self, saved: Any, target: Any = None) -> Any:
+        """Return a copy of plain values, given the values that they will replace."""
         if isinstance(saved, torch.Tensor | StoredTensor):
-            like = target if isinstance(target, torch.Tensor) else None
-            if like is not None and like.shape != saved.shape:
-                if refused and isinstance(saved, StoredTensor):
-                    return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-                like = None
+            like = target if isinstance(target, torch.Tensor) and target.shape == saved.shape else None
             return self._lay_out(saved, like)
         if isinstance(saved, dict):
-            targets = target if isinstance(target, Mapping) else {}
-            return type(saved)(
-                {key: self._walk(item, self._target(targets, key), refused=refused) for key, item in saved.items()}
-            )
+            targets = self._by_name | target if isinstance(target, dict) else self._by_name
+            return type(saved)({key: self.of_values(item, targets.get(key)) for key, item in saved.items()})
         if type(saved) in (list, tuple):
             others = target if isinstance(target, list | tuple) and len(target) == len(saved) else [None] * len(saved)
-            return type(saved)(self._walk(one, other) for one, other in zip(saved, others, strict=True))
+            return type(saved)(map(self.of_values, saved, others))
         return copy.deepcopy(saved)
-
-    def _target(self, targets: Mapping[Any, Any], key: Any) -> Any:
-        return targets[key] if key in targets else self._by_name.get(key)
 
     def _of_optimizer(self, optimizer: Optimizer, saved: Any) -> Any:
         """Return a copy of the state, in which tensors with the shape of their parameter have its layout."""
@@ -122,64 +111,28 @@ class Layouts:
 
     def _of_parameter(self, parameter: torch.Tensor | None, value: Any) -> Any:
         if parameter is None or not isinstance(value, torch.Tensor | StoredTensor):
-            return self._walk(value, None)
+            return self.of_values(value)
         if value.shape == parameter.shape:
-            return self._lay_out(value, parameter.detach())
-        if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.ndim:
-            return _replicate(value, parameter)
-        return self._lay_out(value, None) if is_sharded(parameter) else self.reads.full(copy.deepcopy(value))
+            return self._lay_out(value, parameter)
+        if not is_sharded(parameter):
+            return self.reads.whole(copy.deepcopy(value))
+        if isinstance(value, StoredTensor) or not value.ndim:
+            return self._lay_out(value, None)
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        return DTensor.from_local(value.to(parameter.device, copy=True), mesh, [Replicate()] * mesh.ndim)
 
     def _lay_out(self, saved: torch.Tensor | StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy with the layout of another tensor, if that has the same shape."""
-        if isinstance(saved, torch.Tensor):
-            if like is None or not is_sharded(like):
-                return saved.detach().clone()
-            return _cut(saved, like)
-        if like is not None:
-            if not is_sharded(like):
-                return self._whole(saved)
-            layout = like.device_mesh, like.placements, like.device  # type: ignore[attr-defined]
-            return self.reads.target(saved, layout, lambda: torch.empty_like(like.detach(), dtype=saved.dtype))
-        if self._mesh is None:
-            return self._whole(saved)
-        placements = _placements(self._mesh, saved.dims)
-        return self.reads.target(saved, placements, lambda: _empty(saved, self._mesh, placements))
-
-    def _whole(self, saved: StoredTensor) -> torch.Tensor:
-        whole: torch.Tensor = self.reads.full(saved)
-        return whole
-
-
-def _cut(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor with this worker's part of a whole one, without communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    placements, mesh = like.placements, like.device_mesh  # type: ignore[attr-defined]
-    part = distribute_tensor(saved.detach(), mesh, placements, src_data_rank=None).to_local()
-    made = torch.empty_like(like.detach(), dtype=saved.dtype)
-    made.to_local().copy_(part)  # type: ignore[attr-defined]
-    return made
-
-
-def _replicate(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = like.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(saved.detach().to(like.device, copy=True), mesh, [Replicate()] * mesh.ndim)
-
-
-def _placements(mesh: Any, dims: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return placements on a mesh that shard these dimensions of a tensor over the innermost mesh dimension."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    return (*[Replicate()] * (mesh.ndim - 1), Shard(dims[0]) if dims else Replicate())
-
-
-def _empty(saved: StoredTensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
-    """Return an empty sharded tensor whose parts are on the CPU."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    whole = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-    part = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
-    local = torch.empty(part.shape, dtype=saved.dtype)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        """Return a copy with the layout of another tensor, if there is one, or else that of before."""
+        if like is not None and is_sharded(like):
+            made = torch.empty_like(like.detach(), dtype=saved.dtype)
+        elif like is None and self._mesh is not None and isinstance(saved, StoredTensor):
+            inner = Shard(saved.dims[0]) if saved.dims else Replicate()
+            placements = [*[Replicate()] * (self._mesh.ndim - 1), inner]
+            options: Any = {"dtype": saved.dtype, "device_mesh": self._mesh, "placements": placements}
+            made = torch.distributed.tensor.empty(*saved.shape, **options).cpu()
+        else:
+            return self.reads.whole(saved) if isinstance(saved, StoredTensor) else saved.detach().clone()
+        if isinstance(saved, StoredTensor):
+            return self.reads.into(saved, made)
+        fill(made, saved)
+        return made

@@ -79,7 +79,7 @@ def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) 
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
         if full.numel():
             torch.distributed.broadcast(raw(full), src=0)
-        _fill(tensor.detach(), full)
+        fill(tensor.detach(), full)
 
 
 def take_whole_states(model: nn.Module) -> None:
@@ -97,8 +97,8 @@ def take_whole_states(model: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(cut)  # type: ignore[no-untyped-call]  # torch has not annotated it
 
 
-def _fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy a whole tensor, or the part that this worker holds."""
+def fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor into another one, or into the part that this worker holds."""
     if isinstance(tensor, DTensor):
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor, full = tensor.to_local(), part.to_local()
@@ -162,10 +162,10 @@ class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         """Store the parts of copies that are no longer used."""
         for key in [key for key, copy in self._copies.items() if key not in except_for and not copy.used]:
             copy = self._copies.pop(key)
-            _fill(copy.tensor.detach(), copy.whole.detach())
+            fill(copy.tensor.detach(), copy.whole.detach())
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for copy in self._copies.values():
-            _fill(copy.tensor.detach(), copy.whole.detach())
+            fill(copy.tensor.detach(), copy.whole.detach())
         self._copies.clear()

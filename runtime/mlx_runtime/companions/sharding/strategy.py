@@ -81,7 +81,6 @@ class FSDP(DDP):
         after_import("ray.train", lambda: companions.part("ray.private").keep_sharded_models())
 
     def build(self, node: Mapping[str, Any]) -> Any:
-
         topology, deferred = self.topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
         drawn = broadcast(random_state_dict(_CPU))  # from rank 0, which has drawn the values of models
@@ -109,7 +108,6 @@ class FSDP(DDP):
         return group
 
     def _initialize(self, name: str, model: nn.Module) -> None:
-
         if not is_sharded(model):
             initialize_whole(name, model)
             place(model, self.topology.device)
@@ -130,10 +128,7 @@ class FSDP(DDP):
         parts = [model.get_submodule(path) for path in sorted(blocks, key=lambda path: -path.count("."))]
         for module in parts or [model] if self.cfg.compile else []:
             compile_forward(module, self.cfg.compile)
-        empty = [path for path, param in model.named_parameters() if not param.numel()]
         try:
-            if empty:
-                raise ValueError(f"{empty[0]} has no elements")  # the first backward pass would fail
             for module in (model, *parts):
                 module.register_forward_hook(_without_views)
             for module in model.modules() if half else ():
@@ -248,10 +243,9 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _line(name: str, model: nn.Module, blocks: list[str], strategy: type[FSDP], mesh: DeviceMesh) -> str:
-    """Return a line like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 MB of 248.0 MB each`."""
+    """Return a line like `net: hsdp over 2 x 2, 12 blocks; 124.0 MB of 248.0 MB each`."""
     params = list(model.parameters())
     whole = sum(param.numel() * param.element_size() for param in params)
     local = sum(local_part(param).nbytes for param in params)
-    parts = f"{len(blocks)} blocks and the rest" if blocks else "in one piece"
-    workers = f"{' x '.join(map(str, mesh.shape))} {'worker' if mesh.size() == 1 else 'workers'}"
-    return f"{name}: {strategy.__name__.lower()} over {workers}, {parts}; {size_text(local)} of {size_text(whole)} each"
+    sizes = f"{size_text(local)} of {size_text(whole)} each"
+    return f"{name}: {strategy.__name__.lower()} over {' x '.join(map(str, mesh.shape))}, {len(blocks)} blocks; {sizes}"

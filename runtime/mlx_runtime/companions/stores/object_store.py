@@ -1,18 +1,21 @@
 """Object stores supported by pyarrow, and the conditional writes of S3, which it lacks."""
 
 import contextlib
+import functools
+import io
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl
 
 import pyarrow.fs
 
-from mlx_runtime.companions.stores.connection import Connection, T, Upload
 from mlx_runtime.errors import StorageError, suggest
 from mlx_runtime.extras import require
-from mlx_runtime.storage.files import Storage, Stored
+from mlx_runtime.storage.files import Storage, Stored, T
 
 TIMEOUTS = {"connect_timeout": 3.0, "request_timeout": 3.0}
 """Seconds until pyarrow, with three attempts, gives up a connection to S3; by default, 90 s pass in all."""
@@ -25,6 +28,88 @@ RETRY_PAUSES_S = (10.0, 20.0)
 
 S3_OPTIONS = {"allow_bucket_creation", "allow_bucket_deletion", "endpoint_override", "region", "scheme"}
 """Options of the URIs of S3 that users need."""
+
+OUTAGE_S = 2.0
+"""Minimum time for which calls fail at once after one that got no answer; otherwise as long as that one took."""
+
+NO_ANSWER = "NETWORK_CONNECTION"
+"""Part of pyarrow's messages about S3 servers that do not answer, after its retries."""
+
+NO_TLS = "wrong version number"
+"""Part of OpenSSL's message about a server that answers in plain HTTP."""
+
+
+class Connection:
+    """Calls an object store, so that the main thread can be interrupted and does not wait for each call of an outage.
+
+    An interrupted call continues in its thread, and the next one waits for it, so that writes keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._lost_until, self._reason = 0.0, ""
+        self._last: Future[Any] | None = None  # of the main thread
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of the store; raise ConnectionError if the store does not answer."""
+        if threading.current_thread() is not threading.main_thread():
+            return self.attempt(function, *arguments)
+        if self._last is not None:
+            wait([self._last])
+        self._last = future = Future[T]()
+
+        def work() -> None:
+            try:
+                future.set_result(self.attempt(function, *arguments))
+            except Exception as error:  # whatever it is, it is raised in the main thread
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="object store", daemon=True).start()
+        return future.result()
+
+    def attempt(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Do the same in this thread."""
+        began = time.monotonic()
+        if began < self._lost_until:
+            raise ConnectionError(self._reason)
+        try:
+            return function(*arguments)
+        except OSError as error:
+            reason = str(error)
+            if NO_TLS in reason:
+                reason = "the server does not use TLS; if it serves plain HTTP, add the option scheme=http to the URI"
+            elif NO_ANSWER in reason:
+                reason = f"the server does not answer: {reason.rpartition('Details: ')[2]}"
+            else:
+                raise
+            now = time.monotonic()
+            self._lost_until, self._reason = now + max(OUTAGE_S, now - began), reason
+            raise ConnectionError(self._reason) from error
+
+
+class Upload(io.RawIOBase):
+    """A new object, which exists once it is closed."""
+
+    def __init__(self, stream: Any, connection: Connection) -> None:
+        self._stream, self._connection = stream, connection
+        self._position = 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._connection.attempt(self._stream.write, data)
+        count = memoryview(data).nbytes
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._connection.call(self._stream.close)
+
 
 _connections: dict[str, Connection] = {}
 """The connections of this process, by bucket and options."""
@@ -139,11 +224,10 @@ class ObjectStore(Storage):
         path = info.path.removeprefix(self.path).lstrip("/")
         return Stored(path, info.size or 0, (info.mtime_ns or 0) / 1e9, info.is_file)
 
-    def put_new(self, data: bytes, *parts: str) -> bool:
-        """Put an object on S3 with `If-None-Match: *`. Return False if it exists."""
-        require("botocore", "storage on S3")
+    @functools.cached_property
+    def _client(self) -> Any:
+        """Client for the conditional writes of S3."""
         import botocore.config
-        import botocore.exceptions
         import botocore.session
 
         options = _options(self.root)
@@ -151,21 +235,27 @@ class ObjectStore(Storage):
         if endpoint and "://" not in endpoint:
             endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
         config = botocore.config.Config(s3={"addressing_style": "path"} if endpoint else {})
+        session = botocore.session.get_session()
+        return session.create_client("s3", region_name=self._fs.region, endpoint_url=endpoint, config=config)
+
+    def put_new(self, data: bytes, *parts: str) -> bool:
+        """Put an object on S3 with `If-None-Match: *`. Return False if it exists."""
+        require("botocore", "storage on S3")
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
         bucket, _, key = self.of(*parts).partition("/")
         try:
-            session = botocore.session.get_session()
-            client = session.create_client("s3", region_name=self._fs.region, endpoint_url=endpoint, config=config)
-            client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-        except botocore.exceptions.ClientError as error:
+            self._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        except ClientError as error:
             code = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if code in (409, 412):  # another writer is creating it, or has created it
                 return False
             if code == 501:
                 raise StorageError(f"{self.root} does not implement If-None-Match of S3's PutObject") from error
             raise OSError(str(error)) from error
-        except botocore.exceptions.NoCredentialsError as error:
+        except NoCredentialsError as error:
             raise OSError(f"{error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE") from error
-        except botocore.exceptions.BotoCoreError as error:
+        except BotoCoreError as error:
             raise OSError(str(error)) from error
         return True
 

@@ -9,6 +9,7 @@ from mlx_runtime.runs.folder import RunFolder, read_errors
 from mlx_runtime.runs.queries.listing import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage.redaction import redact_tree
+from mlx_runtime.tracking.trackers import flatten
 
 RESOLVED = ("cfg.storage_path",)
 """Settings that locate a run and do not affect training."""
@@ -66,16 +67,5 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
     facts |= {name: record.get(name) for name in ("seed", "workers", "device", "host", "python")}
     facts |= {"commit": git.get("commit"), "uncommitted changes": bool(git.get("diff"))}
     facts |= {f"{name} version": version for name, version in (record.get("packages") or {}).items()}
-    settings = {name: value for name, value in _flatten(config).items() if name not in RESOLVED}
+    settings = {name: value for name, value in flatten(config) if name not in RESOLVED}
     return {"run": facts, "config": settings, "metrics": dict(row.metrics)}
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"cfg": {"seed": 0}}` → `{"cfg.seed": 0}`."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

@@ -17,12 +17,11 @@ from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.extras import require
 from mlx_runtime.runs import logs
 from mlx_runtime.runs.checkpoints.index import list_checkpoints, position
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RunFolder, read_rows
 from mlx_runtime.runs.queries.listing import AskJobs, Row, summarize
-from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number, plural
-from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
+from mlx_runtime.runs.tables import format_duration, format_number, plural
+from mlx_runtime.storage.documents import NUMBER
 from mlx_runtime.storage.files import join_path, size_text, split_options, storage_at
-from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import redact
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 PAGES = Path(__file__).parent / "pages"
 
 PAGE_FILE = "report.html"
-
-CACHED_LENGTH = 100
-"""Length of texts whose redaction is cached, because they are repeated in many runs."""
 
 LOG_LINES = 100
 
@@ -80,27 +76,10 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
     )
 
 
-def render_runs(rows: Sequence[Row]) -> str:
-    """Render the page of many runs: one table per experiment, and the facts of each run."""
-    experiments: dict[str, list[tuple[int, Row]]] = {}
-    for index, row in enumerate(rows):
-        experiments.setdefault(row.folder.experiment, []).append((index, row))
-    columns = [name for name in COLUMNS if name != "experiment"]
-    facts = [known_facts(row) for row in rows]
-    page = PAGES / "runs.html"
-    trials = [_sweep(row) for row in rows]
-    shown: dict[str, Any] = {"columns": columns, "facts": facts, "trials": trials, "count": len(rows)}
-    return render(page, charts=(), title="Runs", experiments=experiments, **shown)
-
-
 def write(page: str, file: Path) -> None:
-    """Write a page to a file. Links, pipes and devices are written through, not replaced."""
-    content = page.encode(errors="backslashreplace")
+    """Write a page to a file."""
     try:
-        if file.exists() and not file.is_file():
-            file.write_bytes(content)
-        else:
-            write_atomic(file.resolve(), content)
+        file.write_bytes(page.encode(errors="backslashreplace"))
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror or error}; choose another file") from error
 
@@ -143,19 +122,10 @@ def _environment(folder: Path) -> "jinja2.Environment":
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_without_secrets,
+        finalize=lambda value: redact(value) if type(value) is str else value,
     )
     environment.filters["number"] = format_number
     return environment
-
-
-def _without_secrets(value: Any) -> Any:
-    if type(value) is not str:
-        return value
-    return _redact_cached(value) if len(value) <= CACHED_LENGTH else redact(value)
-
-
-_redact_cached = functools.lru_cache(maxsize=1 << 16)(redact)
 
 
 def known_facts(row: Row) -> dict[str, str]:
@@ -232,20 +202,16 @@ def _text(read: Callable[[str], bytes], name: str, problems: list[str]) -> str |
 
 
 def read_curves(lines: str, problems: list[str] | None = None) -> dict[str, list[Point]]:
-    """Read the curve of each metric from metrics.jsonl. The number of damaged lines is added to the problems.
-
-    An incomplete last line does not count as damaged, because the run may be writing it.
-    """
+    """Read the curve of each metric from metrics.jsonl. The number of damaged lines is added to the problems."""
     found: dict[str, list[Point]] = {}
     damaged = 0
-    for line in lines.splitlines(keepends=True):
-        try:
-            values = from_json(line.encode(), {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
-            for name, value in values.items():
-                if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
-                    found.setdefault(name, []).append((values["step"], value, values["epoch"] + 1))
-        except ValueError:
-            damaged += line.endswith("\n")
+    for _, row in read_rows(lines.encode()):
+        if row is None:
+            damaged += 1
+            continue
+        for name, value in row.items():
+            if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
+                found.setdefault(name, []).append((row["step"], value, row["epoch"] + 1))
     if damaged and problems is not None:
         problems.append(f"{plural(damaged, 'line')} of metrics.jsonl cannot be read")
     return found

@@ -9,11 +9,11 @@ checkpoints/epoch_0004/
 If the models of a run are sharded over the workers, each worker writes its parts:
 
     index.json                  name, type and shape of each sharded tensor, and the position of its parts
-    shard_00000.safetensors     parts held by rank 0, written and verified in segments of 8 MiB
+    shard_00000.safetensors     parts held by rank 0, in pieces of about 8 MiB
     shard_00001.safetensors     ...
 
 `state.pt` then refers to tensors by their name in the index. `checkpoint.json` contains the SHA-256 of the index, and
-the index those of the segments of these files. Any number of workers can load a checkpoint: see `layouts`.
+the index those of all pieces. Any number of workers can load a checkpoint: see `layouts`.
 
 `state.pt` is a dict; `ranks` has one entry per worker, replica by replica:
 

@@ -388,9 +388,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return plain values with `change` applied to each tensor."""
-    if isinstance(value, torch.Tensor):
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return plain values with `change` applied to each tensor, even an unread one."""
+    if isinstance(value, torch.Tensor | UnreadTensor):
         return change(value)
     if type(value) in _DICTS:
         return type(value)({key: map_tensors(item, change) for key, item in value.items()})

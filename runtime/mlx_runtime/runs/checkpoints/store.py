@@ -39,7 +39,7 @@ from mlx_runtime.storage.files import Storage, join_path, parent_of, storage_at,
 from mlx_runtime.storage.publishing import HashingWriter, Publication, recover, sha256_of, unpublish
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding.shards import Parts
+    from mlx_runtime.companions.sharding.saving import Parts
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -255,7 +255,6 @@ class BackgroundSaver:
         self._error: Exception | None = None
         self._group: Any = None  # of the threads of all workers
         self._staging = Staging()
-        self._staged: dict[str, torch.Tensor] = {}  # copies of this worker's parts, in the last checkpoint with shards
 
     def save(self, state: State | None, checkpoint: CheckpointInfo, parts: "Parts | None" = None) -> None:
         """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy.
@@ -271,9 +270,8 @@ class BackgroundSaver:
         if parts is None:
             save = partial(self._checkpoints.save, copy, checkpoint, self._allowed)
         else:
-            self._staged = parts.stage(self._staged, self._staging)
             store = partial(companions.part("sharding.saving").save_checkpoint, self._checkpoints, copy, checkpoint)
-            save = partial(store, parts, self._staged, self._group, self._allowed)
+            save = partial(store, parts, parts.stage(self._staging), self._group, self._allowed)
         self._staging.end()
         done = threading.Event()
         thread = threading.Thread(target=self._save, args=(save, done), name="checkpoint", daemon=True)

@@ -17,7 +17,7 @@ from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints import groups
 from mlx_runtime.runs.checkpoints.groups import State
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
-from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, read_errors
+from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, read_errors, read_rows
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import is_uri, storage_at
@@ -97,8 +97,10 @@ class Run:
             raise UsageError(f"metrics(by={by!r}): there is one row per 'report' or per 'epoch'")
 
         with read_errors(self._folder, "metrics.jsonl"):
-            *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last line
-            rows = [from_json(line, {}) for line in lines]
+            lines = [*read_rows(self._folder.read("metrics.jsonl"))]
+            rows = [row for _, row in lines if row is not None]
+            if len(rows) < len(lines):
+                raise ValueError(f"{len(lines) - len(rows)} of its lines are damaged")
         if by == "epoch":
             epochs: dict[int, dict[str, Any]] = {}
             for row in rows:

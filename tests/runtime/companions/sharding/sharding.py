@@ -20,14 +20,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from mlx_runtime.companions.sharding import saving
 from mlx_runtime.companions.sharding.layouts import Layouts
-from mlx_runtime.companions.sharding.shards import Parts
+from mlx_runtime.companions.sharding.saving import Parts
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.runs.checkpoints.groups import load_into, state_of
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore
 
 GROUPS = ("models", "optimizers", "tools")
+
+saving.PIECE_BYTES = 60  # two rows of the weights are a piece
 
 
 class Net(nn.Module):
@@ -225,7 +228,7 @@ def exit_codes(pids: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def saving(root: Path) -> None:
+def save_forever(root: Path) -> None:
     """Save again and again, replacing older checkpoints, until a worker is killed."""
     groups, saver = trained(experiment("fsdp")), saver_of(root)
     for number in itertools.count():
@@ -261,7 +264,7 @@ def at_uri(root: Path) -> None:
 def kills(root: Path) -> None:
     """Start a group that saves for each line on stdin, print its process ids, and wait for its end."""
     for number, _ in enumerate(iter(sys.stdin.readline, "")):
-        pids = started(2, lambda: saving(root / "checkpoints"), root / str(number))
+        pids = started(2, lambda: save_forever(root / "checkpoints"), root / str(number))
         print(*pids, flush=True)
         print("ended", *exit_codes(pids), flush=True)
 

@@ -78,7 +78,7 @@ class TestErrors:
                 True,
                 "cfg.activation_checkpointing is true, but no model has blocks that repeat; name them",
             ),
-            ("layer.*", "cfg.activation_checkpointing: 'layer.*' matches no module."),
+            ("layer.*", "cfg.activation_checkpointing: 'layer.*' matches no module; print(model) shows"),
         ],
     )
     def test_activation_checkpointing(self, wanted: bool | str, message: str) -> None:
@@ -129,7 +129,7 @@ class Positioned(Later):
 
 def test_deferred_initialization_covers_buffers_of_any_type() -> None:
     node = {"_target_": f"{__name__}.Late", "net": {"_target_": f"{__name__}.Positioned", "left": 2}}
-    with pytest.raises(ConfigError, match=r"init_weights\(\) of models.net does not initialize mask and 1 more"):
+    with pytest.raises(ConfigError, match=r"init_weights\(\) of models.net does not initialize mask, turns"):
         DDP(CFG, ALONE).build(node)
     node["net"]["left"] = 1  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"does not initialize turns$"):

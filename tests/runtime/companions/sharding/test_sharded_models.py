@@ -13,9 +13,8 @@ from sessions import ALONE
 from torch import nn
 
 from mlx_runtime import TrainConfig
-from mlx_runtime.companions.sharding.blocks import planned_blocks
 from mlx_runtime.distributed.wrapping import whole
-from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.workers.worker import loop_errors
 
@@ -42,12 +41,6 @@ class Views(nn.Module):
             x += 1
             x = x.flatten(1)
         return {"first": x[:, 0], "all": [x]}
-
-
-class Empty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.rest = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(0, 4))
 
 
 class NoParameters(nn.Module):
@@ -87,13 +80,8 @@ def test_views_may_be_changed_in_place() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_empty_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"models\.net cannot be sharded: rest has no elements"):
-        built(Empty, "fsdp")
-
-
 def test_lines_give_sizes_in_fitting_units() -> None:
-    assert built(Views, "fsdp")[1] == ("net: fsdp over 1 worker, 2 blocks and the rest; 160 bytes of 160 bytes each",)
+    assert built(Views, "fsdp")[1] == ("net: fsdp over 1, 2 blocks; 160 bytes of 160 bytes each",)
     assert built(NoParameters, "fsdp")[1] == ()
 
 
@@ -116,20 +104,6 @@ def test_operations_that_mix_sharded_and_whole_tensors_are_explained(tmp_path: P
         torch.add(torch.ones(4), next(model.parameters()))
     with pytest.raises(WorkerLoopError, match=r"^ValueError: other \(raised on rank 0\)"), loop_errors(0, tmp_path):
         raise ValueError("other")
-
-
-@pytest.mark.parametrize(
-    ("plan", "problem"),
-    [
-        (5, "the plan contains 5; write patterns"),
-        (["layers.*", nn.Linear], "the plan contains <class 'torch.nn"),
-        (lambda model: None, "the plan returned None; "),
-        (lambda model: ["layers.0"], "the plan returned 'layers.0'; "),
-    ],
-)
-def test_plans_of_other_types_are_refused(plan: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        planned_blocks(Views(), plan, "the plan")
 
 
 def test_compiled_models_with_running_statistics() -> None:

@@ -18,9 +18,8 @@ from conftest import Mlx
 from forkserver import Commands
 from safetensors.torch import load_file
 
-from mlx_runtime.companions.sharding import segments
 from mlx_runtime.companions.sharding.consolidation import consolidate
-from mlx_runtime.companions.sharding.segments import SegmentReader, SegmentWriter
+from mlx_runtime.companions.sharding.shards import ShardedTensors
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.checkpoints.index import INDEX, list_checkpoints
 from mlx_runtime.runs.checkpoints.store import CheckpointStore, read
@@ -115,11 +114,11 @@ def test_replicas_are_written_once_and_tied_weights_too(stages: Stages) -> None:
     two, four = (list_checkpoints(str(stages[0] / name))[0] for name in ("two", "four"))
     indices = [json.loads((stages[0] / name / "epoch_0001" / INDEX).read_bytes()) for name in ("two", "four")]
     contents = [
-        sum(4 * torch.Size(chunk["sizes"]).numel() for item in index["tensors"].values() for chunk in item["chunks"])
+        sum(4 * torch.Size(piece["sizes"]).numel() for item in index["tensors"].values() for piece in item["pieces"])
         for index in indices
     ]
     assert contents[0] == contents[1]
-    assert [len(index["files"]) for index in indices] == [2, 4]
+    assert [len(list((stages[0] / name).rglob("*.safetensors"))) for name in ("two", "four")] == [2, 4]
     assert "models/net/embed.weight" in indices[0]["tensors"]
     assert "models/net/head.weight" not in indices[0]["tensors"]
     files = [sum(path.stat().st_size for path in (stages[0] / name).rglob("*.safetensors")) for name in ("two", "four")]
@@ -161,7 +160,8 @@ def test_weights_become_one_file_that_others_read(stages: Stages, stage: str, tm
 
 def test_a_damaged_checkpoint_leaves_no_file(stages: Stages, tmp_path: Path) -> None:
     run = a_run(stages, "two", tmp_path)
-    flip(Path(run.checkpoints, "epoch_0001", "shard_00001.safetensors"))
+    shard = Path(run.checkpoints, "epoch_0001", "shard_00001.safetensors")
+    flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little"))  # the first weight
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="SHA-256"):
         consolidate(run, output=tmp_path / "out" / "net.safetensors")
@@ -176,9 +176,9 @@ def test_shards_are_files_that_others_read(checkpoint: Path) -> None:
     assert difference(weight, read(str(checkpoint))["models"]["net"]["last.weight"]) == 0
 
 
-def flip(file: Path) -> None:
+def flip(file: Path, position: int = -1) -> None:
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1
+    content[position] ^= 1
     file.write_bytes(content)
 
 
@@ -236,28 +236,29 @@ def test_reading_shards_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
     assert read(str(checkpoint))["epoch"] == 0
 
 
-@pytest.mark.pure
-def test_parts_of_files_are_verified_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 10)
-    content = bytes(range(35))
-    file = SegmentWriter((tmp_path / "x").open("wb"))
-    with file:
-        for start, stop in ((0, 3), (3, 25), (25, 25), (25, 35)):
-            file.write(content[start:stop])
-    assert (len(file.digests), file.size_bytes) == (4, 35)
-    flipped = bytearray(content)
-    flipped[31] ^= 1
-    (tmp_path / "x").write_bytes(flipped)
-    with (tmp_path / "x").open("rb") as stream:
-        reader = SegmentReader(stream, file.digests)
-        for start, stop in ((0, 35), (8, 30), (12, 13), (0, 0)):
-            buffer = bytearray(stop - start)
-            if stop > 30:
-                with pytest.raises(ValueError, match="SHA-256"):
-                    reader.read_into(memoryview(buffer), start)
-            else:
-                reader.read_into(memoryview(buffer), start)
-                assert buffer == content[start:stop]
+def test_pieces_are_verified_one_by_one(checkpoint: Path) -> None:
+    """A worker that needs none of the rows of a damaged piece does not notice, and needs not read it."""
+    index = (checkpoint / INDEX).read_bytes()
+    shards = ShardedTensors(storage_at(str(checkpoint.parent)), checkpoint.name, index)
+    pieces = [
+        (piece["start"], name, piece)
+        for name, item in shards.tensors.items()
+        for piece in item["pieces"]
+        if piece["file"] == "shard_00001.safetensors"
+    ]
+    _, damaged, piece = max(pieces, key=lambda item: item[0])
+    assert len(shards.tensors[damaged]["pieces"]) > 2
+    wanted = {name: torch.empty(item["shape"]) for name, item in shards.tensors.items()}
+    shards.read(wanted.items())
+    flip(checkpoint / piece["file"])
+    others = {name: torch.empty_like(item) for name, item in wanted.items() if name != damaged}
+    shards.read(others.items())
+    assert all(torch.equal(item, wanted[name]) for name, item in others.items())
+    rows = torch.empty(piece["offsets"][0], *wanted[damaged].shape[1:])
+    shards.read([(damaged, rows)])
+    assert torch.equal(rows, wanted[damaged][: len(rows)])
+    with pytest.raises(ConfigError, match="SHA-256"):
+        shards.read([(damaged, wanted[damaged])])
 
 
 @pytest.mark.s3
@@ -320,7 +321,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
-from mlx_runtime.companions.sharding.shards import Parts
+from mlx_runtime.companions.sharding.saving import Parts
 from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore
 from mlx_runtime.runs.checkpoints.store import PARTS
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
