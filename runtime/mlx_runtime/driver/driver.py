@@ -11,7 +11,7 @@ from mlx_runtime import companions, events
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.driver.planning import AccompaniedRun, Listener, RunExtension, RunPlan, may_be_prepared
 from mlx_runtime.driver.run_recorder import RunRecorder, claim
-from mlx_runtime.errors import USER_ERRORS, MlxError, StorageError, located, short_message
+from mlx_runtime.errors import USER_ERRORS, MlxError, located
 from mlx_runtime.loop.job import LOCATE, STOP, Inbox, Job
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
@@ -92,15 +92,9 @@ class Driver:
                     record.alive(),
                 ):
                     guard.close()
-                    try:
-                        for extension in self._plan.extensions:
-                            extensions.enter_context(self._accompany(extension, accompanied))
-                        self._train(recorder, stack)
-                    except (StorageError, KeyboardInterrupt) as error:
-                        if record.folder.uri:  # it may take a while
-                            why = "" if isinstance(error, KeyboardInterrupt) else f"{short_message(error)}; "
-                            self._emit(events.Notice(f"ending    {why}recording the end of the run"))
-                        raise
+                    for extension in self._plan.extensions:
+                        extensions.enter_context(self._accompany(extension, accompanied))
+                    self._train(recorder, stack)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and self.control.taken_over:
                     raise record.disown() from None

@@ -22,7 +22,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.events import Event
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.job import Cluster
-from mlx_runtime.loop.options import TrainConfig, strategy_problems
+from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.folder import RunFolder
@@ -104,8 +104,6 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             the rows of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` for an evaluation.
     """
-    if problems := strategy_problems(config.cfg):
-        raise ConfigError("\n".join(problems))
     folds = companions.part("sweeps.folds") if config.cfg.cross_validation.fold is not None else None
     if folds is not None:
         config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.cross_validation.fold))

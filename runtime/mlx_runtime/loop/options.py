@@ -170,7 +170,7 @@ class TrainConfig:
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
         if find_spec("torch") is not None:  # otherwise, the job checks the rest
-            if cfg.strategy in STRATEGIES:  # that of another package is checked later
+            if cfg.strategy in STRATEGIES or "." in cfg.strategy:
                 problems += strategy_problems(cfg)
             if cfg.cross_validation != CrossValidation():
                 problems += companions.part("sweeps.folds").problems(cfg.cross_validation)

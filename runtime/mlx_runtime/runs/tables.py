@@ -1,5 +1,6 @@
 """Formats of tables and numbers for commands and pages."""
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
@@ -80,8 +81,8 @@ def plural(number: int, noun: str) -> str:
 
 
 def format_duration(seconds: float | None, units: int = 2) -> str:
-    """Format a duration in its largest units: `45 s`, `3 min 20 s`, `2 d 4 h`; empty if unknown."""
-    if seconds is None:
+    """Format a duration in its largest units: `45 s`, `3 min 20 s`, `2 d 4 h`; empty if it is unknown or not finite."""
+    if seconds is None or not math.isfinite(seconds):
         return ""
     rest, parts = max(0, round(seconds)), []
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):

@@ -16,13 +16,13 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, get_type_hints
+from typing import Any
 
 from mlx_runtime.errors import HangError, StorageError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import documents
-from mlx_runtime.storage.documents import COUNT, TIME, kind_of, list_of, mapping_with
+from mlx_runtime.storage.documents import COUNT, FLAG, NUMBER, TEXT, TIME, list_of, mapping_with
 from mlx_runtime.storage.files import storage_at, to_json
 
 ANSWER_S = 5.0
@@ -31,8 +31,14 @@ ANSWER_S = 5.0
 POSITIONS = "positions.json"
 """File in the run folder with the latest answer to `RunFolder.LOCATE`."""
 
-_WORKER = {name: kind_of(hint) for name, hint in get_type_hints(WorkerPosition).items()}
-SHAPE = {"time": TIME, "workers": list_of(mapping_with(_WORKER, needs=tuple(_WORKER))), "world_size": COUNT}
+_WORKER = mapping_with(
+    {
+        **{"rank": COUNT, "epoch": COUNT, "step": COUNT, "seconds": NUMBER, "gpu": FLAG, "at": TEXT},
+        **{"stage": TEXT.or_null(), "waits_in": TEXT.or_null(), "host": TEXT, "pid": COUNT},
+    },
+    needs=("rank", "epoch", "step", "seconds", "at", "stage", "waits_in", "host", "pid"),
+)
+SHAPE = {"time": TIME, "workers": list_of(_WORKER), "world_size": COUNT}
 
 
 def locate(position: WorkerPosition, thread: int, project: Path, seconds: float = 0.0) -> WorkerPosition:

@@ -571,11 +571,10 @@ def test_an_object_store_may_stop_answering_for_a_while(start: Start, folder: Pa
             server.kill()
             server.wait()
             process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=120)
         finally:
             server.kill()
     assert process.returncode == 130
-    assert "ending    recording the end of the run" in output
     assert re.match(r"error: cannot write s3://bucket/a/faults/run_001.*the server does not answer", errors), errors
     assert "Once the storage can be written again, resume: mlx train run '--resume=s3://bucket/a" in errors
 

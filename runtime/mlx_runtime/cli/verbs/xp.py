@@ -31,6 +31,7 @@ FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times 
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
 STOP_S = 60  # maximum time for `stop` to wait for a step and a checkpoint
 ASK_S = 0.2  # interval for reading the answer to `ps`
+MOST_RANKS = 10_000  # of workers that did not answer, because anybody may have written the answer
 ANSWERS_S = 15.0  # limit for an answer; three times as long in an object store, where the driver looks every 10 s
 
 
@@ -252,9 +253,8 @@ def positions_title(found: Mapping[str, Any]) -> str:
 def positions_table(found: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return one row per worker, as text by column."""
     answers = {item["rank"]: item for item in found.get("workers", ())}
-    return [
-        _position_cells(rank, answers.get(rank)) for rank in range(max([found.get("world_size", 0) - 1, *answers]) + 1)
-    ]
+    ranks = {*answers, *range(min(found.get("world_size", 0), MOST_RANKS))}
+    return [_position_cells(rank, answers.get(rank)) for rank in sorted(ranks)]
 
 
 def _position_cells(rank: int, item: Mapping[str, Any] | None) -> dict[str, str]:

@@ -176,7 +176,7 @@ def _checkpoint_table(row: Row) -> list[dict[str, str]]:
             "": " ".join(name for name, holds in (("best", item.name == best), ("latest", item is found[-1])) if holds),
             "epoch": str(item.epoch + 1) if item.finished else f"in {item.epoch + 1}",
             "step": f"{item.global_step:,}",
-            "size": size_text(item.total_bytes),
+            "size": size_text(item.size_bytes + item.shards_bytes),
             "metrics": ", ".join(f"{name} {format_number(value)}" for name, value in sorted(item.metrics.items())),
         }
         for item in reversed(found)

@@ -52,11 +52,6 @@ class CheckpointInfo:
         return epoch if self.finished else f"{epoch}_step_{self.global_step:08d}"
 
     @property
-    def total_bytes(self) -> int:
-        """Size of its state and all shards."""
-        return self.size_bytes + self.shards_bytes
-
-    @property
     def order(self) -> tuple[int, bool, int]:
         """Sort key that rises with training."""
         return self.epoch, self.finished, self.global_step

@@ -7,7 +7,7 @@ from pathlib import Path
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo, best_first, list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
@@ -116,11 +116,7 @@ def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
     if which == "latest":
         return found[-1]
     if which == "best":
-        try:
-            record = records.load_record(folder)
-        except StorageError as error:
-            cure = f"without it, name a checkpoint, like latest or {found[-1].name}"
-            raise StorageError(f"{error}; {cure}") from error
+        record = records.load_record(folder)
         ranked = best_first(found, record.get("monitor"), record.get("mode") or "min")
         if not ranked:
             raise UsageError(f"{folder.title} has no checkpoint with a finite value of cfg.monitor")
