@@ -324,7 +324,7 @@ def verdict(disturbed: Path, undisturbed: Path, epochs: int, stages: int = 1) ->
     """Return the differences between a killed run and an undisturbed one.
 
     The last checkpoint contains the weights, states of optimizers, random numbers and metrics of all workers; that of
-    replicas, also the common weights and the outer momentum.
+    replicas, also the outer momentum.
     """
     problems = [
         f"state differs at {item}"

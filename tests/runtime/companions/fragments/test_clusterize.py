@@ -13,7 +13,7 @@ from conftest import Mlx, Script
 from torch import nn
 
 from mlx_runtime import clusterize
-from mlx_runtime.companions.fragments.clusterizing import machines_of, next_step
+from mlx_runtime.companions.fragments.clusterizing import local_device, machines_of, next_step
 from mlx_runtime.errors import ConfigError, UsageError
 
 
@@ -62,6 +62,16 @@ def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     found = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, all_nodes=True, name="small", output=file)
     assert [stage.machine.name for stage in found.clusters[0]] == ["node_0", "node_1"]
     assert json.loads(file.read_text())["model"] == "small"
+
+
+@pytest.mark.pure
+def test_machines_are_of_the_kind_on_which_blocks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on the CPU is not planned for the GPUs of this machine; a run is, if each of its workers has one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = clusterize(nn.Linear(8, 8), (torch.rand(4, 8),), nodes=2, output=None)
+    assert {stage.machine.name for stages in found.clusters for stage in stages} <= {"node_0", "node_1"}
+    kinds = [local_device(workers, use_gpu).type for workers, use_gpu in ((2, None), (3, None), (2, False))]
+    assert kinds == ["cuda", "cpu", "cpu"]
 
 
 @pytest.mark.pure

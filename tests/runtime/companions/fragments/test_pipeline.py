@@ -41,6 +41,7 @@ from mlx_runtime.loop.context import Groups
 from mlx_runtime.loop.options import strategy_problems
 from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.loop.weighting import WeightedLosses
+from mlx_runtime.runs.checkpoints.store import Staging
 from mlx_runtime.sections import Fragments, Replicas
 
 pytestmark = pytest.mark.local
@@ -252,6 +253,9 @@ def stages(rank: int) -> Any:
         optimizer = trained(model, made, tokens(), clip=0.5)
         found[microbatches] = whole_states(made, model, optimizer)
     found["lines"] = tuple(made.described)
+    found["received"] = [
+        name for name, item in found[1]["models"]["net"].items() if item.numel() and Staging().copy(item) is item
+    ]
     torch.manual_seed(0)
     rounding = strategy(rank, microbatches=3, traffic="bf16")
     rounded = rounding.build(node(Transformer)).net
@@ -621,6 +625,7 @@ def test_each_stage_holds_its_part_and_states_are_whole(on_workers: dict[str, li
     names = [name for name, _ in Transformer().named_parameters()]
     assert sorted(first["held"] + second["held"]) == sorted(names)
     assert not {*first["held"]} & {*second["held"]}
+    assert sorted(first["received"]) == sorted(second["held"])  # and a checkpoint does not copy them once more
     before, after = leaves(first[1]), leaves(first["again"])
     assert before.keys() == after.keys()
     assert all(torch.equal(item, after[name]) for name, item in before.items() if isinstance(item, torch.Tensor))
