@@ -155,13 +155,14 @@ class Dashboard:
         answer = self._request("GET", f"jobs/{job}/logs", TRANSFER_S, refusal=f"{self.address.url} has no log of {job}")
         return str(answer.json()["logs"])
 
-    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
+    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None, seen: int = 0) -> JobState:
         """Write the output of a job until it ends, and return its last state. Lost connections are reopened.
 
-        `tail` is the number of lines to begin with; None means all output so far. Raises if the cluster does not
-        answer for `RECONNECT_S`. If the node of an ended job is lost, the end of its output is, too.
+        `tail` is the number of lines to begin with; None means all output after the first `seen` characters. Raises if
+        the cluster does not answer for `RECONNECT_S`. If the node of an ended job is lost, the end of its output is,
+        too.
         """
-        seen, ended = 0, None
+        ended = None
         if tail is not None:
             log = self.log(job)
             write(last_lines(log, tail))
