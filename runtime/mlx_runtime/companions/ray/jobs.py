@@ -56,18 +56,6 @@ class JobSpec:
         return packed
 
 
-def run_titles() -> dict[str, str]:
-    """Return the titles of the runs on the cluster of this job, like `digits/run_001`, by Ray's id of their jobs."""
-    from ray.job_submission import JobSubmissionClient
-
-    found = JobSubmissionClient().list_jobs()  # in a job, RAY_ADDRESS is the address of its cluster
-    return {
-        item.job_id: f"{item.metadata['experiment']}/{item.metadata['run']}"
-        for item in found
-        if item.job_id and {"experiment", "run"} <= (item.metadata or {}).keys()
-    }
-
-
 def end_as_stopped(job: Mapping[str, str]) -> None:
     """Make the dashboard list the job of this process as STOPPED. Call this in the main thread, just before exiting.
 
