@@ -76,10 +76,16 @@ class User:
 
 @pytest.fixture(scope="module")
 def user(
-    bound: Path, environment: dict[str, str], commands: Commands, hub: Hub, tmp_path_factory: pytest.TempPathFactory
+    bound: Path,
+    environment: dict[str, str],
+    commands: Commands,
+    hub: Hub,
+    ray_cluster: RayCluster,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> User:
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
-    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN}, commands)
+    named = {"RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ray_cluster.url}
+    return User(folder, environment | hub.variables() | named, commands)
 
 
 def until(what: Callable[[], Any], seconds: float = 400) -> Any:

@@ -91,6 +91,19 @@ class StorageError(MlxError):
     """The storage cannot be read or written: no permission, no space left, no connection."""
 
 
+class ElsewhereError(StorageError):
+    """This machine lacks a folder of the storage, which the cluster of `RAY_ADDRESS` may have.
+
+    Args:
+        path: the folder.
+        url: dashboard of the cluster.
+    """
+
+    def __init__(self, path: str, url: str) -> None:
+        super().__init__(f"this machine lacks {path}; if the cluster has it, look there: mlx --on {url} xp ls")
+        self.path, self.url = path, url
+
+
 class WorkerLoopError(MlxError):
     """User code raised an exception on a worker. The message has the user's frames, innermost last."""
 

@@ -47,6 +47,7 @@ class Settings:
     debug: bool  # MLX_DEBUG=1: show tracebacks of our own errors
     cache: Path  # MLX_CACHE: a local folder for copies of prepared datasets in object stores
     spawn: bool  # MLX_START_METHOD=spawn: start local workers as fresh interpreters instead of forks
+    on: str | None  # MLX_ON: key of the frames of a command that runs here for another machine, see `ray.frames`
     job: dict[str, str] | None  # MLX_JOB and MLX_JOB_ADDRESS: id and cluster of the job that this process belongs to
 
     @classmethod
@@ -59,6 +60,7 @@ class Settings:
             debug=_on("MLX_DEBUG"),
             cache=Path(os.environ.get("MLX_CACHE") or Path.home() / ".cache" / "mlx"),
             spawn=os.environ.get("MLX_START_METHOD") == "spawn",
+            on=os.environ.get("MLX_ON"),
             job={"id": job, "address": os.environ.get("MLX_JOB_ADDRESS", "")} if job else None,
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__, companions
-from mlx_runtime.errors import MissingLibraryError, UsageError
+from mlx_runtime.errors import ElsewhereError, MissingLibraryError, UsageError, printable
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
 
@@ -41,7 +41,25 @@ class LazyGroup(click.Group):
 
     def invoke(self, context: click.Context) -> Any:
         with clean_exit(), _one_line():
-            return super().invoke(context)
+            try:
+                return super().invoke(context)
+            except ElsewhereError as error:  # the words are those that `resolve_command` has kept
+                remote = companions.part("ray.remote")
+                if not remote.runs_there(context.obj):
+                    raise
+                note = f"storage   {error.path} on {error.url}, as this machine lacks it"
+                click.echo(printable(note, one_line=True), err=True)
+                sys.exit(remote.run(context.obj, error.url))
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
+        if (url := context.params.get("on")) is not None:
+            return (
+                "on",
+                click.Command("on", callback=lambda: sys.exit(companions.part("ray.remote").run(args, url))),
+                [],
+            )
+        context.obj = [*args]
+        return super().resolve_command(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -79,7 +97,8 @@ def _one_line() -> Iterator[None]:
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlx")
-def mlx() -> None:
+@click.option("--on", metavar="URL", help="Run the command on this cluster, whose storage this machine lacks.")
+def mlx(on: str | None) -> None:  # `resolve_command` reads it
     """PyTorch experiments, trained on this machine or on a Ray cluster."""
 
 

@@ -12,7 +12,7 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.errors import MlxError, UsageError, printable
-from mlx_runtime.settings import be_quiet, be_verbose
+from mlx_runtime.settings import Settings, be_quiet, be_verbose
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
@@ -36,6 +36,10 @@ class _Path(click.Path):
     """A path; rejects an empty one, such as from an unset shell variable."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        if Settings.read().on:  # the file will be sent to another machine
+            if Path(value).is_absolute() or ".." in Path(value).parts:
+                raise click.BadParameter(f"{value} is not below the working directory, to which a cluster sends files")
+            Path(value).parent.mkdir(parents=True, exist_ok=True)
         return super().convert(word(value) if isinstance(value, str) else value, param, context)
 
 
@@ -63,6 +67,9 @@ def say(text: object, *, err: bool = False) -> None:
 
 def confirm(question: str) -> None:
     """Ask for confirmation of a removal, with a name from the storage. Raises MlxError unless the answer is yes."""
+    if Settings.read().on:  # the terminal is on another machine
+        companions.part("ray.frames").confirm(question)
+        return
     try:
         agreed = click.confirm(printable(question, one_line=True))
     except click.Abort:  # Ctrl-C, or there is no terminal

@@ -198,10 +198,11 @@ def print_log(folder: RunFolder, **settings: Any) -> int:
         return 130
 
 
-def echo_stored(text: str) -> None:
+def echo_stored(text: str, *, err: bool = False) -> None:
     """Print a part of a log, without escape sequences other than those for colors."""
     parts = re.split(r"(\x1b\[[\d;]*m|\r)", text)
-    click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), nl=False)
+    safe = "".join(part if number % 2 else printable(part) for number, part in enumerate(parts))
+    click.echo(safe, nl=False, err=err)
 
 
 def _require_run(name: str, run: str | None, verb: str) -> str:

@@ -5,7 +5,9 @@ Only the driver that owns the run writes it, atomically.
 
 import contextlib
 import importlib.metadata
+import json
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -306,6 +308,9 @@ def _git() -> dict[str, Any] | None:
 
     Leaves out files whose names suggest that they hold secrets, and recognizable secrets in others.
     """
+
+    if (known := os.environ.get("MLX_GIT")) is not None:  # of a launch on behalf of another machine
+        return json.loads(known)  # type: ignore[no-any-return]
 
     def git(*arguments: str) -> str | None:
         try:

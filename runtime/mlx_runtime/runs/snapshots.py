@@ -46,6 +46,8 @@ NAMED = 10
 
 RUNTIME = Path(__file__).parents[1]
 
+_NOT_SENT = {"__pycache__", "template"}
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -80,17 +82,23 @@ class Upload:
         names = ", ".join(map(str, self.left_out[:NAMED]))
         return [f"not uploaded, links, other repositories, or what may hold secrets: {names}{more}"]
 
+    @property
+    def sources(self) -> dict[str, Path]:
+        """The files, and those of the runtime: each by its path in the working directory of the job."""
+        runtime = [file for file in RUNTIME.rglob("*") if not _NOT_SENT.intersection(file.relative_to(RUNTIME).parts)]
+        return {str(path): self.folder / path for path, _ in self.files} | {
+            str(file.relative_to(RUNTIME.parent)): file for file in runtime if file.is_file()
+        }
+
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
         """Copy the files and the runtime to a temporary folder for the duration of the block."""
         with tempfile.TemporaryDirectory(prefix="mlx-upload-") as temporary:
-            for path, _ in self.files:
+            for path, source in self.sources.items():
                 target = Path(temporary, path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # removed since the folder was listed
-                    shutil.copy(self.folder / path, target)
-            ignored = shutil.ignore_patterns("__pycache__", "template", "*.pyc")
-            shutil.copytree(RUNTIME, Path(temporary, RUNTIME.name), ignore=ignored, dirs_exist_ok=True)
+                    shutil.copy(source, target)
             yield Path(temporary)
 
 

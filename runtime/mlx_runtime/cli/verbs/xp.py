@@ -18,8 +18,9 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, find_run
 from mlx_runtime.runs.logs import last_lines, log_name
 from mlx_runtime.runs.queries.listing import Row, summarize
-from mlx_runtime.runs.queries.lookup import reached, resolve_run, storage_root
+from mlx_runtime.runs.queries.lookup import refuse_elsewhere, resolve_run, storage_root
 from mlx_runtime.runs.tables import format_duration
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, join_path, parent_of, size_text, storage_at, storage_errors
 from mlx_runtime.storage.leases import holder, is_alive
 from mlx_runtime.workers.deadlocks import ANSWER_S, read_answer
@@ -276,28 +277,38 @@ def board(name: str | None, run: str | None, port: int) -> None:
 
     It displays a run, an experiment or the whole storage. Unlike in other commands, any folder may be given as a path.
     """
+    there = Settings.read().on is not None
+    if not there:
+        check_board(port)
+    if name is not None and "/" in name:
+        refuse_elsewhere(name)
+        path = name if is_uri(name) else str(Path(name).resolve())
+    else:
+        path = storage_root()
+        if name is not None:
+            found = find_run(path, name, run or "latest")
+            path = found.location if run else join_path(path, name)
+    if not is_uri(path) and not Path(path).is_dir():
+        raise UsageError(f"there are no runs in {path} yet; start one with: mlx train run")
+    if there:
+        companions.part("ray.remote_job").mirror(path)
+    elif is_uri(path):
+        companions.part("stores.board").serve(path, lambda copies: board_command(copies, port))
+    else:
+        os.execv(sys.executable, board_command(path, port))
+
+
+def check_board(port: int) -> None:
+    """Raise MissingLibraryError without TensorBoard, and UsageError if a port of this machine is not free."""
     require("tensorboard", "the page")
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
         cure = "choose another with --port, or any with --port 0"
         raise UsageError(f"cannot serve on port {port}: {os.strerror(error.errno or 0)}; {cure}") from error
-    if name is not None and "/" in name:
-        path = reached(name)
-        path = path if is_uri(path) else str(Path(path).resolve())
-    else:
-        path = storage_root()
-        if name is not None:
-            found = find_run(path, name, run or "latest")
-            path = found.location if run else join_path(path, name)
-    if is_uri(path):
-        companions.part("stores.board").serve(path, lambda copies: _command(copies, port))
-    elif Path(path).is_dir():
-        os.execv(sys.executable, _command(path, port))
-    else:
-        raise UsageError(f"there are no runs in {path} yet; start one with: mlx train run")
 
 
-def _command(folder: str, port: int) -> list[str]:
+def board_command(folder: str, port: int) -> list[str]:
+    """Return the command that serves TensorBoard for a folder."""
     options = ["--logdir", folder, "--host", "127.0.0.1", "--port", str(port)]
     return [sys.executable, "-m", "tensorboard.main", *options]

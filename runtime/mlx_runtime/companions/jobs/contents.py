@@ -14,7 +14,6 @@ from mlx_runtime.companions.prepared.store import is_fresh_mark
 from mlx_runtime.errors import StorageError, UsageError, printable, short_message
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import ATTEMPT
-from mlx_runtime.runs.queries import lookup
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.files import Storage, Stored, is_uri, join_path, size_text, storage_at, storage_errors
 
@@ -144,7 +143,7 @@ def path_in(root: str, text: str) -> StoragePath:
     """
     storage, base = storage_at(root), root.partition("?")[0].rstrip("/")
     outside = UsageError(f"{text} lies outside the storage {root}; MLX_STORAGE=FOLDER selects another storage")
-    given = text if storage.local else lookup.reached(text)
+    given = text
     if is_uri(given):
         whole = given.partition("?")[0].rstrip("/")
         if whole != base and not whole.startswith(f"{base}/"):

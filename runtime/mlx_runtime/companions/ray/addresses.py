@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mlx_runtime.errors import UsageError, printable
-from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.settings import Settings
 
 DASHBOARD_PORT = 8265
 
@@ -60,26 +60,15 @@ class Address:
         return cls(url, source, f"{text} {problem}; using the dashboard, {url}")
 
 
-def remember(address: Address) -> None:
-    """Record that the user launched a job on a cluster, so that later commands may send it the token."""
-    file = _clusters_file()
-    with contextlib.suppress(OSError):  # without the file, commands only trust RAY_ADDRESS
-        urls = file.read_text().splitlines() if file.is_file() else []
-        if address.url not in urls:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, "".join(f"{url}\n" for url in [*urls, address.url]))
+def is_named(url: str) -> bool:
+    """Return True if the user has named a cluster now, which may receive the token: in `RAY_ADDRESS`, or with `--on`.
 
-
-def is_trusted(url: str) -> bool:
-    """Return True if a cluster may receive the token: if `RAY_ADDRESS` names it, or the user launched a job on it.
-
-    An address in the record of a run is not trusted, because anyone who can write to the storage can change it.
+    An address in the record of a run is not enough, because anyone who can write to the storage can change it.
     """
+    if (job := Settings.read().job) is not None and job["address"] == url:
+        return True
     with contextlib.suppress(UsageError):
-        if Address.parse(None).url == url:
-            return True
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return url in _clusters_file().read_text().splitlines()
+        return Address.parse(None).url == url
     return False
 
 
@@ -116,8 +105,3 @@ def token_file_problem() -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = f"cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
     return f"; RAY_AUTH_TOKEN_PATH is {path}, which {why}"
-
-
-def _clusters_file() -> Path:
-    """Return the list of clusters on which this user launched jobs, outside the storage, which others may write to."""
-    return Path.home() / ".config" / "mlx" / "clusters"

@@ -1,4 +1,4 @@
-"""Folders that only a cluster has: `ray+http://head:8265/ceph/runs` is `/ceph/runs` on the cluster's head node.
+"""Folders of functions with `address=` that only a cluster has: `ray+http://head:8265/ceph/runs` is `/ceph/runs` there.
 
 Files are read and written by an agent there (see `storage_agent`), through the cluster's dashboard.
 """
@@ -14,19 +14,19 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import mlx_runtime
 from mlx_runtime.companions.ray import storage_agent
-from mlx_runtime.companions.ray.addresses import Address, is_trusted
+from mlx_runtime.companions.ray.addresses import Address, is_named
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.errors import ClusterError, StorageError, UsageError, printable
+from mlx_runtime.errors import ClusterError, StorageError, printable
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import DOCUMENT_BYTES, Storage, Stored
+from mlx_runtime.storage.files import Storage, Stored
 from mlx_runtime.storage.local import IrregularError
 
 SCHEME = "ray+"
@@ -36,7 +36,6 @@ START_S = 90.0  # maximum time until an agent runs, with a busy cluster or slow 
 REPLY_S = 120.0  # maximum time until a running agent replies
 PAUSES_S = (0.008, 0.012, 0.02, 0.04, 0.08, 0.15)  # between looks for a reply; then the last one
 CHECK_S = 2.0  # interval for checking the agent while waiting
-AHEAD_S = 2.0  # time for which listings and documents read ahead are used, once each
 PART_BYTES = 16 << 20  # parts in which larger files are written; Ray accepts 100 MiB
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -44,7 +43,7 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 NOT_REPEATED = {"extend", "put_new", "claim", "rename"}
 """Calls that may fail, or do harm, if they are repeated after the agent has ended in the middle of one."""
 
-READS = {"look", "everything", "entry", "content"}
+READS = {"entries", "entry", "content"}
 
 _named: dict[str, str] = {}
 """Folders that this process reaches through a cluster, and the URLs of the clusters, which the user has named."""
@@ -85,20 +84,15 @@ def split_path(overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     return path, tuple(item for item in overrides if item not in typed)
 
 
-def reached(path: str, address: str | None = None) -> str:
-    """Return the URI of a folder that only a cluster has: `--ray-address`, or else `RAY_ADDRESS`.
+def reached(path: str, address: str) -> str:
+    """Return the URI of a folder that only the cluster at an address has.
 
     A folder that this machine has, or that is not an absolute path, is returned unchanged, and so is any folder in a
     job of a cluster. A note on stderr names the cluster.
     """
     if not path.startswith("/") or Settings.read().job or Path(path).exists():
         return path
-    try:
-        found = Address.parse(address)
-    except UsageError:  # like RAY_ADDRESS=auto on a node
-        if address:
-            raise
-        return path
+    found = Address.parse(address)
     if _named.get(path) != found.url:
         _named[path] = found.url
         print(printable(f"storage   {path} on {found.url}, as this machine lacks it", one_line=True), file=sys.stderr)
@@ -117,25 +111,15 @@ class ClusterStorage(Storage):
         return ClusterStorage, (self.root,)
 
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
-        if recursive:
-            return [Stored(*item) for item in self._call("everything", "/".join(parts))]
-        entries, above = self._client.ahead.take(self.of(*parts)), "/".join(parts)
-        if entries is None:
-            entries = self._look(*parts)
-        return [Stored(f"{above}/{name}".lstrip("/"), *facts) for name, *facts in entries or ()]
+        return [Stored(*item) for item in self._call("entries", "/".join(parts), recursive)]
 
     def find(self, *parts: str) -> Stored | None:
-        if not parts:
-            return Stored("", is_file=False) if self._look() is not None else None  # its listing is asked for next
         found = self._call("entry", "/".join(parts))
         return Stored(*found) if found is not None else None
 
     def open(self, *parts: str) -> Any:
-        return self._content(None, *parts)
-
-    def document(self, *parts: str) -> bytes:
-        content = self._client.ahead.take(self.of(*parts))
-        return self._content(DOCUMENT_BYTES, *parts).read() if content is None else bytes(content)
+        _, content = self._client.call(self.path, "content", "/".join(parts))
+        return io.BytesIO(content) if isinstance(content, bytes) else content
 
     def create(self, *parts: str) -> BinaryIO:
         return cast(BinaryIO, _NewFile(lambda content: self._put(content, *parts)))
@@ -146,12 +130,6 @@ class ClusterStorage(Storage):
     def claim_folder(self, *parts: str) -> bool:
         return bool(self._call("claim", "/".join(parts)))
 
-    def copy(self, old: str, new: str) -> None:
-        self._call("duplicate", old, new)
-
-    def move(self, old: str, new: str) -> None:
-        self._call("rename", old, new)
-
     def remove_file(self, *parts: str) -> None:
         self._call("discard", "/".join(parts))
 
@@ -160,24 +138,6 @@ class ClusterStorage(Storage):
 
     def _call(self, call: str, *arguments: Any, data: bytes = b"") -> Any:
         return self._client.call(self.path, call, *arguments, data=data)[0]
-
-    def _look(self, *parts: str) -> list[list[Any]] | None:
-        """Return the entries of a folder, or None if there is none, and keep what came along."""
-        found, content = self._client.call(self.path, "look", "/".join(parts))
-        listings = {
-            folder: [[path.rpartition("/")[2], *facts] for path, *facts in entries]
-            for folder, entries in found["listings"].items()
-        }
-        for folder, names in listings.items():
-            self._client.ahead.keep(self.of(*filter(None, [folder])), names)
-        for path, size in found["documents"].items():
-            self._client.ahead.keep(self.of(path), content[:size])
-            content = content[size:]
-        return listings.get("/".join(parts))
-
-    def _content(self, limit: int | None, *parts: str) -> IO[bytes]:
-        _, content = self._client.call(self.path, "content", "/".join(parts), limit)
-        return io.BytesIO(content) if isinstance(content, bytes) else content
 
     def _put(self, content: memoryview, *parts: str) -> None:
         if len(content) <= PART_BYTES:
@@ -213,23 +173,6 @@ class _NewFile(io.BytesIO):
         self._put(memoryview(content))
 
 
-class _Ahead:
-    """Listings and documents that came along with another listing. Each is used once, soon, or not at all."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[float, Any]] = {}
-
-    def keep(self, path: str, content: Any) -> None:
-        self._found[path] = time.monotonic(), content
-
-    def take(self, path: str) -> Any:
-        kept_at, content = self._found.pop(path, (0.0, None))
-        return content if time.monotonic() - kept_at < AHEAD_S else None
-
-    def clear(self) -> None:
-        self._found.clear()
-
-
 class _AgentEndedError(Exception):
     """The job of the agent has ended, or the cluster has forgotten it."""
 
@@ -239,15 +182,12 @@ class _Client:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.ahead = _Ahead()
         self._lock = threading.Lock()
         self._dashboard: Dashboard | None = None
         self._agent: tuple[str, str] | None = None  # ids of its job and of its node
 
     def call(self, root: str, call: str, *arguments: Any, data: bytes = b"") -> tuple[Any, Any]:
         """Return the result of a call, and its data: bytes, or an open file if they are large."""
-        if call not in READS:
-            self.ahead.clear()
         head = {"protocol": storage_agent.PROTOCOL, "root": root, "call": call, "arguments": arguments}
         title = "/".join([root, *filter(None, [str(arguments[0])])])
         for attempt in (1, 2):
@@ -303,7 +243,7 @@ class _Client:
     def _refuse_untrusted(self) -> None:
         """Raise StorageError if only a file, like the conf.yaml of a run, names the cluster: it would get the token."""
         typed = (Settings.read().storage or "").startswith(f"{SCHEME}{self.url}/")
-        if not typed and self.url not in _named.values() and not is_trusted(self.url):
+        if not typed and self.url not in _named.values() and not is_named(self.url):
             raise StorageError(f"you have not named the cluster {self.url}; if it is yours: RAY_ADDRESS={self.url}")
 
     @property

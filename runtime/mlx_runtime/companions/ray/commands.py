@@ -16,7 +16,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
 from mlx_runtime.driver.arguments import Request, refuse_options
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.settings import Settings
+from mlx_runtime.settings import Settings, environment
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.jobs.launching import SubmittedJob
@@ -138,7 +138,7 @@ def train_launch(
             raise UsageError(f"{flag} is for a running cluster of Ray; leave it out, or leave out {there}")
         overrides, settings["elsewhere"] = companions.part(f"{place}.commands").parse(overrides)
     else:
-        overrides = _storage_there(overrides, settings["ray_address"])
+        _refuse_elsewhere(overrides, settings["ray_address"])
     if many:  # words that are not options here are options of `sweep`
         sweeps = companions.part("sweeps.commands")
         typed = sweeps.train_sweep.make_context("launch --sweep", [*overrides]).params
@@ -155,19 +155,17 @@ def train_launch(
 def data_launch(resume: bool, overrides: tuple[str, ...], **settings: Any) -> None:
     """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
     overrides += ("cfg.resume=true",) * resume
-    launch_and_exit(DATA_JOB, _storage_there(overrides, settings["ray_address"]), **settings)
+    _refuse_elsewhere(overrides, settings["ray_address"])
+    launch_and_exit(DATA_JOB, overrides, **settings)
 
 
-def _storage_there(overrides: Sequence[str], ray_address: str | None) -> tuple[str, ...]:
-    """Make a storage that only the cluster has that of this process. Return the overrides without its path."""
-    from mlx_runtime.companions.ray.cluster_storage import reached, split_path
+def _refuse_elsewhere(overrides: Sequence[str], ray_address: str | None) -> None:
+    """Raise ElsewhereError if only the cluster has the storage: then the command runs there."""
+    from mlx_runtime.companions.ray.cluster_storage import split_path
 
-    typed, others = split_path(overrides)
-    path = typed or Settings.read().storage or lookup.conf_value("cfg.storage_path") or ""
-    if (root := reached(path, ray_address)) == path:
-        return tuple(overrides)
-    os.environ["MLX_STORAGE"] = root
-    return others
+    path = split_path(overrides)[0] or Settings.read().storage or lookup.conf_value("cfg.storage_path") or ""
+    with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
+        lookup.refuse_elsewhere(path)
 
 
 @click.command("ray")

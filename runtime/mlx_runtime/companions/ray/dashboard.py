@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import shlex
+import sys
 import threading
 import time
 import uuid
@@ -23,7 +24,7 @@ from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import addresses
 from mlx_runtime.companions.ray.addresses import DASHBOARD_PORT, Address
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.errors import ClusterError, short_message
+from mlx_runtime.errors import ClusterError, printable, short_message
 from mlx_runtime.runs.logs import last_lines
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Dashboard:
 
     def unused_id(self, wanted: str) -> str:
         """Return a job id that the cluster does not use yet: the wanted id, or that id with a number appended."""
-        wanted, taken = re.sub(r"[^A-Za-z0-9_.-]", "-", wanted), _statuses(self.address.url, self.headers, ANSWER_S)
+        wanted, taken = re.sub(r"[^A-Za-z0-9_.-]", "-", wanted), {facts["submission_id"] for facts in self.jobs()}
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
         return next(name for name in names if name not in taken)
 
@@ -99,7 +100,6 @@ class Dashboard:
             if "No available agent" not in answer.text or time.monotonic() > deadline:
                 raise ClusterError(f"{self.address.url} rejected the job: {_reason(answer)}")
             time.sleep(1)
-        addresses.remember(self.address)
 
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
         """Run a short job that prints its answer as one line of JSON after a marker. Its id begins with `name`.
@@ -155,13 +155,14 @@ class Dashboard:
         answer = self._request("GET", f"jobs/{job}/logs", TRANSFER_S, refusal=f"{self.address.url} has no log of {job}")
         return str(answer.json()["logs"])
 
-    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
+    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None, seen: int = 0) -> JobState:
         """Write the output of a job until it ends, and return its last state. Lost connections are reopened.
 
-        `tail` is the number of lines to begin with; None means all output so far. Raises if the cluster does not
-        answer for `RECONNECT_S`. If the node of an ended job is lost, the end of its output is, too.
+        `tail` is the number of lines to begin with; None means all output after the first `seen` characters. Raises if
+        the cluster does not answer for `RECONNECT_S`. If the node of an ended job is lost, the end of its output is,
+        too.
         """
-        seen, ended = 0, None
+        ended = None
         if tail is not None:
             log = self.log(job)
             write(last_lines(log, tail))
@@ -259,11 +260,11 @@ class Dashboard:
                 return stream.close_code == aiohttp.WSCloseCode.OK, max(seen, skip)
         return False, max(seen, skip)
 
-    def _send(self, name: str, content: bytes) -> str:
+    def _send(self, name: str, read: Callable[[], bytes]) -> str:
         """Upload a package unless the cluster has it. Return its URI."""
         path = f"packages/gcs/{name}"
         if self._request("GET", path).status_code != 200:
-            self._request("PUT", path, TRANSFER_S, refusal=f"{self.address.url} rejected the upload", data=content)
+            self._request("PUT", path, TRANSFER_S, refusal=f"{self.address.url} rejected the upload", data=read())
         return f"gcs://{name}"
 
     def _request(
@@ -289,7 +290,7 @@ class Dashboard:
 
 def client_of(job: Mapping[str, str], *, alive: bool) -> Dashboard | None:
     """Connect to the cluster of a job; None if it is not trusted, does not answer, or does not know the job."""
-    if not addresses.is_trusted(job["address"]):
+    if not addresses.is_named(job["address"]):
         if alive:  # the stored log of any other run is complete
             addresses.note_untrusted(job["address"])
         return None
@@ -311,16 +312,26 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {(address, job): known[address][job] for address, job in jobs if job in known[address]}
 
 
-def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: Timeout = LIST_S) -> dict[str, str]:
-    """Return the status of every job of a cluster by id; empty if the cluster cannot be reached."""
+def _statuses(url: str) -> dict[str, str]:
+    """Return the status of every job of a cluster by id; empty if nothing answers there.
+
+    A cluster that is too slow is named on stderr, because it may know jobs that are then missing here.
+    """
+    import requests
+
     url_of_jobs = f"{url}/api/jobs/"
     with contextlib.suppress(Exception):
-        if headers is None and addresses.is_trusted(url):
-            answer, _, _ = _authorized_get(url_of_jobs, timeout_s)
-        else:
-            answer = _request("GET", url_of_jobs, timeout_s, headers or {})
-            if headers is None and answer.status_code in UNAUTHORIZED:
-                addresses.note_untrusted(url)
+        try:
+            if addresses.is_named(url):
+                answer, _, _ = _authorized_get(url_of_jobs, LIST_S)
+            else:
+                answer = _request("GET", url_of_jobs, LIST_S, {})
+                if answer.status_code in UNAUTHORIZED:
+                    addresses.note_untrusted(url)
+        except requests.Timeout:
+            note = f"note: {url} did not answer within {LIST_S[1]:g} s, so the states of its jobs are those of run.json"
+            print(printable(note, one_line=True), file=sys.stderr)
+            raise
         return {item["submission_id"]: item["status"] for item in answer.json() if item.get("submission_id")}
     return {}
 

@@ -14,9 +14,8 @@ from ray.exceptions import RayError
 
 from mlx_runtime.companions.ray import autoscaler
 from mlx_runtime.companions.ray.failures import failure_of
-from mlx_runtime.companions.ray.jobs import run_titles
 from mlx_runtime.companions.ray.node_names import nodes_with_names, selectors
-from mlx_runtime.companions.ray.reservation import Reservation, needed_by_jobs
+from mlx_runtime.companions.ray.reservation import Reservation, needed_by_runs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import short_message
 from mlx_runtime.events import Notice
@@ -75,7 +74,6 @@ class RayGroup(RestartingGroup):
         self._grows = JOB_FLAG in os.environ and autoscaler.room().grows
         self._wait_s = cfg.elastic.wait_s if self._grows else 0.0  # for all workers, at the first start
         self._failed_starts = 0
-        self._titles: dict[str, str] = {}  # of runs, by Ray's id of their jobs
         nodes_of: Callable[[Any], list[str]] = getattr(strategy_class(cfg.strategy), "nodes_of", lambda _: [])
         self._nodes = nodes_of(cfg)  # of a plan, whose stages are each for a node of its own
         self._places: list[dict[str, str]] = []
@@ -114,12 +112,10 @@ class RayGroup(RestartingGroup):
         try:
             if not (lacking := self._lacking(ray.available_resources())):
                 return None
-            doing = autoscaler.activity() or "was asked for them" if self._grows else None
-            job = ray.get_runtime_context().get_job_id()
-            others = [*self._others([group for group in needed_by_jobs() if group[0] != job])]
+            others = [*self._others([group for group in needed_by_runs() if group[0] != self._title])]
         except Exception:  # of various types; `poll` reports a lost cluster
             return None
-        return "; ".join([lacking, *others, *([f"the autoscaler {doing}"] if doing else [])])
+        return "; ".join([lacking, *others, *["the autoscaler was asked for them"] * self._grows])
 
     def close(self) -> None:
         if self._attempt is not None and (self._attempt.errors or not self._attempt.calls):
@@ -260,13 +256,10 @@ class RayGroup(RestartingGroup):
 
     def _others(self, groups: Sequence[tuple[str, str, Mapping[str, float]]]) -> Iterator[str]:
         """Yield the shares of other jobs in the needed resources, and the jobs that also wait."""
-        owners = {owner for owner, state, _ in groups if state in ("CREATED", "PENDING")}
-        if owners - self._titles.keys():
-            self._titles = dict.fromkeys(owners, "another job") | run_titles()
-        for owner in sorted(owners):
+        for owner in sorted({owner for owner, state, _ in groups if state in ("CREATED", "PENDING")}):
             mine = [(state, held) for other, state, held in groups if other == owner]
             for name in self._resources:
                 if amount := sum(held.get(name, 0) for state, held in mine if state == "CREATED"):
-                    yield f"{self._titles[owner]} holds {amount:g} {name}s"
+                    yield f"{owner} holds {amount:g} {name}s"
             if any(state == "PENDING" for state, _ in mine):
-                yield f"{self._titles[owner]} also waits"
+                yield f"{owner} also waits"

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ SIGNAL_S = 5.0
 SUPERVISED = "MLX_SUPERVISED"
 """Variable of drivers whose parent process decides whether their job has ended."""
 
-Send = Callable[[str, bytes], str]
-"""Uploads a package under a name and returns its URI."""
+Send = Callable[[str, Callable[[], bytes]], str]
+"""Uploads a package under a name, unless the cluster has it, and returns its URI."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,8 @@ class JobSpec:
         if modules := packed.get("py_modules"):
             packed["py_modules"] = [item if "://" in item else _send_module(Path(item), send) for item in modules]
         packed["env_vars"] = {**packed.get("env_vars", {}), **self.environment}
-        with self.upload.stage() as folder:
-            packed["working_dir"] = send(*_zip(folder, folder.rglob("*")))
+        packed["working_dir"] = send(*_package(self.upload.sources))
         return packed
-
-
-def run_titles() -> dict[str, str]:
-    """Return the titles of the runs on the cluster of this job, like `digits/run_001`, by Ray's id of their jobs."""
-    from ray.job_submission import JobSubmissionClient
-
-    found = JobSubmissionClient().list_jobs()  # in a job, RAY_ADDRESS is the address of its cluster
-    return {
-        item.job_id: f"{item.metadata['experiment']}/{item.metadata['run']}"
-        for item in found
-        if item.job_id and {"experiment", "run"} <= (item.metadata or {}).keys()
-    }
 
 
 def end_as_stopped(job: Mapping[str, str]) -> None:
@@ -96,21 +83,32 @@ def _requirements(file: Path) -> list[str]:
 
 def _send_module(module: Path, send: Send) -> str:
     if module.suffix == ".whl":
-        return send(module.name, module.read_bytes())
+        return send(module.name, module.read_bytes)
     if module.is_dir():
         root = module.resolve()
-        return send(*_zip(root.parent, (root / path for path, _ in Upload.of(root).files)))
+        return send(*_package({f"{root.name}/{path}": root / path for path, _ in Upload.of(root).files}))
     if module.is_file():
-        return send(*_zip(module.parent, [module]))
+        return send(*_package({module.name: module}))
     raise ConfigError(f"cfg.runtime_env.py_modules names {module}, which does not exist")
 
 
-def _zip(folder: Path, paths: Iterable[Path]) -> tuple[str, bytes]:
-    """Zip files below a folder. The name contains a hash, so that a cluster receives the same code only once."""
-    digest, buffer = hashlib.sha256(), io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as package:
-        for file in sorted(path for path in paths if path.is_file()):
-            name, content = str(file.relative_to(folder)), file.read_bytes()
+def _package(sources: Mapping[str, Path]) -> tuple[str, Callable[[], bytes]]:
+    """Return the name of a package with these files, and a function that zips them.
+
+    The name contains a hash, so that a cluster receives the same code only once.
+    """
+    digest, files = hashlib.sha256(), dict[str, Path]()
+    for name, file in sorted(sources.items()):
+        with contextlib.suppress(FileNotFoundError):  # removed since the folder was listed
+            content = file.read_bytes()
             digest.update(f"{len(name)} {name} {file.stat().st_mode} {len(content)} ".encode() + content)
-            package.write(file, name)
-    return f"_ray_pkg_{digest.hexdigest()[:32]}.zip", buffer.getvalue()
+            files[name] = file
+
+    def zipped() -> bytes:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as package:
+            for name, file in files.items():
+                package.write(file, name)
+        return buffer.getvalue()
+
+    return f"_ray_pkg_{digest.hexdigest()[:32]}.zip", zipped

@@ -108,7 +108,7 @@ def check_nodes(
                 cure = "Nodes run jobs with the python on their PATH: activate the environment of Ray before ray start"
             return [Check("nodes", short_message(error), cure)]
     nodes = node_checks(found["nodes"], root, written)
-    room = Room.of(found["room"])
+    room = Room(**found["room"])
     return [*nodes, *group_checks(found["groups"]), task_check(room, cfg) if tasks else capacity_check(room, cfg)]
 
 
@@ -192,15 +192,14 @@ def group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Evaluate the process groups formed by the nodes, by backend."""
     for backend, found in groups.items():
         if not found:
-            yield Check(backend, "not measured: not every node has a free GPU")
+            yield Check(backend, "not tried: not every node has a free GPU")
         elif "error" in found:
             variable = f"{backend.upper()}_SOCKET_IFNAME"
             hint = f"Set {variable} in cfg.runtime_env.env_vars to the network interface between the nodes, and open "
             hint += "all TCP ports between them: docs/guides/cluster.md#network"
             yield Check(backend, f"the nodes cannot form a process group: {found['error']}", hint)
         else:
-            speed = f"latency {1000 * found['latency_s']:.2f} ms, {found['bytes_per_s'] / 1e6:,.0f} MB/s"
-            yield Check(backend, f"{speed} between {found['nodes']} nodes over {found['interface']}")
+            yield Check(backend, f"{found['nodes']} nodes form a process group")
 
 
 def _same_minor(one: str, another: str) -> bool:
@@ -219,21 +218,20 @@ def task_check(room: Room, cfg: "DataConfig") -> Check:
 
 def capacity_check(room: Room, cfg: "TrainConfig") -> Check:
     """Check that the workers fit into the whole cluster, once it has grown, ignoring its current use by others."""
-    grown = f", with all that its autoscaler may start: {room.limits()}" if room.grows else ""
     if lacking := shortage(cfg, room.most(CPU=1), room.most(GPU=1), cluster=True):
-        return Check("capacity", lacking, grown and "Counted" + grown.removeprefix(","))
+        return Check("capacity", lacking, "")
     workers = cfg.elastic.min_workers or cfg.start_workers
     each = {"CPU": cfg.cpus_per_worker}
-    if uses_gpus(cfg, room.gpus):
+    if uses_gpus(cfg, room.now(GPU=1)):
         each["GPU"] = cfg.gpus_per_worker
     resources = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
     need = f"{workers} worker{'s' * (workers != 1)} of {resources}"
     if (fit := room.most(**each)) < workers:
         hint = "Lower cfg.cpus_per_worker, or add larger nodes"
-        return Check("capacity", f"{need} each do not fit: the nodes of the cluster hold {fit:g}{grown}", hint)
+        return Check("capacity", f"{need} each do not fit: the nodes of the cluster hold {fit:g}", hint)
     text = f"the cluster has {room.now(CPU=1):g} CPUs and {room.now(GPU=1):g} GPUs, for {need}"
     if room.now(**each) < workers:
-        text += f"; they wait until its autoscaler has started nodes: {room.limits()}"
-    if room.types is None and "GPU" not in each and cfg.use_gpu is None:
+        text += "; they wait until its autoscaler has started nodes"
+    if room.grows and "GPU" not in each and cfg.use_gpu is None:
         text += "; they train on CPUs unless cfg.use_gpu=true"
     return Check("capacity", text)

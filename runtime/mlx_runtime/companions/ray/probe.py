@@ -11,9 +11,7 @@ import os
 import platform
 import re
 import socket
-import struct
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from mlx_runtime.companions.ray import autoscaler
 
 MARKER = "mlx-probe "  # prefix of the printed line
 
-SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-
 QUESTION = "MLX_PROBE"
 """Environment variable with the question as JSON: `root` of the storage, a `file` there and its `content`, names of
 `variables` that must be set, the timeout of a node in `seconds`, the number of `workers` of the run, and the minimum
@@ -31,12 +27,10 @@ number of `gpus` for training on GPUs, or None."""
 
 GROUP_S = 30.0  # timeout for forming a process group and using it
 
-BANDWIDTH_BYTES = 8 << 20  # of the tensor whose reduction measures the bandwidth
-
 
 def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
-    """Return `nodes` (the answer of each, see `_Node.describe`, or its `ip` and an `error`), `groups` (measurements or
-    an `error`, by backend), and the fields of the cluster's `room`. A single node needs no network between workers."""
+    """Return `nodes` (the answer of each, see `_Node.describe`, or its `ip` and an `error`), `groups` (`nodes` or an
+    `error`, by backend), and the fields of the cluster's `room`. A single node needs no network between workers."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -64,15 +58,15 @@ def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
         with_gpus += [node] if able and node["Resources"].get("GPU") else []
     room, groups = autoscaler.room(), {}
     if question["workers"] > 1 and len(peers) > 1:
-        groups["gloo"] = _measure("gloo", peers)
+        groups["gloo"] = _try("gloo", peers)
     needed = question["gpus"]
     if needed is not None and room.now(GPU=1) >= needed and question["workers"] > 1 and len(with_gpus) > 1:
-        groups["nccl"] = _measure("nccl", [actor_on(node, num_gpus=0.01) for node in with_gpus])
+        groups["nccl"] = _try("nccl", [actor_on(node, num_gpus=0.01) for node in with_gpus])
     return {"nodes": nodes, "groups": groups, "room": dataclasses.asdict(room)}
 
 
-def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
-    """Return the measurements of the slowest node (see `_Node.reduce`), or an `error`; empty if no GPU was free."""
+def _try(backend: str, peers: list[Any]) -> dict[str, Any]:
+    """Return the number of `nodes` that have formed a group, or an `error`; empty if no GPU was free."""
     import ray
 
     addresses = [peer.address.remote() for peer in peers]
@@ -81,12 +75,12 @@ def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
     try:
         first = ray.get(addresses[0])
         refs = [peer.reduce.remote(backend, first, rank, len(peers)) for rank, peer in enumerate(peers)]
-        found = ray.get(refs, timeout=GROUP_S + 5)  # raises as soon as one fails
+        ray.get(refs, timeout=GROUP_S + 5)  # raises as soon as one fails
     except ray.exceptions.GetTimeoutError:
         return {"error": f"{len(peers)} nodes did not finish an all-reduce within {GROUP_S:.0f} s"}
     except Exception as error:
         return {"error": _last_line(error)}
-    return {"nodes": len(peers), **max(found, key=lambda item: float(item["latency_s"]))}
+    return {"nodes": len(peers)}
 
 
 class _Node:
@@ -112,59 +106,27 @@ class _Node:
             free.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
-    def reduce(self, backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
-        """Form a process group with the other nodes. Return its `interface`, `latency_s` and `bytes_per_s`."""
+    def reduce(self, backend: str, address: str, rank: int, size: int) -> None:
+        """Form a process group with the other nodes, and use it."""
         import ray
 
         try:
-            return measure_group(backend, address, rank, size)
+            all_reduce(backend, address, rank, size)
         except Exception as error:  # begins with a location in the source of torch
             why = re.sub(r"^\[[^]]*\] ", "", _last_line(error))
             raise RuntimeError(f"{ray.util.get_node_ip_address()}: {why}") from None
 
 
-def measure_group(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
+def all_reduce(backend: str, address: str, rank: int, size: int) -> None:
+    """Form a process group, and add up the numbers of all members."""
     import torch
     from torch import distributed
 
-    from mlx_runtime.distributed.handshake import listening_sockets
-
-    before, timeout = listening_sockets(), datetime.timedelta(seconds=GROUP_S)
+    timeout = datetime.timedelta(seconds=GROUP_S)
     distributed.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout)
-    device = "cuda" if backend == "nccl" else "cpu"
-
-    def seconds(numbers: int) -> float:
-        tensor = torch.zeros(numbers, device=device)
-        started = time.perf_counter()
-        distributed.all_reduce(tensor)
-        tensor[:1].cpu()  # waits for a GPU
-        return time.perf_counter() - started
-
-    latency_s = min(seconds(1) for _ in range(10))  # the first one connects
-    bandwidth_s = min(seconds(BANDWIDTH_BYTES // 4) for _ in range(2))
-    if backend == "gloo":
-        interface = _interface(listening_sockets() - before, address)
-    else:
-        interface = os.environ.get("NCCL_SOCKET_IFNAME", "an interface of its choice")
-    moved = 2 * (size - 1) / size * BANDWIDTH_BYTES  # bytes sent by each node in a ring
-    return {"interface": interface, "latency_s": latency_s, "bytes_per_s": moved / bandwidth_s}
-
-
-def _interface(listeners: set[int], store: str) -> str:
-    """Return the name of the interface on which gloo listens, or its address if the name is unknown."""
-    import fcntl
-
-    found = []
-    for descriptor in listeners:
-        with socket.socket(fileno=os.dup(descriptor)) as listener:
-            found.append(listener.getsockname()[:2])
-    ip = next((ip for ip, port in found if not store.endswith(f":{port}")), "an unknown interface")
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            facts = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            if socket.inet_ntoa(facts[20:24]) == ip:
-                return name
-    return ip
+    total = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+    distributed.all_reduce(total)
+    assert total.item() == size, f"an all-reduce of {size} ones is {total.item():g}"
 
 
 def _torch_problem() -> str | None:

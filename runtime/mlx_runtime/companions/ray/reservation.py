@@ -107,11 +107,16 @@ def release(title: str) -> None:
                 remove_placement_group(ray.util.get_placement_group(facts["name"]))
 
 
-def needed_by_jobs() -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Yield job, state (PENDING, CREATED, …) and resources of each placement group that its job cannot do without."""
-    for name, facts in ray.util.placement_group_table().items():
+def needed_by_runs() -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield title, state (PENDING, CREATED, …) and resources of each placement group that its run cannot do without.
+
+    Those of other programs are `another job`.
+    """
+    for facts in ray.util.placement_group_table().values():
         total: dict[str, float] = {}
         for bundle in facts["bundles"].values():
             total |= {key: total.get(key, 0) + amount for key, amount in bundle.items()}
-        if facts["state"] == "CREATED" or not facts["name"].endswith(MORE):
-            yield name[-len(ray.get_runtime_context().get_job_id()) :], facts["state"], total
+        name = facts["name"]
+        if facts["state"] == "CREATED" or not name.endswith(MORE):
+            title = name.removeprefix(PREFIX).rpartition(":")[0] if name.startswith(PREFIX) else "another job"
+            yield title, facts["state"], total

@@ -1,7 +1,6 @@
 """Start Ray on this machine, or join the cluster of a job."""
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ def on_ray(cfg: TrainConfig, why: str = "", *, forward: bool = True) -> Iterator
         import ray
 
         found = room(embedded=embedded)
-        cpus, most, gpus = found.now(CPU=1), found.most(CPU=1), found.gpus
+        cpus, most, gpus = found.now(CPU=1), found.most(CPU=1), found.now(GPU=1)
         check_room(cfg, cores if embedded else most, found.most(GPU=1), cluster=not embedded)
         host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
         yield Cluster(
@@ -82,9 +81,7 @@ def refuse_no_task(cfg: "DataConfig", found: Room) -> None:
 def _title(found: Room, *, embedded: bool) -> str:
     if embedded:
         return f"in embedded Ray on {os.cpu_count() or 1} cores"
-    most = found.most(CPU=1)
-    grows = ", which grows" if math.isinf(most) else f", which grows to {most:g}"
-    return f"in Ray cluster with {found.now(CPU=1)} CPUs{grows if found.grows else ''}"
+    return f"in Ray cluster with {found.now(CPU=1)} CPUs{', which grows' if found.grows else ''}"
 
 
 def preempted() -> bool:

@@ -24,7 +24,7 @@ from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import LocalStorage, Stored
 from mlx_runtime.storage.local import IrregularError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the requests. Clients start an agent of their own version if there is none."""
 
 IDLE_S = 600.0
@@ -42,12 +42,6 @@ INLINE_BYTES = 1 << 20
 SAMPLE_BYTES = 1 << 16
 """Size of the beginning of data that decides whether it is compressed."""
 
-AHEAD_LEVELS, AHEAD_NAMES, AHEAD_S = 2, 2000, 1.0
-"""Limits for listing subfolders along with a folder: levels, names in a folder, and the time that this may take."""
-
-DOCUMENTS = ("run.json", "checkpoint.json")
-"""Files that are read along with the folder that contains them."""
-
 THREADS = 8
 
 
@@ -61,47 +55,17 @@ class Folder(LocalStorage):
         done = CALLS[call](self, *arguments, *([data] if call in WRITES else []))
         return done if isinstance(done, tuple) else (done, b"")
 
-    def look(self, path: str) -> tuple[Any, bytes]:
-        """Return the entries of a folder and, within limits, of its subfolders, by path; and documents in them."""
-        listings, sizes, contents = dict[str, list[Any]](), dict[str, int](), list[bytes]()
-        waiting, started = [(self._inside(path), 0)], time.monotonic()
-        for folder, level in waiting:
-            try:
-                if level and len(os.listdir(self.of(folder))) > AHEAD_NAMES:
-                    continue
-                if not Path(self.of(folder)).is_dir():
-                    continue
-                entries = self.listed(folder)
-            except OSError:
-                if level:
-                    continue
-                raise
-            listings[folder] = [_plain(item) for item in entries]
-            names = {item.name for item in entries if item.is_file}
-            for name in names.intersection(DOCUMENTS):
-                with contextlib.suppress(OSError):
-                    content = self.document(*filter(None, (folder, name)))
-                    sizes[f"{folder}/{name}".lstrip("/")] = len(content)
-                    contents.append(content)
-            if level < AHEAD_LEVELS and not names.intersection(DOCUMENTS) and time.monotonic() - started < AHEAD_S:
-                inner = [item.path for item in entries if not item.is_file and not item.name.startswith(".")]
-                waiting += [(item, level + 1) for item in inner if self._leads_out(item) is None]
-        return {"listings": listings, "documents": sizes}, b"".join(contents)
-
-    def everything(self, path: str) -> Any:
-        """Return all entries below a folder."""
-        return [_plain(item) for item in self.listed(self._inside(path), recursive=True)]
+    def entries(self, path: str, recursive: bool) -> Any:
+        return [_plain(item) for item in self.listed(*filter(None, [self._inside(path)]), recursive=recursive)]
 
     def entry(self, path: str) -> Any:
-        found = self.find(self._inside(path))
+        found = self.find(*filter(None, [self._inside(path)]))
         return _plain(found) if found is not None else None
 
-    def content(self, path: str, limit: int | None) -> "tuple[Any, bytes | Path]":
+    def content(self, path: str) -> "tuple[Any, bytes | Path]":
         """Return the size of a file, and its content or, if it is large, its path."""
         with self.open(self._inside(path)) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if limit is not None and size > limit:
-                raise IrregularError(errno.EFBIG, f"it has more than {limit:,} bytes", self.of(path))
             if size > INLINE_BYTES:
                 return size, Path(os.path.realpath(self.of(path)))
             content = stream.read()
@@ -124,10 +88,6 @@ class Folder(LocalStorage):
     def claim(self, path: str) -> bool:
         self._make_room(path)
         return self.claim_folder(path)
-
-    def duplicate(self, old: str, new: str) -> None:
-        self._make_room(new)
-        self.copy(self._inside(old), self._inside(new))
 
     def rename(self, old: str, new: str) -> None:
         self._make_room(new)
@@ -162,15 +122,13 @@ class Folder(LocalStorage):
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "look": Folder.look,
-    "everything": Folder.everything,
+    "entries": Folder.entries,
     "entry": Folder.entry,
     "content": Folder.content,
     "put": Folder.put,
     "extend": Folder.extend,
     "put_new": Folder.put_new,
     "claim": Folder.claim,
-    "duplicate": Folder.duplicate,
     "rename": Folder.rename,
     "discard": Folder.discard,
     "discard_folder": Folder.discard_folder,

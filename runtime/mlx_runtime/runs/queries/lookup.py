@@ -1,5 +1,6 @@
 """Resolution of names typed by users: the storage, a run, a checkpoint, or any path in the storage."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -7,12 +8,12 @@ from pathlib import Path
 from mlx_runtime import companions
 from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, ElsewhereError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo, best_first, list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import is_uri, join_path, storage_at
+from mlx_runtime.storage.files import is_uri, join_path
 from mlx_runtime.storage.files import storage_root as root_of
 
 RUNS = "runs"
@@ -25,20 +26,18 @@ def storage_root() -> str:
     if path is None and not Path(RUNS).is_dir():
         raise UsageError("which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER")
     path = RUNS if path is None else path
-    root = reached(path)
-    if root != path and storage_at(root).find() is None:
-        raise UsageError(
-            f"{path} exists neither on this machine nor on the cluster at {root.removesuffix(path)[4:]}; "
-            "name another folder with MLX_STORAGE, or another cluster with RAY_ADDRESS"
-        )
-    return root_of(root)
+    refuse_elsewhere(path)
+    if Settings.read().on and path.startswith("/") and not Path(path).exists():
+        raise UsageError(f"the cluster has no folder {path}; name another with MLX_STORAGE, or another cluster")
+    return root_of(path)
 
 
-def reached(path: str) -> str:
-    """Return the URI of a folder that this machine lacks and the cluster of `RAY_ADDRESS` may have; else the path."""
-    if path.startswith("/") and os.environ.get("RAY_ADDRESS") and not Path(path).exists():
-        return str(companions.part("ray.cluster_storage").reached(path))
-    return path
+def refuse_elsewhere(path: str) -> None:
+    """Raise ElsewhereError for a folder that this machine lacks, if `RAY_ADDRESS` names a cluster that may have it."""
+    settings = Settings.read()
+    if os.environ.get("RAY_ADDRESS") and path.startswith("/") and not settings.job and not Path(path).exists():
+        with contextlib.suppress(UsageError):  # like RAY_ADDRESS=auto on a node
+            raise ElsewhereError(path, companions.part("ray.addresses").Address.parse(None).url)
 
 
 def conf_value(key: str) -> str | None:
@@ -72,7 +71,7 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
         )
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)
-    name = reached(name)
+    refuse_elsewhere(name)
     if is_uri(name) or name.count("/") > 1 or Path(name, "run.json").is_file():
         return named_run(name, "", "")
     experiment = "" if "/" in name else conf_value("cfg.name")
@@ -86,7 +85,7 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
 
     For a run, `which` is `latest` (the default), `best` or a name. Return the run, and the checkpoint's folder or URI.
     """
-    text = reached(text)
+    refuse_elsewhere(text)
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)
     if match and which:

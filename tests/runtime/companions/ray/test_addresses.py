@@ -13,7 +13,7 @@ import pytest
 
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.ray import dashboard as dashboard_module
-from mlx_runtime.companions.ray.addresses import Address, remember
+from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.launch import SubmittedJob
@@ -271,13 +271,26 @@ def test_one_that_the_user_has_named_gets_it(server: Asked, monkeypatch: pytest.
     assert server.sent == [None, "Bearer the-token"]
 
 
-def test_one_that_was_launched_on_from_here_gets_it(server: Asked) -> None:
-    for _ in range(2):
-        remember(Address("http://another:8265", "RAY_ADDRESS"))
-        remember(Address(server.url, "RAY_ADDRESS"))
-    assert (Path.home() / ".config/mlx/clusters").read_text() == f"http://another:8265\n{server.url}\n"
+def test_one_that_this_command_runs_on_gets_it(server: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlx --on URL xp ls` is a job of that cluster."""
+    monkeypatch.setenv("MLX_JOB", "mlx-command")
+    monkeypatch.setenv("MLX_JOB_ADDRESS", server.url)
     listing.list_rows(ask=job_statuses)
     assert server.sent == [None, "Bearer the-token"]
+
+
+def test_a_slow_cluster_is_not_one_without_jobs(
+    server: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dashboard_module, "LIST_S", (0.2, 0.2))
+    monkeypatch.setattr(dashboard_module, "STATE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert job_statuses({(url, "job-1")}) == {}
+        dashboard = Dashboard(Address(url, "here"), "2.60", {}, None, 0.0)
+        with pytest.raises(ClusterError, match="does not answer"):
+            dashboard.unused_id("job-1")
+    assert f"note: {url} did not answer within 0.2 s" in capsys.readouterr().err
 
 
 def test_a_missing_file_of_the_token_is_named(server: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -588,7 +588,8 @@ class TestALongRun:
 
     def test_a_log_outlives_dropped_connections(self, long_run: Proxy, user: User) -> None:
         until(lambda: user.record("run_002").get("epoch") or 0)
-        follower = user.starts("xp", "logs", "-f", "digits", "run_002")
+        address = f"http://127.0.0.1:{long_run.port}"
+        follower = user.starts("xp", "logs", "-f", "digits", "run_002", RAY_ADDRESS=address)
         assert follower.stdout is not None
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.extend(follower.stdout))

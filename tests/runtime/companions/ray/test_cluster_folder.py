@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_users import TOKEN, User, tags, until
+from cluster_users import LONG, TOKEN, User, tags, until
 from clusters import RayCluster, free_ports
 from leftovers import kill, marked
 from transcripts import check_transcript
@@ -73,7 +75,7 @@ def laptop(hidden: Path, user: User, ray_cluster: RayCluster) -> "Callable[..., 
     def start(*arguments: str, **more: str) -> "subprocess.Popen[str]":
         is_python = arguments[0] == "-c" or arguments[0].endswith(".py")
         command = [*mount, sys.executable, *([] if is_python else ["-m", "mlx_runtime"]), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = user.environment | settings | more
         return subprocess.Popen(command, cwd=user.folder, env=environment, text=True, **pipes)
 
@@ -94,19 +96,48 @@ def far(laptop: "Callable[..., subprocess.Popen[str]]") -> Callable[..., tuple[i
 class TestAFolderOfTheCluster:
     """The storage is in a folder that commands cannot see: in their mount namespace, another one is mounted on it."""
 
-    def test_all_commands_reach_a_run(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
+    def test_all_commands_reach_a_run(self, far: Any, hidden: Path, user: User, ray_cluster: RayCluster) -> None:
         code, output, errors = far("xp", "ls")
         assert (code, "digits      run_001  SUCCEEDED  3/3" in output) == (0, True)
         assert errors == f"storage   {hidden}/runs on {ray_cluster.url}, as this machine lacks it\n"
+        nothing = {"RAY_ADDRESS": ""}
+        code, output, errors = far("--on", ray_cluster.url, "xp", "ls", "--json", **nothing)
+        assert (code, errors, [row["run"] for row in json.loads(output)]) == (0, "", ["run_001"])
         stored = (hidden / "runs/digits/run_001/logs/rank_0.log").read_text()
         assert far("xp", "logs", "digits", "run_001", "--rank", "0")[:2] == (0, stored)
         assert "run           digits/run_001" in far("xp", "best", "digits")[1]
-        assert far("xp", "diff", "digits/run_001", f"{hidden}/runs/digits/run_001")[0] == 0
-        code, output, _ = far("xp", "report", "digits", "run_001")
-        assert (code, (hidden / "runs/digits/run_001/report.html").is_file()) == (0, True)
+        assert far("xp", "report", "digits", "run_001", "-o", "pages/one.html")[0] == 0
+        assert (user.folder / "pages/one.html").read_text().startswith("<!doctype html>")
         assert "└── digits" in far("data", "show", "--depth", "1")[1]
-        script = "import mlx_runtime; run = mlx_runtime.open_run('digits/run_001'); print(*run.state()['models'])"
-        assert far("-c", script)[1] == "net\n"
+
+    def test_removals_are_confirmed_here(self, laptop: Any, hidden: Path) -> None:
+        old = hidden / "runs" / "old"
+        old.mkdir()
+        for answer, code, left in (("n", 1, True), ("y", 0, False)):
+            process = laptop("data", "rm", "old")
+            output, errors = process.communicate(f"{answer}\n", timeout=300)
+            print(output, errors)
+            assert (process.returncode, old.exists()) == (code, left)
+            assert output.startswith(f"remove {hidden}/runs/old, 0 files, 0 bytes? [y/N]: ")
+
+    def test_a_log_is_followed_until_it_is_interrupted(self, laptop: Any, far: Any, ray_cluster: RayCluster) -> None:
+        """The run goes on; the job that reads its log ends."""
+        assert far("train", "launch", "cfg.name=long", "cfg.start_workers=0", *LONG)[0] == 0
+        follower = laptop("xp", "logs", "-f", "long", "latest")
+        lines = iter(follower.stdout)
+        seen = [next(line for line in lines if re.match(r" *\d+/", line)) for _ in range(2)]
+        assert len({*seen}) == 2
+        follower.send_signal(signal.SIGINT)
+        assert follower.wait(60) == 130
+        follower.communicate()
+
+        def reading() -> list[str]:
+            jobs = [job for job in ray_cluster.get("/api/jobs/") if job["metadata"].get("mlx") == "command"]
+            return [job["submission_id"] for job in jobs if job["status"] in ("PENDING", "RUNNING")]
+
+        until(lambda: not reading())
+        assert json.loads(far("xp", "ls", "long", "--json")[1])[0]["status"] == "RUNNING"
+        assert far("xp", "stop", "long", "latest")[:2] == (0, "long run_001 is STOPPED\n")
 
     def test_a_run_is_launched_and_removed_as_the_guide_shows(
         self, far: Any, hidden: Path, ray_cluster: RayCluster
@@ -169,30 +200,29 @@ class TestAFolderOfTheCluster:
         storage = storage_at(f"ray+{ray_cluster.url}{hidden}/runs")
         content = os.urandom(storage_agent.INLINE_BYTES + cluster_storage.PART_BYTES)
         storage.write(content, "weights", "a")
-        storage.copy("weights/a", "weights/b")
-        storage.move("weights", "moved")
-        assert (storage.read("moved", "b") == content, storage.names("moved")) == (True, ["a", "b"])
-        assert [storage.claim_folder("moved", "c") for _ in range(2)] == [True, False]
-        assert [storage.create_exclusively(b"", "moved", "d") for _ in range(2)] == [True, False]
+        assert (storage.read("weights", "a") == content, storage.names("weights")) == (True, ["a"])
+        assert [storage.claim_folder("weights", "c") for _ in range(2)] == [True, False]
+        assert [storage.create_exclusively(b"", "weights", "d") for _ in range(2)] == [True, False]
         with pytest.raises(FileNotFoundError):
-            storage.read("moved", "none")
+            storage.read("weights", "none")
         monkeypatch.setattr(storage_agent, "PROTOCOL", 0)
-        with pytest.raises(StorageError, match="the agent answers requests of version 1, not 0"):
-            storage.names("moved")
+        with pytest.raises(StorageError, match="the agent answers requests of version 2, not 0"):
+            storage.names("weights")
         monkeypatch.undo()
         monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
         jobs = [job for job in ray_cluster.get("/api/jobs/") if job["metadata"].get("mlx") == "storage"]
         kill(lambda: [pid for job in jobs for pid in marked(job["submission_id"], "MLX_JOB")])
-        assert storage.names("moved") == ["a", "b", "c", "d"]
-        storage.remove_folder("moved")
-        assert not (hidden / "runs" / "moved").exists()
+        assert storage.names("weights") == ["a", "c", "d"]
+        storage.remove_folder("weights")
+        assert not (hidden / "runs" / "weights").exists()
 
     def test_what_is_wrong_is_named(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
         missing = far("xp", "ls", MLX_STORAGE=f"{hidden}/none")
-        assert (missing[0], f"{hidden}/none exists neither on this machine nor on the cluster" in missing[2]) == (
-            2,
-            True,
-        )
+        assert (missing[0], f"error: the cluster has no folder {hidden}/none" in missing[2]) == (2, True)
+        local = far("train", "eval", f"{hidden}/runs/digits/run_001")
+        assert (local[0], f"error: this machine lacks {hidden}/runs/digits/run_001; if" in local[2]) == (1, True)
+        elsewhere = far("--on", ray_cluster.url, "train", "run")
+        assert (elsewhere[0], "error: --on is for mlx xp, " in elsewhere[2]) == (2, True)
         nobody = far("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
         assert (nobody[0], "refuses the token from RAY_AUTH_TOKEN" in nobody[2]) == (1, True)
         nowhere = far("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")
@@ -202,4 +232,5 @@ class TestAFolderOfTheCluster:
             "error: you have not named the cluster http://127.0.0.1:1; if it is yours: RAY_ADDRESS=http://127.0.0.1:1\n"
         )
         unknown = far("data", "show", "digist")
+        assert unknown[0] == 2
         assert "digist. Did you mean 'digits'?" in unknown[2]

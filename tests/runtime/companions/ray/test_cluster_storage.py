@@ -7,7 +7,8 @@ import pytest
 
 from mlx_runtime.companions.ray.cluster_storage import path_there, reached, split, uri_of
 from mlx_runtime.companions.ray.storage_agent import INLINE_BYTES, PROTOCOL, pack, reply_to, unpack
-from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.errors import ElsewhereError, StorageError
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.storage.files import join_path
 
 pytestmark = pytest.mark.pure
@@ -30,19 +31,30 @@ def test_an_incomplete_uri_is_refused(uri: str) -> None:
 def test_only_folders_that_this_machine_lacks_are_those_of_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     there = str(tmp_path / "there")
-    assert reached(str(tmp_path)) == str(tmp_path)
-    assert reached("runs") == "runs"
-    assert reached(there) == f"ray+http://head:8265{there}"
+    assert reached(str(tmp_path), "head") == str(tmp_path)
+    assert reached("runs", "head") == "runs"
+    assert reached(there, "head:6379") == f"ray+http://head:8265{there}"
     assert capsys.readouterr().err == f"storage   {there} on http://head:8265, as this machine lacks it\n"
-    assert reached(there, "other") == f"ray+http://other:8265{there}"
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert reached(there) == there
-    with pytest.raises(UsageError, match="--ray-address is 'local'"):
-        reached(there, "local")
     monkeypatch.setenv("MLX_JOB", "digits-run_001")
-    assert reached(there, "other") == there
+    assert reached(there, "head") == there
+
+
+def test_commands_run_on_the_cluster_for_a_folder_that_this_machine_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = str(tmp_path / "there")
+    lookup.refuse_elsewhere(there)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    lookup.refuse_elsewhere(str(tmp_path))
+    lookup.refuse_elsewhere("runs")
+    with pytest.raises(ElsewhereError, match=f"lacks {there}; if the cluster has it, look there: mlx --on http://head"):
+        lookup.refuse_elsewhere(there)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    lookup.refuse_elsewhere(there)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setenv("MLX_JOB", "digits-run_001")
+    lookup.refuse_elsewhere(there)
 
 
 @pytest.fixture
@@ -62,31 +74,23 @@ def ask(root: Path, call: str, *arguments: Any, data: bytes = b"", protocol: int
     return head.get("done", (head.get("error"), head.get("text"))), content
 
 
-def test_a_listing_brings_those_of_runs_and_their_records(root: Path) -> None:
-    found, content = ask(root, "look", "")
-    names = {folder: sorted(path for path, *_ in entries) for folder, entries in found["listings"].items()}
-    assert names == {
-        "": ["digits", "out"],
-        "digits": ["digits/run_001"],
-        "digits/run_001": ["digits/run_001/run.json"],
-    }
-    assert (found["documents"], content) == ({"digits/run_001/run.json": 2}, b"{}")
-    assert ask(root, "look", "none")[0] == {"listings": {}, "documents": {}}
+def test_entries_are_listed(root: Path) -> None:
+    assert sorted(path for path, *_ in ask(root, "entries", "", False)[0]) == ["digits", "out"]
+    assert [path for path, *_, is_file in ask(root, "entries", "", True)[0] if is_file] == ["digits/run_001/run.json"]
+    assert ask(root, "entries", "none", False)[0] == []
 
 
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
-        ("content", ["out/secret", None]),
-        ("look", ["out"]),
-        ("everything", ["out"]),
+        ("content", ["out/secret"]),
+        ("entries", ["out", False]),
         ("put", ["out/new"]),
         ("discard", ["out/secret"]),
         ("discard_folder", ["out/runs"]),
         ("rename", ["digits", "out/digits"]),
         ("rename", ["out/secret", "mine"]),
-        ("duplicate", ["out/secret", "mine"]),
-        ("content", ["../secret", None]),
+        ("content", ["../secret"]),
         ("put", ["../new"]),
         ("put", ["digits//new"]),
         ("claim", ["digits/../../new"]),
@@ -98,13 +102,12 @@ def test_nothing_leads_out_of_the_storage(root: Path, call: str, arguments: list
     assert sorted(root.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("call", "arguments"), [("extend", ["leads"]), ("duplicate", ["mine", "leads"])])
-def test_no_link_is_written_through(root: Path, call: str, arguments: list[Any], tmp_path: Path) -> None:
+def test_no_link_is_written_through(root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.txt"
     outside.write_text("theirs")
     (root / "leads").symlink_to(outside)
     (root / "mine").write_text("mine")
-    assert ask(root, call, *arguments)[0][0] == "os"
+    assert ask(root, "extend", "leads")[0][0] == "os"
     assert outside.read_text() == "theirs"
 
 
@@ -118,15 +121,14 @@ def test_a_link_itself_is_removed(root: Path) -> None:
 
 def test_what_it_does_not_know_is_an_error_of_one_request(root: Path) -> None:
     assert ask(root, "system", "")[0] == ("storage", "there is no call 'system'")
-    assert ask(root, "look", "", protocol=7)[0] == ("storage", "the agent answers requests of version 1, not 7")
+    assert ask(root, "entries", "", protocol=7)[0] == ("storage", "the agent answers requests of version 2, not 7")
     assert ask(root / "a" / "b", "put", "c")[0][0] == "os"  # the folder above is missing: a mount, or a typing error
     assert reply_to(b"nonsense")[0]["error"] == "storage"
 
 
 def test_large_files_are_not_copied(root: Path) -> None:
     (root / "large").write_bytes(b"x" * (INLINE_BYTES + 1))
-    assert ask(root, "content", "large", None) == (INLINE_BYTES + 1, root / "large")
-    assert ask(root, "content", "large", 5)[0][0] == "irregular"
+    assert ask(root, "content", "large") == (INLINE_BYTES + 1, root / "large")
 
 
 @pytest.mark.parametrize("data", [b"", b"text " * 1000, bytes(range(256))])

@@ -12,7 +12,7 @@ import ray.exceptions
 from clusters import RayCluster
 from forkserver import Commands
 
-from mlx_runtime.companions.ray.autoscaler import NodeType, Room, activities
+from mlx_runtime.companions.ray.autoscaler import Room
 from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.preflight import capacity_check
 from mlx_runtime.companions.ray.worker import check_storage
@@ -20,8 +20,7 @@ from mlx_runtime.errors import StorageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
 
-GROWS = Room([{"CPU": 0}], {"CPU": 0}, [NodeType("cpu", 3, {"CPU": 2}), NodeType("gpu", 1, {"CPU": 4, "GPU": 1})], 3)
-STATIC = Room([{"CPU": 2}, {"CPU": 1}], {"CPU": 1})
+GROWS, STATIC = Room([{"CPU": 0}], grows=True), Room([{"CPU": 2}, {"CPU": 1}])
 
 
 @pytest.mark.pure
@@ -35,20 +34,14 @@ class TestCapacity:
                 TrainConfig(start_workers=8),
                 GROWS,
                 "the cluster has 0 CPUs and 0 GPUs, for 8 workers of 1 CPU; they wait until its autoscaler has started "
-                "nodes: 3 nodes of cpu (2 CPUs each) and 1 node of gpu (4 CPUs, 1 GPU each), at most 3 nodes in total",
+                "nodes; they train on CPUs unless cfg.use_gpu=true",
             ),
             (TrainConfig(start_workers=3), STATIC, "the cluster has 3 CPUs and 0 GPUs, for 3 workers of 1 CPU"),
             (
-                TrainConfig(start_workers=8),
-                Room([{"CPU": 2}], {"CPU": 2}, None),
-                "the cluster has 2 CPUs and 0 GPUs, for 8 workers of 1 CPU; they wait until its autoscaler has started "
-                "nodes: an unknown number of nodes; they train on CPUs unless cfg.use_gpu=true",
-            ),
-            (
-                TrainConfig(start_workers=1),
-                Room([{"CPU": 0}], {"CPU": 0}, [NodeType("gpu", 2, {"CPU": 4, "GPU": 1})], 2),
+                TrainConfig(start_workers=1, use_gpu=True),
+                GROWS,
                 "the cluster has 0 CPUs and 0 GPUs, for 1 worker of 1 CPU and 1 GPU; they wait until its autoscaler "
-                "has started nodes: 2 nodes of gpu (4 CPUs, 1 GPU each)",
+                "has started nodes",
             ),
         ],
     )
@@ -59,9 +52,7 @@ class TestCapacity:
     @pytest.mark.parametrize(
         ("cfg", "room", "text"),
         [
-            (TrainConfig(start_workers=9), GROWS, "needs 9 CPUs; the cluster has room for 8; lower "),
-            (TrainConfig(start_workers=2, use_gpu=True), GROWS, "needs 2 GPUs; the cluster has room for 1"),
-            (TrainConfig(start_workers=2, cpus_per_worker=3), GROWS, "hold 1, with all that its autoscaler may start"),
+            (TrainConfig(start_workers=4), STATIC, "needs 4 CPUs; the cluster has room for 3; lower "),
             (TrainConfig(start_workers=1, cpus_per_worker=3), STATIC, "do not fit: the nodes of the cluster hold 0"),
         ],
     )
@@ -79,25 +70,6 @@ def test_a_node_without_the_storage(tmp_path: Path) -> None:
     folder.path.mkdir(parents=True)
     folder.record.touch()
     check_storage(folder)
-
-
-REPORT = {
-    "pending_launches": {"cpu": 1},
-    "pending_nodes": [["10.0.0.1", "cpu", "uninitialized"], ["10.0.0.2", "gpu", "setting-up"]],
-    "node_availability_summary": {"node_availabilities": {"cpu": {"unavailable_node_information": None}}},
-}
-"""As Ray stores it; see `AutoscalerSummary`."""
-
-
-@pytest.mark.pure
-def test_the_autoscaler_reports_problems_first() -> None:
-    assert list(activities(REPORT)) == ["starts 2 nodes of cpu and 1 node of gpu"]
-    full = {"category": "VcpuLimitExceeded", "description": "you have requested more vCPU capacity than your limit"}
-    summary = {"node_availabilities": {"gpu": {"unavailable_node_information": full}}}
-    assert next(activities(REPORT | {"node_availability_summary": summary})) == (
-        "cannot start gpu: VcpuLimitExceeded: you have requested more vCPU capacity than your limit"
-    )
-    assert list(activities({"pending_launches": None, "node_availability_summary": None})) == []
 
 
 KILLED = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.7, ID: 37) was 14.66GB used / 15GB limit (0.97)
@@ -162,9 +134,9 @@ def test_runs_wait_for_nodes_and_for_each_other(
         return found.get("latest") is not None
 
     until(first_runs)
-    assert re.match("2 CPUs, [01] free; the autoscaler (was asked for|starts) ", reasons[0])  # a node may be there
+    assert re.match("2 CPUs, [01] free; the autoscaler was asked for them", reasons[0])  # a node may be there
     assert record("first")["workers"] == 2
-    assert "in Ray cluster with 0 CPUs, which grows to 2" in types("xp", "logs", "first", "--no-follow")
+    assert "in Ray cluster with 0 CPUs, which grows\n" in types("xp", "logs", "first", "--no-follow")
 
     types("train", "launch", "cfg.name=second", *long)
     waiting = "s for 2 CPUs, 0 free; first/run_001 holds 2 CPUs; the autoscaler"

@@ -14,19 +14,19 @@ from mlx_runtime.errors import UsageError
 pytestmark = pytest.mark.pure
 
 
-def test_a_process_group_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     try:
-        found = probe.measure_group("gloo", f"127.0.0.1:{free_ports(1)[0]}", 0, 1)
+        probe.all_reduce("gloo", f"127.0.0.1:{free_ports(1)[0]}", 0, 1)
     finally:
         distributed.destroy_process_group()
-    assert (found["interface"], found["latency_s"] > 0) == ("lo", True)
-    measured = {"nodes": 2, "interface": "lo", "latency_s": 3.1e-4, "bytes_per_s": 1.25e9}
-    lines = [check.line() for check in preflight.group_checks({"gloo": measured, "nccl": {}})]
-    assert lines == [
-        "ok    gloo       latency 0.31 ms, 1,250 MB/s between 2 nodes over lo",
-        "ok    nccl       not measured: not every node has a free GPU",
+    failed = {"error": "10.0.0.1: Connection refused"}
+    lines = [check.line() for check in preflight.group_checks({"gloo": {"nodes": 2}, "nccl": {}, "mpi": failed})]
+    assert lines[:2] == [
+        "ok    gloo       2 nodes form a process group",
+        "ok    nccl       not tried: not every node has a free GPU",
     ]
+    assert lines[2].startswith("FAIL  mpi        the nodes cannot form a process group: 10.0.0.1: Connection refused. ")
 
 
 def test_a_check_leaves_no_folder_that_would_hide_the_storage_of_the_cluster(tmp_path: Path) -> None:

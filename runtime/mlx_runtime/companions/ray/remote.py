@@ -1,0 +1,206 @@
+"""Commands that run on a cluster, whose storage this machine may lack: `mlx --on http://head:8265 xp ls`.
+
+A command is a job; its output, files and exit code come back in `frames`.
+"""
+
+import codecs
+import contextlib
+import getpass
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mlx_runtime.cli import options, xp
+from mlx_runtime.cli.verbs import xp as verbs
+from mlx_runtime.companions.jobs.launching import JobState
+from mlx_runtime.companions.ray import frames, remote_job
+from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.cluster_storage import split_path
+from mlx_runtime.companions.ray.dashboard import Dashboard
+from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.runs.queries.lookup import conf_value
+from mlx_runtime.runs.records import provenance
+from mlx_runtime.runs.snapshots import Upload
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import is_uri
+
+DATA = ("launch", "logs", "ls", "rm", "show", "stop")
+"""Commands of `mlx data` that read or change the storage. Of `mlx xp`, all do but `ray`; of `mlx train`, `launch`."""
+
+POLL_S, POLLED_S = 0.15, 15.0
+"""Interval for reading the log at first, and the time for it; then the log is followed, which lags by a second."""
+
+KEPT_S = 60.0
+"""Time for which jobs of earlier commands stay in the list of jobs."""
+
+GIT_BYTES = 100_000
+"""Maximum size of the recorded uncommitted changes of a launch."""
+
+OUTPUTS = ("-o", "--output", "--html")
+"""Options whose values are files to write."""
+
+Write = Callable[[str, bytes], object]
+
+
+class _EndedError(Exception):
+    """The command has ended.
+
+    Args:
+        frame: the question, or the exit code.
+    """
+
+    def __init__(self, frame: frames.Frame) -> None:
+        super().__init__(frame)
+        self.frame = frame
+
+
+def runs_there(words: Sequence[str]) -> bool:
+    """Return True for commands that can run on a cluster."""
+    group, command = [*words, "", ""][:2]
+    if group == "xp":
+        return command not in ("", "ray")
+    return (group == "data" and command in DATA) or (group == "train" and command == "launch")
+
+
+def run(words: Sequence[str], url: str | None) -> int:
+    """Run a command on a cluster, and print what it prints. Return its exit code."""
+    if not runs_there(words):
+        raise UsageError(
+            f"--on is for mlx xp, train launch, and data {', '.join(DATA)}; leave it out of mlx {words[0]}"
+        )
+    address = Address.parse(url, "--on")
+    storage = split_path(words)[0] or Settings.read().storage or conf_value("cfg.storage_path")
+    if storage is not None and not is_uri(storage) and not storage.startswith("/"):
+        raise UsageError(f"the storage is {storage}, a folder of this machine; name that of the cluster: MLX_STORAGE")
+    variables = {"MLX_STORAGE": storage} if storage else {}
+    variables |= {"MLX_DEBUG": "1"} if Settings.read().debug else {}
+    if words[1] == "launch":  # from there; the last address wins
+        git = provenance(())["git"]
+        if len(json.dumps(git)) > GIT_BYTES:  # too long for a variable
+            git["diff"] = git["diff"][: GIT_BYTES // 6]
+        variables["MLX_GIT"] = json.dumps(git)
+        words = [*words[:2], f"--ray-address={address.url}", *words[2:]]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops the job
+    dashboard = Dashboard.connect(address)
+    if list(words[:2]) == ["xp", "board"]:
+        return _board(dashboard, words, variables)
+    files = Files(words)
+    end = _run(dashboard, words, variables, files.write)
+    while end.kind == "ask":
+        options.confirm(end.text)
+        end = _run(dashboard, words, variables | {frames.CONFIRMED: end.text}, files.write)
+    return end.code
+
+
+def _board(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Serve TensorBoard here, with copies of the event files, which the job sends."""
+    port = xp.group.commands["board"].make_context("board", [*words[2:]]).params["port"]
+    verbs.check_board(port)
+    with tempfile.TemporaryDirectory(prefix="mlx-board-") as folder, contextlib.ExitStack() as stack:
+
+        def write(path: str, content: bytes) -> None:
+            file = Path(folder, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("ab") as stream:
+                stream.write(content)
+            if not servers:
+                servers.append(subprocess.Popen(verbs.board_command(folder, port)))
+                stack.callback(servers[0].wait)
+                stack.callback(servers[0].terminate)
+
+        servers: list[subprocess.Popen[bytes]] = []
+        return _run(dashboard, words, variables, write).code
+
+
+class Files:
+    """Writes the files that a command sends: those that the user has named, or new ones beside them."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
+        self._named = {os.path.normpath(value) for name, value in pairs if name in OUTPUTS and value}
+        self._begun: set[str] = set()
+
+    def write(self, path: str, content: bytes) -> None:
+        top = path.partition("/")[0]
+        named = any(path == name or path.startswith(f"{name}/") for name in self._named)
+        new = not top.startswith(".") and (
+            top in {item.partition("/")[0] for item in self._begun} or not Path(top).exists()
+        )
+        if not named and not new:
+            raise ClusterError(f"the cluster has sent the file {path}, which the command does not write")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("ab" if path in self._begun else "wb") as stream:
+            stream.write(content)
+        self._begun.add(path)
+
+
+def _run(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str], write: Write) -> frames.Frame:
+    """Run a command as a job. Return its question, or its exit code."""
+    user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
+    job, metadata = (
+        f"mlx-command-{user}-{uuid.uuid4().hex[:8]}",
+        {"mlx": "command", "user": f"{user}@{socket.gethostname()}"},
+    )
+    upload = Upload.of(Path.cwd()) if CONF.is_file() or words[1] == "launch" else Upload(Path.cwd(), ())
+    if words[1] != "launch":
+        files = tuple(item for item in upload.files if item[0].parts[0] == CONF.parts[0])
+        upload = Upload(upload.folder, files)
+    command = ["python", "-u", "-m", remote_job.__name__, *words]
+    dashboard.submit(job, JobSpec(command, upload, {"MLX_ON": key, **variables}, metadata))
+    reader, decoders = (
+        frames.Reader(key),
+        {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in ("out", "err")},
+    )
+
+    def read(text: str) -> None:
+        for frame in reader.feed(text):
+            if frame.kind in decoders:
+                xp.echo_stored(decoders[frame.kind].decode(frame.data), err=frame.kind == "err")
+            elif frame.kind == "file":
+                write(frame.text, frame.data)
+            else:
+                raise _EndedError(frame)
+
+    try:
+        _forget_ended(dashboard, metadata)
+        state = _follow(dashboard, job, read)
+    except _EndedError as end:
+        return end.frame
+    except BaseException:
+        with contextlib.suppress(ClusterError):
+            dashboard.stop(job)
+        raise
+    raise ClusterError(f"the command failed on {dashboard.address.url}: {reader.other or state.reason}")
+
+
+def _follow(dashboard: Dashboard, job: str, read: Callable[[str], None]) -> JobState:
+    """Read the log of a job until it ends, at first in short intervals."""
+    seen, deadline = 0, time.monotonic() + POLLED_S
+    while time.monotonic() < deadline and not dashboard.state(job, deadline).ended:
+        time.sleep(POLL_S)
+        text = ""
+        with contextlib.suppress(ClusterError):  # the job has not begun, or the cluster is busy
+            text = dashboard.log(job)
+        read(text[seen:])
+        seen = max(seen, len(text))
+    return dashboard.follow(job, read, seen=seen)
+
+
+def _forget_ended(dashboard: Dashboard, metadata: Mapping[str, str]) -> None:
+    """Remove jobs of earlier commands from the list of jobs, because the user has not submitted them."""
+    for facts in dashboard.jobs():
+        ended = facts.get("end_time") or 0
+        if facts.get("metadata") == metadata and 0 < ended < (time.time() - KEPT_S) * 1000:
+            dashboard.forget(facts["submission_id"])
