@@ -2,7 +2,7 @@
 
     srun --ntasks-per-node=1 python -m mlx_runtime.companions.slurm.nodes FILE
 
-The first node is the head. Once all nodes have joined, it writes the address of the cluster to FILE.
+The first node is the head. It writes its address to FILE.head for the others, and to FILE once all have joined.
 
 `ray symmetric-run` is not used, because it ends with `ray stop`, which also kills the user's other jobs on a node; see
 docs/decisions/0032-slurm.md.
@@ -25,35 +25,35 @@ from mlx_runtime.storage.local import write_atomic
 
 OWN_NAME = "127.0.1.1"  # of a machine's own name, in Debian's /etc/hosts
 JOIN_S = 300.0  # maximum time until all nodes have joined
-FIRST_PORT, PORTS = 20_000, 10_000
-"""Ports of heads, below Linux's ephemeral ports. Jobs that share a node need different ones."""
 
 
 def start(file: Path) -> int:
     """Start Ray on this node, and wait until it ends. Return its exit code."""
     variables = os.environ
-    head_address = variables["SLURM_LAUNCH_NODE_IPADDR"]  # that of `srun`, which runs on the first node
-    if head_address == OWN_NAME:
-        head_address = address_towards(("8.8.8.8", 1))  # like Ray
-    port = FIRST_PORT + int(variables["SLURM_JOB_ID"]) % PORTS
+    is_head, meeting = variables["SLURM_PROCID"] == "0", file.with_name(f"{file.name}.head")
+    if is_head:
+        host = variables["SLURM_LAUNCH_NODE_IPADDR"]  # that of `srun`, which runs on this node
+        host = address_towards(("8.8.8.8", 1)) if host == OWN_NAME else host  # like Ray
+        write_atomic(meeting, f"{host}:{_free_port()}")
+    address = _read_once_written(meeting)
+    host, _, port = address.rpartition(":")
     cpus = variables.get("SLURM_CPUS_PER_TASK") or variables["SLURM_CPUS_ON_NODE"]
     folder = tempfile.mkdtemp(prefix="mlx-ray-", dir="/tmp")  # short, because the paths of sockets are limited
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    command += [f"--node-ip-address={address_towards((head_address, 1))}", f"--num-cpus={cpus}", f"--temp-dir={folder}"]
+    command += [f"--node-ip-address={address_towards((host, 1))}", f"--num-cpus={cpus}", f"--temp-dir={folder}"]
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={_free_port()}"]
-    is_head = variables["SLURM_PROCID"] == "0"
     if is_head:
         client = f"--ray-client-server-port={_free_port()}"
         command += ["--head", f"--port={port}", client, "--include-dashboard=false"]
     else:
-        command += [f"--address={head_address}:{port}"]
+        command += [f"--address={address}"]
     prepare_ray()
     os.environ.setdefault("RAY_raylet_start_wait_time_s", f"{JOIN_S:.0f}")
     ray = subprocess.Popen(command, preexec_fn=os.setpgrp)
     try:
         if is_head:
-            _wait_for_nodes(f"{head_address}:{port}", int(variables["SLURM_NTASKS"]), ray)
-            write_atomic(file, f"{head_address}:{port}\n")
+            _wait_for_nodes(address, int(variables["SLURM_NTASKS"]), ray)
+            write_atomic(file, f"{address}\n")
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the driver has ended; `ray.init` has another handler
         return ray.wait()
     finally:
@@ -78,6 +78,15 @@ def _wait_for_nodes(address: str, count: int, started: "subprocess.Popen[bytes]"
         if started.poll() is not None or time.monotonic() > until:
             sys.exit(f"error: not all of {count} nodes started Ray within {JOIN_S:.0f} s")
         time.sleep(0.5)
+
+
+def _read_once_written(file: Path) -> str:
+    until = time.monotonic() + JOIN_S
+    while not file.is_file():
+        if time.monotonic() > until:
+            sys.exit(f"error: the first node did not write {file} within {JOIN_S:.0f} s")
+        time.sleep(0.2)
+    return file.read_text()
 
 
 def _free_port() -> int:
