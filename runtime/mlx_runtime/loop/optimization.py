@@ -64,7 +64,7 @@ class Optimization:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         self._begin_backward()
         others = {} if optimizer is None else self._set_aside(optimizer)
-        factor = self._factor(self._weight_of(weight))
+        factor = self._factor(weight)
         if isinstance(factor, torch.Tensor) or factor != 1:
             loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
@@ -97,27 +97,20 @@ class Optimization:
         if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
             self._update_scale()
 
-    def _weight_of(self, weight: "Weight | None") -> torch.Tensor | None:
-        """Return the weight of a loss, given that of the user; None for rows."""
+    def _factor(self, weight: "Weight | None") -> float | torch.Tensor:
+        """Return the factor of a loss in its update, given its weight. Every worker must call this."""
         weight = self._loss_count() if weight is None else weight
         self.forget_calls()
-        if weight is None:
-            return None
-        from mlx_runtime.loop.weighting import checked_weight
-
-        return checked_weight(weight, self._context.topology.device)
-
-    def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
-        """Return the factor of a loss in its update. Every worker must call this; a weight of None counts rows."""
         alone = self.accumulation.steps == 1
         if weight is None and alone:
             return 1 / self._divisor
-        from mlx_runtime.loop.weighting import WeightedLosses
+        from mlx_runtime.loop.weighting import WeightedLosses, checked_weight
 
         self._weighted = self._weighted or WeightedLosses()
+        checked = None if weight is None else checked_weight(weight, self._context.topology.device)
         if not alone:
-            self._weighted.add(weight, self.accumulation.step)
-        return 1 / self._divisor if weight is None else self._weighted.factor(weight, alone=alone)
+            self._weighted.add(checked, self.accumulation.step)
+        return 1 / self._divisor if checked is None else self._weighted.factor(checked, alone=alone)
 
     def _loss_count(self) -> "Weight | None":
         """Return the count of the loss that was called for this backward pass; None for rows or after several calls."""
