@@ -1,7 +1,7 @@
 """Updates of models: gradients in which all rows have the same weight, across workers and steps; loss scaling, clipping
 and inspection; half precision and compilation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap
+from mlx_runtime.distributed.wrapping import is_sharded, local_part, total_norm, unwrap
 from mlx_runtime.errors import MlxError, suggest
 from mlx_runtime.loop.context import RunContext, params_of
 from mlx_runtime.loop.losses import Mean
@@ -234,8 +234,6 @@ class Optimization:
         if not self._stepping:
             self._check_plain_step()
         if self._stop_on_nan:
-            from mlx_runtime.loop.gradients import check_finite
-
             models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
             check_finite(models, params_of(optimizer), self._context.progress.global_step)
 
@@ -282,3 +280,23 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
                 in_half_precision(model, device, cfg.precision)
             if cfg.compile:
                 compile_forward(model, cfg.compile)
+
+
+def check_finite(models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
+    """Check the gradients of an optimizer that is about to step. Every worker must call this.
+
+    Raises:
+        MlxError: one is not finite; names its parameter, like `net.layers.0.weight`.
+    """
+    gradients = {id(param): param.grad for param in params if param.grad is not None}
+    if total_norm(gradients.values()).isfinite():
+        return
+    broken = [
+        f"{title}.{path}"
+        for title, model in models.items()
+        for path, param in (model.named_parameters() if isinstance(model, nn.Module) else ())
+        if id(param) in gradients and not total_norm([gradients[id(param)]]).isfinite()
+    ]
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise MlxError(f"the gradient of {broken[0]}{more} is not finite at step {step} (cfg.debug.stop_on_nan)")
