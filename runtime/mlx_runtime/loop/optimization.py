@@ -1,7 +1,7 @@
 """Updates of models: gradients in which all rows have the same weight, across workers and steps; loss scaling, clipping
 and inspection; half precision and compilation."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap
+from mlx_runtime.distributed.wrapping import is_sharded, local_part, total_norm, unwrap
 from mlx_runtime.errors import MlxError, suggest
 from mlx_runtime.loop.context import RunContext, params_of
 from mlx_runtime.loop.losses import Mean
@@ -64,7 +64,7 @@ class Optimization:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         self._begin_backward()
         others = {} if optimizer is None else self._set_aside(optimizer)
-        factor = self._factor(self._weight_of(weight))
+        factor = self._factor(weight)
         if isinstance(factor, torch.Tensor) or factor != 1:
             loss = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
@@ -97,27 +97,20 @@ class Optimization:
         if self._scale_is_due and all(param.grad is None for item in optimizers.values() for param in params_of(item)):
             self._update_scale()
 
-    def _weight_of(self, weight: "Weight | None") -> torch.Tensor | None:
-        """Return the weight of a loss, given that of the user; None for rows."""
+    def _factor(self, weight: "Weight | None") -> float | torch.Tensor:
+        """Return the factor of a loss in its update, given its weight. Every worker must call this."""
         weight = self._loss_count() if weight is None else weight
         self.forget_calls()
-        if weight is None:
-            return None
-        from mlx_runtime.loop.weighting import checked_weight
-
-        return checked_weight(weight, self._context.topology.device)
-
-    def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
-        """Return the factor of a loss in its update. Every worker must call this; a weight of None counts rows."""
         alone = self.accumulation.steps == 1
         if weight is None and alone:
             return 1 / self._divisor
-        from mlx_runtime.loop.weighting import WeightedLosses
+        from mlx_runtime.loop.weighting import WeightedLosses, checked_weight
 
         self._weighted = self._weighted or WeightedLosses()
+        checked = None if weight is None else checked_weight(weight, self._context.topology.device)
         if not alone:
-            self._weighted.add(weight, self.accumulation.step)
-        return 1 / self._divisor if weight is None else self._weighted.factor(weight, alone=alone)
+            self._weighted.add(checked, self.accumulation.step)
+        return 1 / self._divisor if checked is None else self._weighted.factor(checked, alone=alone)
 
     def _loss_count(self) -> "Weight | None":
         """Return the count of the loss that was called for this backward pass; None for rows or after several calls."""
@@ -241,8 +234,6 @@ class Optimization:
         if not self._stepping:
             self._check_plain_step()
         if self._stop_on_nan:
-            from mlx_runtime.loop.gradients import check_finite
-
             models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
             check_finite(models, params_of(optimizer), self._context.progress.global_step)
 
@@ -289,3 +280,23 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
                 in_half_precision(model, device, cfg.precision)
             if cfg.compile:
                 compile_forward(model, cfg.compile)
+
+
+def check_finite(models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
+    """Check the gradients of an optimizer that is about to step. Every worker must call this.
+
+    Raises:
+        MlxError: one is not finite; names its parameter, like `net.layers.0.weight`.
+    """
+    gradients = {id(param): param.grad for param in params if param.grad is not None}
+    if total_norm(gradients.values()).isfinite():
+        return
+    broken = [
+        f"{title}.{path}"
+        for title, model in models.items()
+        for path, param in (model.named_parameters() if isinstance(model, nn.Module) else ())
+        if id(param) in gradients and not total_norm([gradients[id(param)]]).isfinite()
+    ]
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise MlxError(f"the gradient of {broken[0]}{more} is not finite at step {step} (cfg.debug.stop_on_nan)")

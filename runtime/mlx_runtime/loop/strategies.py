@@ -70,13 +70,9 @@ class DDP:
             group = companions.part("sharding.building").build_replicated(node, recomputed)
         else:
             group = build(node, "models")
-        self.place(members(group, nn.Module))
-        return group
-
-    def place(self, models: Mapping[str, nn.Module]) -> None:
-        """Move models that were built whole to the device."""
-        for model in models.values():
+        for model in members(group, nn.Module).values():
             model.to(self.topology.device)
+        return group
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         """Enable or disable the synchronization of gradients in the following backward passes."""

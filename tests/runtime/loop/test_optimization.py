@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 from collections import namedtuple
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.examples import ExampleRecorder
 from mlx_runtime.loop.forward import in_half_precision
+from mlx_runtime.loop.optimization import check_finite
 from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration
@@ -382,6 +384,19 @@ class TestPrecision:
         assert session_of(restored).optimization.state_dict() == state
         session_of(restored).optimization.load_state_dict({})  # saved with another precision
         assert session_of(restored).optimization.state_dict() == state
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_ends_the_run_at_once(value: float) -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    check_finite({"net": net}, net.parameters(), 0)  # an optimizer may step without any gradients
+    net(torch.ones(4, 2)).sum().backward()
+    check_finite({"net": net}, net.parameters(), 1)
+    net[0].bias.grad[0] = value
+    net[2].bias.grad[0] = value
+    message = r"^the gradient of net.0.bias \(and 1 more\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
+    with pytest.raises(MlxError, match=message):
+        check_finite({"net": net}, net.parameters(), 2)
 
 
 @pytest.mark.parametrize(("backend", "precision"), [("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)])

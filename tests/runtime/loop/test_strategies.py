@@ -44,10 +44,11 @@ class Experiment:
 class Replacing(DDP):
     """Replaces the parameters of a model, as sharding does."""
 
-    def place(self, models: Mapping[str, nn.Module]) -> None:
-        for model in models.values():
-            for name, param in list(model.named_parameters()):
-                setattr(model, name, nn.Parameter(param.detach().clone()))
+    def build(self, node: Mapping[str, Any]) -> Any:
+        group = super().build(node)
+        for name, param in list(group.net.named_parameters()):
+            setattr(group.net, name, nn.Parameter(param.detach().clone()))
+        return group
 
 
 TREE = {
@@ -66,13 +67,6 @@ def test_optimizers_hold_the_parameters_of_prepared_models(strategy: DDP, tmp_pa
     _, experiment = build_experiment(cast(Any, job), ALONE, CFG, strategy)
     held = [param for group in experiment.optimizers.sgd.param_groups for param in group["params"]]
     assert [id(param) for param in held] == [id(param) for param in experiment.models.net.parameters()]
-
-
-def test_preparing_under_ddp_draws_no_random_numbers() -> None:
-    model = nn.Linear(3, 2)
-    before = torch.get_rng_state()
-    DDP(CFG, ALONE).place({"net": model})
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_workers_models_are_not_sharded() -> None:

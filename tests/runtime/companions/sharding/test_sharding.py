@@ -22,8 +22,7 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded, raised_by_sharded_tensors, total_norm
 from mlx_runtime.errors import MlxError
-from mlx_runtime.loop.gradients import check_finite
-from mlx_runtime.loop.optimization import prepare_models
+from mlx_runtime.loop.optimization import check_finite, prepare_models
 from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.sections import Sharding
 
