@@ -381,11 +381,13 @@ def test_the_checkpoint_of_a_split_run_needs_no_strategy(
     [
         (
             ["cfg.start_workers=3"],
-            "cfg.start_workers=3 is not a multiple of 2, as cfg.strategy=more_mlx.split.Split needs",
+            "override cfg.start_workers=3: cfg.start_workers=3 is not a multiple of 2, as "
+            "cfg.strategy=more_mlx.split.Split needs",
         ),
         (
             ["cfg.precision=fp16"],
-            "cfg.strategy=more_mlx.split.Split cannot train this: it has no scaler for cfg.precision=fp16",
+            "override cfg.strategy=more_mlx.split.Split: cfg.strategy=more_mlx.split.Split cannot train this: "
+            "it has no scaler for cfg.precision=fp16",
         ),
         (
             ["cfg.strategy=more_mlx.split.Spilt"],

@@ -88,7 +88,13 @@ class Publication:
         On an object store, the last of two simultaneous attempts wins.
         """
         if self._storage.local:
-            self._committed = create_whole(Path(self._storage.of(self._name, self._marker)), marker)
+            path = Path(self._storage.of(self._name, self._marker))
+            whole = path.with_name(f".{path.name}.{self.id}")
+            write_atomic(whole, marker)  # readers must never see a part of it
+            with contextlib.suppress(FileExistsError):
+                os.link(whole, path)
+                self._committed = True
+            whole.unlink()
         elif self._storage.size_bytes(self._name, self._marker) is None:
             self.commit(marker)
         return self._committed
@@ -145,19 +151,6 @@ def recover(
 
 def _exists(storage: Storage, name: str) -> bool:
     return Path(storage.of(name)).exists()
-
-
-def create_whole(path: Path, content: bytes) -> bool:
-    """Create a file unless it exists; it never exists without its full content. Return True on success."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    write_atomic(temporary, content)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    return True
 
 
 class HashingWriter:

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any
 
 from mlx_runtime.workers.connections import Pipes
 
@@ -25,24 +24,14 @@ class Receiver(Pipes):
     are unauthenticated, the oldest are closed.
     """
 
-    def __init__(self, host: str, port: int = 0, key: bytes = b"") -> None:
+    def __init__(self, host: str) -> None:
         super().__init__()
-        self.key = key or secrets.token_bytes(16)
-        self._listener = socket.create_server((host, port), backlog=128)
+        self.key = secrets.token_bytes(16)
+        self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self.pending: dict[socket.socket, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
-
-    def authenticate(self, connection: "Connection[Any, Any]") -> Any:
-        """Raise an exception unless the peer has the key. The result is passed to `serve`."""
-        deliver_challenge(connection, self.key)
-        self.readers.append(threading.current_thread())  # before the peer can send anything
-        answer_challenge(connection, self.key)
-
-    def serve(self, connection: "Connection[Any, Any]", peer: Any) -> None:
-        """Serve an authenticated connection until it is closed."""
-        self.read(connection)
 
     def close(self) -> None:
         self._closed.set()
@@ -77,11 +66,12 @@ class Receiver(Pipes):
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
             try:
-                identity = self.authenticate(connection)
+                deliver_challenge(connection, self.key)
+                self.readers.append(threading.current_thread())  # before the peer can send anything
+                answer_challenge(connection, self.key)
             except Exception:  # a peer without the key, or one that hung up
                 return
             finally:
                 in_time = self.pending.pop(peer, None) is not None
             if in_time:
-                with contextlib.suppress(EOFError):
-                    self.serve(connection, identity)
+                self.read(connection)

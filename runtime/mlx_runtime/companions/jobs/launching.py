@@ -188,7 +188,6 @@ def pending(
         overrides: overrides of the launch.
         fields: further fields of the record, such as its `job`.
     """
-    before = before.get(records.REPLACED) or before
     known = records.provenance(overrides)
     facts: dict[str, Any] = {name: known[name] for name in records.LAUNCHER_FACTS if name in known}
     facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
