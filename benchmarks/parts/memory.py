@@ -17,7 +17,7 @@ STRATEGIES = {
     "`fsdp`": (2, []),
     "`fsdp`, activation checkpointing": (2, ["cfg.activation_checkpointing=true"]),
     "`fsdp`, 4 workers": (4, []),
-    "`hsdp`, `shard_size=2`, 4 workers": (4, ["cfg.strategy=hsdp", "cfg.sharding.shard_size=2"]),
+    "`fsdp`, `shard_size=2`, 4 workers": (4, ["cfg.sharding.shard_size=2"]),
 }
 """Number of workers, and overrides."""
 

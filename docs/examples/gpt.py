@@ -26,7 +26,7 @@ class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "gpt"
     num_epochs: int = 3
     start_workers: int = 2
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "fsdp"
+    strategy: Literal["ddp", "fsdp"] = "fsdp"
     gradient_clip: float | None = 1.0
     monitor: str | None = "val/loss"
     mode: Literal["max", "min"] = "min"

@@ -144,7 +144,7 @@ class Sharding(Section):
     """Sharding of models by `cfg.strategy`.
 
     Attributes:
-        shard_size: number of workers that share one replica under `hsdp`; a divisor of the number of workers.
+        shard_size: number of workers that share a replica, a divisor of their total; None means all.
         offload: `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.
     """
 

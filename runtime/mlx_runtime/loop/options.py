@@ -39,7 +39,6 @@ ENGINES = {
 STRATEGIES = {
     "ddp": "mlx_runtime.loop.strategies.DDP",
     "fsdp": "mlx_runtime.companions.sharding.strategy.FSDP",
-    "hsdp": "mlx_runtime.companions.sharding.strategy.HSDP",
     "pipeline": "mlx_runtime.companions.fragments.strategy.Pipeline",
 }
 """Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""
@@ -68,7 +67,7 @@ class TrainConfig:
             per worker.
         prefetch_batches: batches that each reading process of `loader=workers=N` reads ahead of the loop, at least 1;
             None means 2. It starts no process.
-        strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
+        strategy: `ddp` replicates models on all workers; `fsdp` shards them over all workers, or over
             `sharding.shard_size` of them, with replicas; `pipeline` cuts them into stages, one per worker.
             `Models.strategies = {"net": "ddp"}` overrides it. May also be the import path of your own strategy.
         activation_checkpointing: recompute activations in the backward pass instead of storing them: true for repeated

@@ -19,7 +19,7 @@ from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.loop.options import strategy_class
 from mlx_runtime.runs.checkpoints.groups import members
-from mlx_runtime.sections import Fragments
+from mlx_runtime.sections import Fragments, Sharding
 
 
 class DDP:
@@ -30,7 +30,6 @@ class DDP:
     Attributes:
         shards: True if workers hold different parts of models, so that norms and states need collectives.
         preloads: modules that are slow to import, to be imported before workers are forked.
-        needs: settings without which models cannot have this strategy.
         notice: a line for the user, or None.
         topology: the position of this worker.
         described: a line about each sharded model, with its layout and the bytes per worker.
@@ -38,16 +37,13 @@ class DDP:
 
     shards = False
     preloads: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
     notice: str | None = None
 
     @staticmethod
     def refusal(cfg: Any) -> str | None:
         """Return the reason why the strategy cannot train with these settings, or None."""
-        if cfg.sharding.offload != "none":
-            return f"cfg.sharding.offload={cfg.sharding.offload} is for sharded models; use cfg.strategy=fsdp or hsdp"
-        size = cfg.sharding.shard_size
-        return None if size is None else f"cfg.sharding.shard_size={size} is for cfg.strategy=hsdp"
+        text = "cfg.sharding.shard_size and cfg.sharding.offload are for cfg.strategy=fsdp; remove them"
+        return None if cfg.sharding == Sharding() else text
 
     @staticmethod
     def multiple_of(cfg: Any) -> int:

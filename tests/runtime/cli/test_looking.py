@@ -18,7 +18,7 @@ def test_settings_are_explained_with_those_of_sections(digits: Path, mlx: Mlx) -
         "cfg.sharding\n"
         "    sharding of models by `strategy`.\n"
         "cfg.sharding.shard_size=null  (at least 1)\n"
-        "    number of workers that share one replica under `hsdp`; a divisor of the number of workers.\n"
+        "    number of workers that share a replica, a divisor of their total; None means all.\n"
         'cfg.sharding.offload="none"\n'
         "    `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.\n"
     )

@@ -164,8 +164,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         ),
         (
             ["cfg.strategy=zero3"],
-            "cfg.strategy is 'zero3'; write ddp, fsdp, hsdp, pipeline, or an import path. "
-            "Available: ddp, fsdp, hsdp, pipeline.",
+            "cfg.strategy is 'zero3'; write ddp, fsdp, pipeline, or an import path. Available: ddp, fsdp, pipeline.",
         ),
         (
             ["cfg.sharding.offload=nvme"],

@@ -36,7 +36,7 @@ class Halves:
 
 @dataclass
 class OwnConfig(TrainConfig):
-    strategy: Any = "hsdp"
+    strategy: Any = "fsdp"
     sharding: Sharding = Sharding(shard_size=2)
     cross_validation: CrossValidation = CrossValidation(splitter=Halves(3))
 

@@ -14,44 +14,31 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
+        ({"strategy": "fsdp", "sharding": Sharding(0)}, "cfg.sharding.shard_size is 0; the minimum is 1"),
         (
-            {"sharding": Sharding(2)},
-            "cfg.strategy=ddp cannot train this: cfg.sharding.shard_size=2 is for cfg.strategy=hsdp",
+            {"strategy": "fsdp", "sharding": Sharding(4), "start_workers": 6},
+            "cfg.start_workers=6 is not a multiple of 4, as cfg.strategy=fsdp needs",
         ),
         (
-            {"strategy": "fsdp", "sharding": Sharding(2)},
-            "cfg.strategy=fsdp cannot train this: cfg.sharding.shard_size=2 is for cfg.strategy=hsdp",
+            {"strategy": "fsdp", "sharding": Sharding(4), "start_workers": 2},
+            "cfg.start_workers=2 is not a multiple of 4, as cfg.strategy=fsdp needs",
         ),
         (
-            {"strategy": "hsdp"},
-            "cfg.strategy=hsdp cannot train this: it needs cfg.sharding.shard_size; set the number of workers that "
-            "share one replica of the models, or use cfg.strategy=fsdp",
-        ),
-        ({"strategy": "hsdp", "sharding": Sharding(0)}, "cfg.sharding.shard_size is 0; the minimum is 1"),
-        (
-            {"strategy": "hsdp", "sharding": Sharding(4), "start_workers": 6},
-            "cfg.start_workers=6 is not a multiple of 4, as cfg.strategy=hsdp needs",
+            {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(3)},
+            "cfg.elastic.min_workers=3 is not a multiple of 2, as cfg.strategy=fsdp needs",
         ),
         (
-            {"strategy": "hsdp", "sharding": Sharding(4), "start_workers": 2},
-            "cfg.start_workers=2 is not a multiple of 4, as cfg.strategy=hsdp needs",
-        ),
-        (
-            {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(3)},
-            "cfg.elastic.min_workers=3 is not a multiple of 2, as cfg.strategy=hsdp needs",
-        ),
-        (
-            {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(max_workers=7)},
-            "cfg.elastic.max_workers=7 is not a multiple of 2, as cfg.strategy=hsdp needs",
+            {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(max_workers=7)},
+            "cfg.elastic.max_workers=7 is not a multiple of 2, as cfg.strategy=fsdp needs",
         ),
         (
             {"sharding": Sharding(offload="cpu")},
-            "cfg.strategy=ddp cannot train this: cfg.sharding.offload=cpu is for sharded models; use cfg.strategy=fsdp "
-            "or hsdp",
+            "cfg.strategy=ddp cannot train this: cfg.sharding.shard_size and cfg.sharding.offload are for "
+            "cfg.strategy=fsdp; remove them",
         ),
         (
             {"strategy": "fdsp"},
-            "cfg.strategy is 'fdsp'; write ddp, fsdp, hsdp, pipeline, or an import path. Did you mean 'fsdp'?",
+            "cfg.strategy is 'fdsp'; write ddp, fsdp, pipeline, or an import path. Did you mean 'fsdp'?",
         ),
     ],
 )
@@ -63,8 +50,8 @@ def test_what_a_strategy_cannot_do_is_refused(settings: dict[str, Any], problem:
     "settings",
     [
         {"strategy": "fsdp", "sharding": Sharding(offload="cpu"), "start_workers": 3},
-        {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(2, 8)},
-        {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 0},  # in the driver, for a debugger
+        {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(2, 8)},
+        {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 0},  # in the driver, for a debugger
         {"activation_checkpointing": "layers.*"},
     ],
 )

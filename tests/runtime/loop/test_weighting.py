@@ -105,7 +105,9 @@ def expected(name: str, net: Net, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 def trained(rank: int, size: int, steps: int, strategy: str, name: str, folder: Path) -> tuple[float, int]:
     """Return the distance to a model that takes each update as one batch, and the collectives of one number."""
-    settings = {"strategy": strategy, "sharding": Sharding(size // 2)} if strategy == "hsdp" else {"strategy": strategy}
+    settings: dict[str, Any] = {"strategy": strategy}
+    if strategy == "hsdp":
+        settings = {"strategy": "fsdp", "sharding": Sharding(size // 2)}
     cfg = TrainConfig(accumulate_grad_batches=steps, **settings)
     topology = Topology(rank, size, torch.device("cpu"))
     torch.manual_seed(0)

@@ -43,8 +43,8 @@ def problems(cfg: Any) -> list[str]:
         if wanted.traffic is not None and cfg.strategy != "ddp":
             found.append(f"cfg.replicas.traffic={wanted.traffic} without cfg.replicas.every is for cfg.strategy=ddp")
         return found
-    if cfg.strategy in ("fsdp", "hsdp"):
-        text = f"is for cfg.strategy=ddp or pipeline; cfg.strategy is {cfg.strategy}"
+    if cfg.strategy == "fsdp":
+        text = "is for cfg.strategy=ddp or pipeline; cfg.strategy is fsdp"
         found.append(f"cfg.replicas.every={wanted.every} {text}")
     if not 0 <= wanted.momentum < 1:
         found.append(f"cfg.replicas.momentum is {wanted.momentum}, not from 0 to below 1")

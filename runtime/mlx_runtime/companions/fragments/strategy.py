@@ -51,7 +51,7 @@ class Pipeline(DDP):
     def refusal(cfg: Any) -> str | None:
         fragments = cfg.fragments
         if cfg.sharding.shard_size is not None or cfg.sharding.offload != "none":
-            return "cfg.sharding is for cfg.strategy=fsdp or hsdp; remove it"
+            return "cfg.sharding is for cfg.strategy=fsdp; remove it"
         if cfg.compile:
             return "cfg.compile compiles whole models; set it to false"
         if fragments.stages == 1:

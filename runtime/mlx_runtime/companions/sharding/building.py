@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import ConfigError, suggest
-from mlx_runtime.loop.options import STRATEGIES, strategy_class
+from mlx_runtime.loop.options import STRATEGIES
 from mlx_runtime.runs.checkpoints.groups import members
 
 
@@ -58,13 +57,9 @@ def own_strategies(node: Mapping[str, Any] | None, cfg: Any) -> dict[str, str]:
     if own and cfg.strategy not in STRATEGIES:
         raise ConfigError(f"Models.strategies is for {', '.join(STRATEGIES)}, and cfg.strategy is {cfg.strategy}")
     for name, strategy in own.items():
-        title = f"Models.strategies[{name!r}] is {strategy!r}"
         if strategy not in STRATEGIES:
-            raise ConfigError(f"{title}.{suggest(str(strategy), STRATEGIES)}")
-        for setting in strategy_class(strategy).needs:
-            if attrgetter(setting)(cfg) is None:
-                with_it = f"cfg.strategy={strategy} and cfg.{setting}"
-                raise ConfigError(f"{title}, which needs {with_it}; name the others instead")
+            known = suggest(str(strategy), STRATEGIES)
+            raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}.{known}")
     return own
 
 

@@ -6,7 +6,7 @@ the import takes seconds.
 
 import types
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,20 +61,14 @@ class FSDP(DDP):
 
     @staticmethod
     def refusal(cfg: Any) -> str | None:
-        return (
-            None
-            if cfg.sharding.shard_size is None
-            else f"cfg.sharding.shard_size={cfg.sharding.shard_size} is for cfg.strategy=hsdp"
-        )
+        return None
 
     @staticmethod
-    def mesh_shape(cfg: Any, workers: int) -> tuple[int, ...]:
-        """Return the number of replicas, unless there is only one, and the number of workers that share a replica."""
-        return (workers,)
+    def multiple_of(cfg: Any) -> int:
+        return cfg.sharding.shard_size or 1
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
         super().__init__(cfg, topology)
-        self._mesh = cache(self._new_mesh)  # one per strategy
         self._offloads = cfg.sharding.offload == "cpu" and topology.device.type != "cpu"
         if cfg.sharding.offload == "cpu" and not self._offloads:
             self.notice = "cfg.sharding.offload=cpu has no effect: models are on the CPU already"
@@ -96,7 +90,7 @@ class FSDP(DDP):
         _check_unshared(models, blocks, strategies)
         for name, model in models.items():
             if strategies[name].shards and not is_sharded(model):
-                self._shard(name, model, blocks[name], strategies[name])
+                self._shard(name, model, blocks[name])
         for name, model in models.items():
             if name in deferred:
                 self._initialize(name, model)
@@ -116,10 +110,10 @@ class FSDP(DDP):
         with AsIfWhole():
             initialize(name, model, self.topology.device)
 
-    def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: "type[FSDP]") -> None:
+    def _shard(self, name: str, model: nn.Module, blocks: list[str]) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        mesh = self._mesh(strategy.mesh_shape(self.cfg, self.topology.world_size))
+        mesh = self._mesh
         half = HALF.get(self.cfg.precision)
         offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
         inside, outside = (
@@ -147,9 +141,13 @@ class FSDP(DDP):
             model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
         model.register_forward_hook(_reshard_after_evaluation)
         if next(model.parameters(), None) is not None:
-            self.described.append(_line(name, model, blocks, strategy, mesh))
+            self.described.append(_line(name, model, blocks, mesh))
 
-    def _new_mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
+    @cached_property
+    def _mesh(self) -> DeviceMesh:
+        """All workers, or replicas that groups of `cfg.sharding.shard_size` workers share."""
+        workers, size = self.topology.world_size, self.cfg.sharding.shard_size
+        shape = (workers,) if size is None else (workers // size, size)
         return init_device_mesh(self.topology.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
@@ -181,29 +179,6 @@ class FSDP(DDP):
             for group in optimizer.param_groups:
                 if len(by_mesh(group["params"])) > 1:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
-
-
-class HSDP(FSDP):
-    """Shards models over groups of `cfg.sharding.shard_size` workers; the groups hold replicas."""
-
-    needs = ("sharding.shard_size",)
-
-    @staticmethod
-    def refusal(cfg: Any) -> str | None:
-        cure = "set the number of workers that share one replica of the models, or use cfg.strategy=fsdp"
-        return f"it needs cfg.sharding.shard_size; {cure}" if cfg.sharding.shard_size is None else None
-
-    @staticmethod
-    def multiple_of(cfg: Any) -> int:
-        size: int = cfg.sharding.shard_size
-        return size
-
-    @staticmethod
-    def mesh_shape(cfg: Any, workers: int) -> tuple[int, ...]:
-        size = cfg.sharding.shard_size
-        if workers % size:
-            raise ConfigError(f"cfg.sharding.shard_size is {size}; under hsdp, it must divide the {workers} workers")
-        return workers // size, size
 
 
 def _check_unshared(
@@ -242,10 +217,10 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda item: alias(item) if item._is_view() else item, output)
 
 
-def _line(name: str, model: nn.Module, blocks: list[str], strategy: type[FSDP], mesh: DeviceMesh) -> str:
-    """Return a line like `net: hsdp over 2 x 2, 12 blocks; 124.0 MB of 248.0 MB each`."""
+def _line(name: str, model: nn.Module, blocks: list[str], mesh: DeviceMesh) -> str:
+    """Return a line like `net: fsdp over 2 x 2, 12 blocks; 124.0 MB of 248.0 MB each`."""
     params = list(model.parameters())
     whole = sum(param.numel() * param.element_size() for param in params)
     local = sum(local_part(param).nbytes for param in params)
     sizes = f"{size_text(local)} of {size_text(whole)} each"
-    return f"{name}: {strategy.__name__.lower()} over {' x '.join(map(str, mesh.shape))}, {len(blocks)} blocks; {sizes}"
+    return f"{name}: fsdp over {' x '.join(map(str, mesh.shape))}, {len(blocks)} blocks; {sizes}"

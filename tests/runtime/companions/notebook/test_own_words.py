@@ -77,7 +77,7 @@ def test_no_text_of_the_package_keeps_the_words_of_a_config() -> None:
     [
         ("cfg.start_workers=3 is too many", "num_workers=3 is too many"),
         ("set cfg.use_gpu=null, or cfg.compile=true.", "set use_gpu=None, or compile=True."),
-        ("use cfg.strategy=fsdp or hsdp", "use strategy='fsdp' or hsdp"),
+        ("use cfg.strategy=fsdp or ddp", "use strategy='fsdp' or ddp"),
         ("try cfg.loader=workers=4", "try loader='workers=4'"),
         ("cfg.engine=a.b cannot be imported", "engine='a.b' cannot be imported"),
         ("cfg.monitor=None, cfg.lr=0.1", "monitor=None, lr=0.1"),

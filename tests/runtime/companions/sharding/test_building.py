@@ -53,11 +53,6 @@ class TestErrors:
             ),
             ({"strategies": {"net": "fspd"}}, "Models.strategies['net'] is 'fspd'. Did you mean 'fsdp'?"),
             (
-                {"strategies": {"net": "hsdp"}},
-                "Models.strategies['net'] is 'hsdp', which needs cfg.strategy=hsdp and cfg.sharding.shard_size; "
-                "name the others instead",
-            ),
-            (
                 {"deferred_init": ("nte",)},
                 "Models.deferred_init names 'nte', which is not a model. Did you mean 'net'?",
             ),

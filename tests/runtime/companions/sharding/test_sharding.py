@@ -307,8 +307,8 @@ def deferred(rank: int) -> dict[str, Any]:
 
 TRAINED: dict[str, dict[str, Any]] = {
     "fsdp": {},
-    "hsdp of one worker": {"strategy": "hsdp", "sharding": Sharding(1)},
-    "hsdp of two workers": {"strategy": "hsdp", "sharding": Sharding(2)},
+    "replicas of one worker": {"sharding": Sharding(1)},
+    "one replica of two workers": {"sharding": Sharding(2)},
     "recomputed": {"activation_checkpointing": True},
     "recomputed by a pattern": {"activation_checkpointing": "blocks.1"},
     "compiled": {"compile": "aot_eager", "activation_checkpointing": True},
