@@ -233,4 +233,4 @@ class TestAFolderOfTheCluster:
         )
         unknown = far("data", "show", "digist")
         assert unknown[0] == 2
-        assert "digist. Did you mean 'digits'?" in unknown[2]
+        assert "runs/digist; mlx data show lists the storage" in unknown[2]
