@@ -72,7 +72,7 @@ class _Recorder:
 
     def _run_at(self, block: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        given = {id(item.value): item for item in leaves if isinstance(item, StageTensor)}
+        given: dict[int, Any] = {id(item.value): item for item in leaves if isinstance(item, StageTensor)}
         versions = [item.value._version for item in given.values()]
         values = [item.value if isinstance(item, StageTensor) else item for item in leaves]
         own_args, own_kwargs = tree_unflatten(values, structure)
@@ -140,9 +140,10 @@ def record(
             del module.forward
             if before is not None:
                 module.forward = before
-    left = [item for item in tree_leaves(outputs) if isinstance(item, torch.Tensor)]
+    left: list[Any] = [item for item in tree_leaves(outputs) if isinstance(item, torch.Tensor)]
     for item in left:  # the loss needs them
-        recorder.keep(item.value if isinstance(item, StageTensor) else item)
+        value: Any = item.value if isinstance(item, StageTensor) else item
+        recorder.keep(value)
     count = len(recorder.names)
     activations, crossing, sends, returns = ([0] * count for _ in range(4))
     for number, (block, size, _) in recorder.kept.items():
