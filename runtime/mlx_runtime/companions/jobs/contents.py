@@ -44,6 +44,7 @@ class Entry:
     size_bytes: int = 0
     files: int = 0
     children: "dict[str, Entry]" = field(default_factory=dict)  # down to the requested depth
+    note: str = ""  # on a folder that its job has not completed
 
     @property
     def largest(self) -> "list[Entry]":
@@ -55,6 +56,8 @@ class Entry:
         found: dict[str, Any] = {"name": self.name, "kind": self.kind, "size_bytes": self.size_bytes}
         if self.kind == "folder":
             found["files"] = self.files
+        if self.note:
+            found["note"] = self.note
         if self.children:
             found["children"] = [child.as_json() for child in self.largest]
         return found
@@ -66,9 +69,10 @@ class Entry:
         return [f"{label:<{widths[0]}}  {size:>{widths[1]}}  {files}".rstrip() for label, size, files in rows]
 
     def _rows(self, indent: str = "", indent_below: str = "") -> Iterator[tuple[str, str, str]]:
-        """Yield the columns of each line: branch and name, size, and number of files."""
+        """Yield the columns of each line: branch and name, size, and remarks."""
         files = f"{self.files:,} file{'s' * (self.files != 1)}" if self.kind == "folder" else ""
-        yield f"{indent}{printable(self.name, one_line=True)}", size_text(self.size_bytes), files
+        remarks = "  ".join(filter(None, (files, self.note and f"({self.note})")))
+        yield f"{indent}{printable(self.name, one_line=True)}", size_text(self.size_bytes), remarks
         for child in (largest := self.largest):
             branch, below = ("├── ", "│   ") if child is not largest[-1] else ("└── ", "    ")
             yield from child._rows(indent_below + branch, indent_below + below)
@@ -88,6 +92,11 @@ def survey(path: StoragePath, depth: int) -> Entry:
             entry.files += 1
         if len(names) < len(entries):
             entries[-1].kind = "file"
+        if names[-1:] == [RECORD] and len(names) <= len(entries):
+            record = job_record(storage, *path.parts, *names[:-1])
+            if record and (status := job_status(record)) != "SUCCEEDED":
+                filled = "being filled" if status in records.LIVING else f"incomplete: its job is {status}"
+                entries[len(names) - 1].note = filled
     return top
 
 

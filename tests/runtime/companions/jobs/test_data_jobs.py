@@ -64,7 +64,7 @@ def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
         record = job_record(storage_at(place))
         assert record is not None
         assert record["status"] == "FAILED"
-        shown = survey(path_in(root, "data"), 1).lines(0)
+        shown = survey(path_in(root, "data"), 1).lines()
         assert any("(incomplete: its job is FAILED)" in line for line in shown)
     with Filling(place, overwrite=False) as target:  # and the next one starts from scratch
         target.output.write("y", "b.txt")
