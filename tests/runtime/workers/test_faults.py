@@ -247,7 +247,7 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
     assert (found["run"], found["status"], found["world_size"]) == ("faults/run_001", "RUNNING", 1)
     assert found["workers"][0]["pid"] == process.pid
-    assert (found["workers"][0]["stage"], found["workers"][0]["step"]) == ("train", 5)
+    assert (found["workers"][0]["stage"], found["workers"][0]["step"] > 0) == ("train", True)
     assert found["workers"][0]["at"].startswith("src/experiment.py:")
     stopped = mlx(folder, "xp", "stop", "faults", "run_001")
     assert (stopped.returncode, stopped.stdout) == (0, "faults run_001 is STOPPED\n"), stopped.stderr
