@@ -1,1 +1,1 @@
-"""Slurm: runs and sweeps as batch jobs, on one node without Ray, on several with a Ray of their own."""
+"""Slurm: runs and sweeps as batch jobs; on several nodes, workers are tasks, and sweeps have a Ray of their own."""

@@ -55,7 +55,7 @@ def train_join(file: Path, name: str, **typed: Any) -> None:
 
 def _train(torchrun: list[str], name: str, request: Request) -> int:
     """Execute torchrun until the run has ended, and return its exit code."""
-    attempt, process, signals = 0, None, list[int]()
+    attempt, failures, process, signals = 0, 0, None, list[int]()
 
     def forward(number: int, _: Any) -> None:
         signals.append(number)
@@ -69,13 +69,14 @@ def _train(torchrun: list[str], name: str, request: Request) -> int:
         with tempfile.TemporaryDirectory(prefix="mlx-join-") as folder:
             run = Path(folder, "run")
             quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torchrun and c10d warn otherwise
-            variables = quiet | os.environ | {NODE_NAME: name, "MLX_ATTEMPT": f"{attempt}:{run}"}
+            variables = quiet | os.environ | {NODE_NAME: name, "MLX_ATTEMPT": f"{failures}:{run}"}
             print(f"attempt   {attempt}: torchrun waits for all machines", flush=True)
             process = subprocess.Popen([*torchrun, folder, *request.words], env=variables)
             process.wait()
             codes = [int(file.read_text()) for file in Path(folder).iterdir() if file.name.isdecimal()]
             if codes:
                 return codes[0]
+            failures += run.is_file()  # others have not begun
             if run.is_file() and not request.fast:
                 request = dataclasses.replace(request, resume=run.read_text(), origin=None)
         if not signals:

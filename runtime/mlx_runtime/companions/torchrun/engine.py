@@ -29,7 +29,7 @@ from mlx_runtime.workers.recovery import WorkerDied
 from mlx_runtime.workers.stop_requests import Terminated
 
 ATTEMPT = "MLX_ATTEMPT"
-"""Environment variable of the attempts of `mlx train join`: `NUMBER:FILE`, for the location of the run."""
+"""Environment variable of the attempts of `mlx train join`: `FAILURES:FILE`, of those before, and for the run."""
 
 
 class Torchrun(Local):
@@ -121,10 +121,10 @@ class TorchrunGroup(LocalGroup):
     def _start(self) -> None:
         """Offer the job to the other processes; `poll` starts the worker of this one once they are ready."""
         engine = self._engine
-        number, _, file = os.environ.get(ATTEMPT, "").partition(":")
+        failures, _, file = os.environ.get(ATTEMPT, "").partition(":")
         if file:
             Path(file).write_text(self._job.folder.location)
-        self._is_last = not file or 0 <= engine.cfg.elastic.max_failures < int(number)
+        self._is_last = not file or 0 <= engine.cfg.elastic.max_failures <= int(failures)
         gpus = self._job.cluster.gpus_per_worker if engine.use_gpu else 0
         offer = Offer.of(self._job, backend_of(use_gpu=engine.use_gpu), engine.timeout_s, gpus)
         self._store = self._seat.store(serves=True)
