@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster) -> None:
     """Each stage trains on the node that the plan names: here, in another order than Ray's."""
-    nodes = {str(number): {"IP": "127.0.0.1", "benchmarks": {"ram": 8, "bandwidth": 100}} for number in range(2)}
+    nodes = {str(at): {"IP": f"127.0.0.{at}", "benchmarks": {"ram": 8, "bandwidth": 100}} for at in range(2)}
     (user.folder / "nodes.json").write_text(json.dumps(nodes))
     done = user.types("train", "clusterize", "--nodes=nodes.json", "--clusters=1", "--all-nodes")
     assert done.returncode == 0, done.stdout + done.stderr
