@@ -63,7 +63,7 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    raise TypeError(f"a {type(value).__name__} cannot be sent to other workers: {value!r:.80}")
+    raise TypeError(f"{type(value).__name__} objects cannot be sent to other workers: {value!r:.80}")
 
 
 def _content(tensor: torch.Tensor) -> bytes:

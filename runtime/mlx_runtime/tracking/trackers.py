@@ -134,10 +134,10 @@ def row(report: Report) -> dict[str, Any]:
 
 def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value of a config with its full key: `("cfg.seed", 0)`, …"""
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and config:
         for name, item in config.items():
             yield from flatten(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(config, list):
+    elif isinstance(config, list) and config:
         for number, item in enumerate(config):
             yield from flatten(item, f"{key}.{number}")
     else:

@@ -28,7 +28,8 @@ class Exact:
             for first in members:
                 self._extend(used, first, [item for item in members if item != first])
             step = costs.step(min(self._slowest[used, first][0] for first in members), members)
-            smaller = [] if all_nodes else [self._best[used ^ 1 << item] for item in members]
+            idle = [] if all_nodes else [item for item in members if item or not collected]  # never that of rank 0
+            smaller = [self._best[used ^ 1 << item] for item in idle]
             self._best[used] = min([(step, used), *smaller], key=lambda item: item[0])
 
     def _extend(self, used: int, first: int, others: list[int]) -> None:

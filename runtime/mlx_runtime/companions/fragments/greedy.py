@@ -25,7 +25,7 @@ class Greedy:
         collected: float = 0.0,
     ) -> None:
         self._costs = Costs(blocks, machines, microbatches, collected)
-        self._machines, self._all_nodes = machines, all_nodes
+        self._machines, self._all_nodes, self._collects = machines, all_nodes, collected > 0
         smallest = min(block.memory for block in blocks)
         self._usable = [index for index, item in enumerate(machines) if all_nodes or item.memory >= smallest]
         self._needed = sum(block.memory for block in blocks)
@@ -61,10 +61,11 @@ class Greedy:
         found = self._ordered(own)
         if self._all_nodes:
             return found
-        by_memory = self._sorted(own, "memory", 1)
-        while found[0] == float("inf") and len(by_memory) > 1:
+        kept = [item for item in own if item == 0 and self._collects]  # the machine of rank 0
+        by_memory = [item for item in self._sorted(own, "memory", 1) if item not in kept]
+        while found[0] == float("inf") and len(kept) + len(by_memory) > 1:
             del by_memory[0]
-            found = self._ordered(by_memory)
+            found = self._ordered([*kept, *by_memory])
         for machine in by_memory:
             if left := [item for item in found[1] if item != machine]:
                 found = min(found, self._cut(left), key=itemgetter(0))

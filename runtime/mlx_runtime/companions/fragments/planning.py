@@ -61,8 +61,8 @@ def plan(
         ]
         used = [item for item in plans if machines[first] not in item.idle]
         found += used
-        if not plans or max(plans, key=_rate) in used:
-            break
+        if (kind is Greedy or not collects) and (not plans or max(plans, key=_rate) in used):
+            break  # an exact plan keeps the machine that collects, so others are compared
     if not found:
         raise ConfigError(_misfit(blocks, machines, clusters, collected))
     return max(found, key=_rate)

@@ -122,7 +122,10 @@ class FSDP(DDP):
         parts = [model.get_submodule(path) for path in sorted(blocks, key=lambda path: -path.count("."))]
         for module in parts or [model] if self.cfg.compile else []:
             compile_forward(module, self.cfg.compile)
+        empty = [path for path, param in model.named_parameters() if not param.numel()]
         try:
+            if empty:
+                raise ValueError(f"{empty[0]} has no elements")  # the first backward pass would fail
             for module in (model, *parts):
                 module.register_forward_hook(_without_views)
             for module in model.modules() if half else ():

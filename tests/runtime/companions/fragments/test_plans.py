@@ -127,6 +127,15 @@ def test_rank_0_has_memory_for_checkpoints() -> None:
         plan(blocks, machines, clusters=1, all_nodes=True, collects=True)
 
 
+def test_the_machine_of_rank_0_may_be_slow() -> None:
+    """The others are faster without it, but have no memory for checkpoints."""
+    blocks = [Block(f"layers.{index}", 1, weights=60, states=20, seconds=1) for index in range(6)]
+    machines = [Machine("large", 2000, speed=0.2), Machine("second", 300), Machine("third", 300)]
+    found = plan(blocks, machines, clusters=1, collects=True)
+    assert not found.idle
+    assert found.batches_per_s == plan(blocks, machines, clusters=1, all_nodes=True).batches_per_s
+
+
 def test_averaging_over_slow_links_keeps_machines_in_one_cluster() -> None:
     blocks, machines = case(3, machines=5, blocks=12, memory=8)
     often, rarely = (plan(blocks, machines, average_every=steps) for steps in (1, 10_000))

@@ -14,7 +14,7 @@ from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.wrapping import whole
-from mlx_runtime.errors import WorkerLoopError
+from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.loop.strategies import strategy_of
 from mlx_runtime.workers.worker import loop_errors
 
@@ -41,6 +41,12 @@ class Views(nn.Module):
             x += 1
             x = x.flatten(1)
         return {"first": x[:, 0], "all": [x]}
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.rest = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(0, 4))
 
 
 class NoParameters(nn.Module):
@@ -78,6 +84,11 @@ def test_views_may_be_changed_in_place() -> None:
         output["first"].square().sum().backward()
         gradients.append([whole(item.grad) for item in model.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+def test_empty_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"models\.net cannot be sharded: rest has no elements"):
+        built(Empty, "fsdp")
 
 
 def test_lines_give_sizes_in_fitting_units() -> None:

@@ -132,7 +132,7 @@ def test_a_process_takes_part_only_with_the_same_code(tmp_path: Path, monkeypatc
     with pytest.raises(MlxError, match="what rank 0 sent is no job"):
         Offer.decode(b"\x80\x04." + message[:40])
     job.tree["cfg"]["object"] = object()
-    with pytest.raises(ConfigError, match="torchrun cannot train this: a object cannot be sent"):
+    with pytest.raises(ConfigError, match="torchrun cannot train this: object objects cannot be sent"):
         Offer.of(job, "gloo", 60.0, 0).encode()
 
 
