@@ -139,7 +139,8 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
         previous = records.relocate(stored, folder)
         replaced = stored.get(records.REPLACED) or stored
         facts |= {records.REPLACED: replaced, "best": best_kept(folder, config.cfg.monitor, config.cfg.mode)}
-        if previous["status"] != "PENDING" or job is None:  # else the launcher has recorded these
+        ours = job is not None and records.REPLACED in stored and (stored.get("job") or {}).get("id") == job["id"]
+        if not ours and (previous["status"] != "PENDING" or job is None):  # else the launcher has recorded these
             previous = records.relocate(replaced, folder)
             facts |= {"attempts": records.attempts(previous), "job": job}
     else:

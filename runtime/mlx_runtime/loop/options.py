@@ -59,9 +59,9 @@ class TrainConfig:
         max_steps: maximum number of training steps, in all epochs and attempts. The run then ends successfully, with a
             checkpoint, even within an epoch. Counts updates, like `global_step`; None means no limit.
         evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
-        engine: starts the workers. `local`: as processes on this machine; `nodes`: on several machines without a
-            cluster; `ray`: on a cluster, or in a Ray embedded on this machine; `auto`: `local` on one machine unless
-            only Ray can train the run. May also be the import path of your own engine.
+        engine: starts the workers. `local`: as processes on this machine; `ray`: on a cluster, or in a Ray embedded on
+            this machine; `auto`: `torchrun` if that has started this process, else `local` on one machine unless only
+            Ray can train the run. May also be the import path of your own engine.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
         loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
             per worker.

@@ -226,9 +226,12 @@ class Session:
             self.save_or_stop(item)
 
     def training_step_done(self) -> None:
-        """Report a step, and request the checkpoint that is due after it, unless the loop has saved one."""
+        self.step_done(self.progress.global_step)
+        self._request_due_checkpoint()
+
+    def _request_due_checkpoint(self) -> None:
+        """Request the checkpoint that is due after a step, unless the loop has saved one."""
         step, every = self.progress.global_step, self.context.cfg.checkpoint_every_steps
-        self.step_done(step)
         if every is None or step % every or step == self.checkpoints.step:
             return
         if self.optimization.accumulation.last and not self.optimization.skipped:
@@ -250,6 +253,8 @@ class Session:
 
     def pass_left(self, item: Pass) -> None:
         if item.active:
+            if item.training and self.passes.leads(item):
+                self._request_due_checkpoint()
             self._end_pass(item)
 
     def _end_pass(self, item: Pass) -> None:
@@ -410,7 +415,8 @@ class Session:
             raise MlxError(f"self.every({steps}) needs a number of steps, 1 or more, or None for never")
         own = self.own_steps
         trains = self.passes.in_training_step(otherwise=own is not None and own.are_updates)
-        return trains and self.optimization.accumulation.last and self.progress.global_step % steps == 0
+        counts = trains and self.optimization.accumulation.last and not self.optimization.skipped
+        return counts and self.progress.global_step % steps == 0
 
     # -- checkpoints, and leaving the loop
 

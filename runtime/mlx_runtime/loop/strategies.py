@@ -66,9 +66,13 @@ class DDP:
             group = companions.part("sharding.building").build_replicated(node, recomputed)
         else:
             group = build(node, "models")
-        for model in members(group, nn.Module).values():
-            model.to(self.topology.device)
+        self.place(members(group, nn.Module))
         return group
+
+    def place(self, models: Mapping[str, nn.Module]) -> None:
+        """Move models that were built whole to the device."""
+        for model in models.values():
+            model.to(self.topology.device)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         """Enable or disable the synchronization of gradients in the following backward passes."""

@@ -24,9 +24,9 @@ def this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "pid_started": start_time_of(pid)}
 
 
-def lease(**fields: Any) -> dict[str, Any]:
+def lease() -> dict[str, Any]:
     """Return a record of this process as a holder, with the current time."""
-    return this_process() | {"status": "RUNNING", "heartbeat": now()} | fields
+    return this_process() | {"status": "RUNNING", "heartbeat": now()}
 
 
 def is_alive(record: Mapping[str, Any], stale_s: float = STALE_S) -> bool:

@@ -91,10 +91,13 @@ class Publication:
             path = Path(self._storage.of(self._name, self._marker))
             whole = path.with_name(f".{path.name}.{self.id}")
             write_atomic(whole, marker)  # readers must never see a part of it
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.link(whole, path)
                 self._committed = True
-            whole.unlink()
+            except FileExistsError:
+                pass
+            finally:
+                whole.unlink()
         elif self._storage.size_bytes(self._name, self._marker) is None:
             self.commit(marker)
         return self._committed

@@ -370,8 +370,11 @@ class TestPrecision:
             if other is not None:
                 module.backward(other * module.models.other(batch["x"]).square().mean())
                 stepped |= module.optimizer_step("adam")
-            counted.append((stepped, module.global_step))
-        assert counted == [(False, 0), (True, 1), (True, 2), (False, 2)]
+            counted.append((stepped, module.global_step, module.every(1), module.every(2)))
+        assert counted == [
+            *((False, 0, False, False), (True, 1, True, False)),
+            *((True, 2, True, True), (False, 2, False, False)),
+        ]
         assert loader.updates == 6  # if none is skipped
 
     def test_the_scale_is_that_of_the_checkpoint(self, begin: Begin) -> None:

@@ -1,5 +1,6 @@
 """A session in this process: the order of events, restored state, and reports."""
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -87,6 +88,17 @@ class Regrouped(Experiment):
         super().worker_loop(dataset_shards, **options)
 
 
+class Leaving(Experiment):
+    """The loop leaves each pass after two steps, and saves no checkpoint."""
+
+    def worker_loop(self, dataset_shards: DatasetShards, **options: Any) -> None:
+        (train,) = self.generate_loaders(dataset_shards)
+        for _ in range(4):
+            for batch in itertools.islice(train, 2):
+                self.backward(self.models.net(batch["x"]).square().mean())
+                self.optimizer_step()
+
+
 class Ending(Experiment):
     """The schedule has a fixed number of steps."""
 
@@ -127,6 +139,11 @@ class TestRestart:
         step = 4 if every is None else 6
         (notice,) = [event for event in events if isinstance(event, Notice)]
         assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
+
+    def test_a_checkpoint_that_is_due_as_the_loop_leaves_a_pass_follows_its_next_step(self, tmp_path: Path) -> None:
+        events = Events()
+        run(Leaving(checkpoint_every_steps=2), tmp_path, sink=events)
+        assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [3, 5, 7]
 
     def test_a_single_worker_has_one_process_group(self, tmp_path: Path) -> None:
         """It is for user code; the threads of a group wake up 100 times a second."""

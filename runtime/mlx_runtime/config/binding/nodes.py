@@ -211,6 +211,8 @@ class Description:
             items = [self._value(item, Any, recording, f"{key}[{index}]") for index, item in enumerate(value)]
             plain = type(value) is list or _restores(items, hint, value)
             return items if plain else {"_target_": "builtins.tuple", "_args_": [items]}
+        if isinstance(value, torch.dtype):
+            return _import_node(str(value), value, key)
         if id(value) in recording.calls:
             return self._call(recording.calls[id(value)], recording, key)
         if isinstance(value, type) or inspect.isroutine(value):
