@@ -13,7 +13,7 @@ from mlx_runtime.config.constructors.targets import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.planning import RunPlan
 from mlx_runtime.driver.request import RunConfig
-from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
+from mlx_runtime.errors import MlxError, StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
@@ -151,7 +151,14 @@ def claim(plan: RunPlan, guard: contextlib.ExitStack) -> records.Record:
 
             previous = drivers.refuse_living(folder)
         attempt = folder.attempts() + 1 if config.claimed else 1  # an earlier driver may have died before the run began
-        if not folder.claim_attempt(attempt, leases.lease()):
+        try:
+            claimed = folder.claim_attempt(attempt, leases.lease())
+        except MlxError:
+            if config.claimed is None:  # it is ours alone
+                with contextlib.suppress(OSError):
+                    storage_at(folder.location).remove_folder()
+            raise
+        if not claimed:
             raise UsageError(f"another driver has just started {folder.title}")
         if config.origin:
             facts["from"] = config.origin.title
