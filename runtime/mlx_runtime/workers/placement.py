@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 JOB_FLAG = "MLX_IN_JOB"
 """Environment variable of submitted jobs, whose drivers join the cluster that they run on."""
 
+WORKER_FLAG = "MLX_WORKER"
+"""Environment variable of workers on Ray, which have torchrun's variables, too."""
+
 WORKERS_PER_CORE = 32
 """How many workers may share a core of one machine; they are processes, which need memory even if they wait."""
 
 
 def is_launched() -> bool:
     """Return True if torchrun, or `srun` with the same variables, has started this process as a worker."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and WORKER_FLAG not in os.environ
 
 
 def engine_class(name: str) -> "EngineClass":

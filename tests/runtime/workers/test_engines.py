@@ -814,6 +814,13 @@ class TestAuto:
     def test_by_settings(self, cfg: TrainConfig, chosen: tuple[str, str]) -> None:
         assert engine_for(cfg) == chosen
 
+    @pytest.mark.pure
+    def test_a_worker_on_ray_is_not_one_of_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A script that a worker imports may make a `Trainer`."""
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MLX_WORKER", "1")):
+            monkeypatch.setenv(name, value)
+        assert engine_for(TrainConfig(start_workers=1)) == ("local", "")
+
     @pytest.mark.cluster
     def test_by_datasets(self, mlx: Mlx, experiment: Make) -> None:
         """A stream of Ray Data that is not prepared needs Ray, of which `--verbose` shows the output."""

@@ -18,6 +18,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
 from mlx_runtime.loop.job import backend_of
 from mlx_runtime.loop.options import TrainConfig
+from mlx_runtime.workers.placement import WORKER_FLAG
 from mlx_runtime.workers.worker import loop_errors
 
 ROOM_S = 60
@@ -124,7 +125,7 @@ class ActorWorker:
 
     def create(self, rendezvous: Rendezvous, backend: str, threads: int, cls: type, args: Any, kwargs: Any) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as in torchrun
-        os.environ.update(zip(names, map(str, rendezvous), strict=True))
+        os.environ.update(zip(names, map(str, rendezvous), strict=True), **{WORKER_FLAG: "1"})
         torch.set_num_threads(threads)
         device = torch.device("cpu" if backend == "gloo" else "cuda")  # Ray shows each actor its own GPUs
         topology = Topology(rendezvous.rank, rendezvous.world_size, device, rendezvous.local_rank)

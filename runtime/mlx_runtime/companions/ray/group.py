@@ -22,7 +22,7 @@ from mlx_runtime.events import Notice
 from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
 from mlx_runtime.loop.options import strategy_class
 from mlx_runtime.workers.local import NODE_NAME
-from mlx_runtime.workers.placement import JOB_FLAG
+from mlx_runtime.workers.placement import JOB_FLAG, WORKER_FLAG
 from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied
 
 RESIZE_S = 10.0
@@ -195,6 +195,7 @@ class RayGroup(RestartingGroup):
                 "LOCAL_WORLD_SIZE": len(here),
                 "MASTER_ADDR": seats[0].host,
                 "MASTER_PORT": seats[0].port,
+                WORKER_FLAG: "1",
                 NODE_NAME: names.get(seats[number].node, ""),
             }
             if not self._cluster.use_gpu:
