@@ -18,6 +18,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import OPTIONS, Request, refuse_options
 from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.workers.local import NODE_NAME
+from mlx_runtime.workers.stop_requests import hangup_ignored
 
 TORCHRUN = "import sys, torch.distributed.run; sys.tracebacklimit = 0; torch.distributed.run.main()"
 """torchrun, without tracebacks: it raises an error whenever a process has failed."""
@@ -59,11 +60,12 @@ def _train(torchrun: list[str], name: str, request: Request) -> int:
 
     def forward(number: int, _: Any) -> None:
         signals.append(number)
-        if process is not None and number != signal.SIGINT:  # that of a terminal reaches torchrun, too
+        if process is not None:
             process.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, forward)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or not hangup_ignored():
+            signal.signal(number, forward)
     while not signals:
         attempt += 1
         with tempfile.TemporaryDirectory(prefix="mlx-join-") as folder:
@@ -71,7 +73,8 @@ def _train(torchrun: list[str], name: str, request: Request) -> int:
             quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torchrun and c10d warn otherwise
             variables = quiet | os.environ | {NODE_NAME: name, "MLX_ATTEMPT": f"{failures}:{run}"}
             print(f"attempt   {attempt}: torchrun waits for all machines", flush=True)
-            process = subprocess.Popen([*torchrun, folder, *request.words], env=variables)
+            # In a session of its own, torchrun gets no signals from the terminal, but each of them once, from here.
+            process = subprocess.Popen([*torchrun, folder, *request.words], env=variables, start_new_session=True)
             process.wait()
             codes = [int(file.read_text()) for file in Path(folder).iterdir() if file.name.isdecimal()]
             if codes:

@@ -109,6 +109,8 @@ class TorchrunGroup(LocalGroup):
         if self._stop_asked():
             raise Terminated
         self._admit()
+        for rank in self._engine.members.gone & self._titles.keys():
+            self._replace({rank: WorkerDied(f"{self._titles[rank]} is gone")})
         if not self._missing:
             self._begin()
         elif time.monotonic() - self._waiting_since > (limit_s := self._engine.cfg.elastic.hang_timeout_s):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.loop.job import address_towards
 from mlx_runtime.workers.local import NODE_NAME
 
@@ -35,11 +35,13 @@ class Seat:
 
     @classmethod
     def read(cls) -> "Seat":
-        """Read the variables; raise ConfigError if one is missing, or no number."""
+        """Read the variables; raise ConfigError if one is missing or wrong."""
         numbers = [_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")]
         rank, world_size, local_rank, local_world_size, port = numbers
         if rank >= world_size:
             raise ConfigError(f"RANK is {rank}, and WORLD_SIZE {world_size}; ranks begin at 0")
+        if not 0 < port < 1 << 16:
+            raise ConfigError(f"MASTER_PORT is {port}, not a port, which is above 0 and below 65536")
         return cls(rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"], port)
 
     @property
@@ -59,9 +61,21 @@ class Seat:
             raise ConfigError(f"MASTER_ADDR is {self.master!r:.100}: {error.strerror or error}") from error
 
     def store(self, *, serves: bool = False) -> Any:
-        """Connect to the store; with `serves`, in the driver, keep it unless torchrun does. It answers anybody."""
-        serves = serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = TCPStore(self.master, self.port, None, serves, timedelta(seconds=MEET_S), wait_for_workers=False)
+        """Connect to the store; with `serves`, in the driver, keep it unless torchrun does. It answers anybody.
+
+        Raises:
+            RuntimeError: there is no store.
+            ConfigError: the driver can neither keep nor reach it.
+        """
+        keeps = serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        try:
+            store = TCPStore(self.master, self.port, None, keeps, timedelta(seconds=MEET_S), wait_for_workers=False)
+        except RuntimeError as error:
+            if not serves:
+                raise
+            at = f"{self.master}:{self.port}"
+            why = short_message(error)
+            raise ConfigError(f"cannot open the store at MASTER_ADDR:MASTER_PORT, {at}: {why}") from error
         return PrefixStore(f"mlx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

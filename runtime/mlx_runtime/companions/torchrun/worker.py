@@ -18,6 +18,8 @@ from mlx_runtime.companions.torchrun.seats import Seat
 from mlx_runtime.distributed.handshake import keep_groups_private
 from mlx_runtime.distributed.messages import encode
 from mlx_runtime.errors import MlxError, WorkerLostError, full_message, short_message
+from mlx_runtime.events import WorkerConnected
+from mlx_runtime.events import encode as encode_event
 from mlx_runtime.workers.local import gpus_of
 from mlx_runtime.workers.process import WorkerJob, train_in_group
 from mlx_runtime.workers.stop_requests import DRIVER_SIGNALS
@@ -57,12 +59,16 @@ def work(seat: Seat) -> int:
         if store.add(f"joined/{seat.rank}", 1) > 1:
             raise WorkerLostError(f"{seat.title} has left this attempt; the next one can include it")
         offer = Offer.decode(wait_for(store, "job"))
-        problem = offer.problem(seat.local_world_size)
-        sees = offer.sees_storage()
+        problem, sees, driver = offer.problem(seat.local_world_size), offer.sees_storage(), None
+        if not problem:
+            try:
+                driver = Driver(seat.rank, offer.job.receiver)
+            except (OSError, EOFError, AuthenticationError) as why:
+                problem = f"cannot reach the driver at {offer.job.receiver[0][0]}: {short_message(why)}"
         store.set(f"ready/{seat.rank}", encode([seat.title, problem, sees]))
-        if problem:
+        if driver is None:
             raise MlxError(f"{seat.title} {problem}")
-        error = _train(seat, offer, offer.job_here(sees=sees, shared=wait_for(store, "start") == SHARED))
+        error = _train(seat, offer, offer.job_here(sees=sees, shared=wait_for(store, "start") == SHARED), driver)
         lost = isinstance(error, WorkerLostError)
         if error is not None:
             print(f"error: {full_message(error)}", file=sys.stderr)
@@ -85,15 +91,11 @@ def wait_for(store: Any, key: str) -> bytes:
     return value
 
 
-def _train(seat: Seat, offer: Offer, job: Any) -> BaseException | None:
+def _train(seat: Seat, offer: Offer, job: Any, driver: "Driver") -> BaseException | None:
     host, first_rank = seat.host(), seat.rank - seat.local_rank
     shared = WorkerJob(job, seat.world_size, offer.backend, offer.timeout_s, Path(), seat.store, host, first_rank)
     os.environ.update(gpus_of(shared, seat.local_rank, seat.local_world_size))
     keep_groups_private(host)
-    try:
-        driver = Driver(job.receiver)
-    except (OSError, EOFError, AuthenticationError) as why:
-        return WorkerLostError(f"{seat.title} cannot reach the driver at {job.receiver[0]}: {short_message(why)}")
     for number in DRIVER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the driver gets them, too, and decides
     error = train_in_group(shared, seat.rank, driver)
@@ -104,12 +106,13 @@ def _train(seat: Seat, offer: Offer, job: Any) -> BaseException | None:
 class Driver:
     """The connection to the driver, whose loss ends this process."""
 
-    def __init__(self, receiver: Any) -> None:
+    def __init__(self, rank: int, receiver: Any) -> None:
         (host, port), key = receiver
         self._connection = Client((host, port), authkey=key)
         keep_alive(self._connection)
         self.done = threading.Event()  # this worker no longer trains
         self.send_bytes = self._connection.send_bytes
+        self.send_bytes(encode_event(WorkerConnected(rank)))  # the driver notices from now on if this process ends
 
     def recv_bytes(self) -> bytes:
         try:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,10 @@ from transcripts import check_transcript
 
 from mlx_runtime.companions.torchrun import roster
 from mlx_runtime.companions.torchrun.commands import train_join
+from mlx_runtime.companions.torchrun.engine import Members
 from mlx_runtime.companions.torchrun.offers import Offer
+from mlx_runtime.companions.torchrun.seats import Seat
+from mlx_runtime.companions.torchrun.worker import Driver
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.events import RunInfo
@@ -136,6 +140,27 @@ def test_a_process_takes_part_only_with_the_same_code(tmp_path: Path, monkeypatc
         Offer.of(job, "gloo", 60.0, 0).encode()
 
 
+@pytest.mark.pure
+def test_a_wrong_or_busy_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(os, "environ", os.environ | variables | {"MASTER_PORT": "99999"})
+    with pytest.raises(ConfigError, match="MASTER_PORT is 99999, not a port"):
+        Seat.read()
+    with socket.create_server(("", 0)) as busy:
+        os.environ["MASTER_PORT"] = port = str(busy.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"cannot open the store at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}"):
+            Seat.read().store(serves=True)
+
+
+@pytest.mark.pure
+def test_a_worker_that_ends_before_it_trains_is_gone() -> None:
+    with contextlib.closing(Members("127.0.0.1")) as members:
+        driver = Driver(1, (members.address, members.key))
+        assert members.gone == set()
+        del driver
+        wait_for(lambda: members.gone == {1}, 10)
+
+
 Machines = list[tuple[str, list[str]]]
 """Address of each machine, and the words before a command that runs on it."""
 
@@ -194,7 +219,8 @@ def join(machines: Machines, environment: dict[str, str], tmp_path: Path) -> Ite
         if hidden is not None:
             (tmp_path / "empty").mkdir()
             command += ["unshare", "-m", "sh", "-c", HIDE, str(tmp_path / "empty"), str(hidden)]
-        command += [sys.executable, "-m", "mlx_runtime", "train", "join", str(file), "--name", f"node_{number}", *words]
+        command += ["nohup", sys.executable, "-m", "mlx_runtime", "train", "join", str(file)]
+        command += ["--name", f"node_{number}", *words]
         started.append(Joined(command, folder, environment, tmp_path / f"join_{len(started)}.log"))
         return started[-1]
 
@@ -229,6 +255,7 @@ def test_lost_processes_end_an_attempt_and_the_next_one_resumes(
     wait_for(lambda: [note for note in diary(folder) if note.get("step") == 5 and note["rank"] == 1], WAIT_S)
     starts = [note for note in diary(folder) if "start" in note and note["rank"] == 1]
     assert len(starts) == 1
+    first.process.send_signal(signal.SIGHUP)  # without effect, because of nohup
     os.kill(starts[0]["pid"], signal.SIGKILL)
     wait_for(lambda: len([note for note in diary(folder) if note.get("start", 0) >= 3]) == 2, WAIT_S)
     wait_for(lambda: [note for note in diary(folder) if note.get("step", 0) >= 10 and note["rank"] == 0], WAIT_S)
@@ -248,3 +275,21 @@ def test_lost_processes_end_an_attempt_and_the_next_one_resumes(
     output = first.log.read_text()
     lines = [line for line in output.splitlines() if line.startswith(("attempt ", "error: a worker", "lost "))]
     check_transcript("torchrun.md", "lost", lines[:4], {str(folder): "digits"})
+
+
+@pytest.mark.local
+def test_refusals_and_ctrl_c_end_all_machines(
+    join: Callable[..., Joined], experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = experiment("faults")
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    first, second = join(0, folder, "cfg.num_epocs=1"), join(1, other)
+    assert [first.wait(), second.wait()] == [1, 1], first.log.read_text() + second.log.read_text()
+    assert "Did you mean 'cfg.num_epochs'?" in first.log.read_text()
+    assert "ended     by rank 0, whose output says why" in second.log.read_text()
+
+    first, second = join(0, folder, f"cfg.out={folder / 'diary'}", "cfg.fault=hang"), join(1, other)
+    wait_for(lambda: [note for note in diary(folder) if note.get("step") == 6 and note["rank"] == 1], WAIT_S)
+    first.process.send_signal(signal.SIGINT)  # rank 1 is asleep
+    assert [first.wait(), second.wait()] == [130, 130], first.log.read_text() + second.log.read_text()
+    assert "attempt   2" not in second.log.read_text()
