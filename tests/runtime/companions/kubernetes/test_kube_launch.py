@@ -159,6 +159,13 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
     assert found[0].startswith(line)
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize("address", ["kube", "kube:", "kube:/team"])
+def test_a_record_with_half_an_address_names_no_job(address: str) -> None:
+    assert job_statuses({(address, "a-1")}) == {}
+    assert client_of({"id": "a-1", "address": address}, alive=True) is None
+
+
 class TestApplied:
     """With kubectl and an API server."""
 
