@@ -135,7 +135,6 @@ def pod_storage(storage_path: str) -> str:
 
 def prepare(
     pods: Pods,
-    folder: Path,
     load: "Callable[[], RunConfig]",
     *,
     trials: int | None,
