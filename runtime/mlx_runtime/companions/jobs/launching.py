@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_runtime.driver.arguments import Request
-from mlx_runtime.errors import MlxError, RunStopped, StorageError, full_message, short_message
+from mlx_runtime.errors import ClusterError, MlxError, RunStopped, StorageError, full_message, short_message
 from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.settings import Settings
@@ -169,8 +169,11 @@ class QueuedJob:
         return self.client.follow(self.id, partial(print, end="", flush=True)).exit_code
 
     def wait(self) -> str:
-        """Return the status of the job now."""
-        return str(self.client.state(self.id))
+        """Return the status of the job now; PENDING if the cluster does not tell, because it has accepted the job."""
+        try:
+            return str(self.client.state(self.id))
+        except ClusterError:
+            return "PENDING"
 
 
 @contextlib.contextmanager
