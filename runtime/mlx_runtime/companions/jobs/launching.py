@@ -182,8 +182,8 @@ def pending(
 ) -> Iterator[records.Record]:
     """Record that a claimed run waits for its job, whose driver continues the record.
 
-    If the block, which submits the job or is its driver, fails before the run has begun, the run has failed. A run that
-    was to be resumed has its previous record again instead.
+    If the block, which submits the job or is its driver, fails or is interrupted before the run has begun, the run has
+    failed. A run that was to be resumed has its previous record again instead.
 
     Args:
         run: folder of the run.
@@ -201,7 +201,7 @@ def pending(
     record = records.Record(run, before, **facts)
     try:
         yield record
-    except (MlxError, OSError) as error:
+    except (MlxError, OSError, KeyboardInterrupt) as error:
         with contextlib.suppress(StorageError):  # it may be what failed
             if records.load_record(run).get("status") != "PENDING":  # the driver has recorded the end
                 pass
