@@ -18,16 +18,16 @@ REPEAT_WINDOW_S = 5.0  # Ctrl-C is ignored for this long after the first one
 
 
 @contextlib.contextmanager
-def clean_exit(*, debug: bool = False) -> Iterator[None]:
+def clean_exit() -> Iterator[None]:
     """Print an error in the block as a message without a traceback, and exit with the matching code.
 
-    With `debug`, or `MLX_DEBUG=1`, errors propagate with their traceback.
+    With `MLX_DEBUG=1`, errors propagate with their traceback.
     """
     with _single_interrupt():
         try:
             yield
         except (MlxError, OSError, KeyboardInterrupt) as error:
-            if debug or Settings.read().debug:
+            if Settings.read().debug:
                 raise
             code = _print_error(error)
             if not isinstance(error, OSError):  # a second Ctrl-C must not disturb the other exit handlers

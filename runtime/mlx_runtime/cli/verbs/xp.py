@@ -288,7 +288,7 @@ def board(name: str | None, run: str | None, port: int) -> None:
         if name is not None:
             found = find_run(path, name, run or "latest")
             path = found.location if run else join_path(path, name)
-    if not is_uri(path) and not Path(path).is_dir():
+    if not (storage_at(path).below() if is_uri(path) else Path(path).is_dir()):
         raise UsageError(f"there are no runs in {path} yet; start one with: mlx train run")
     if there:
         companions.part("ray.remote_job").mirror(path)

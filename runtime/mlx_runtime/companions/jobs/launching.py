@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_runtime.driver.arguments import Request
-from mlx_runtime.errors import MlxError, RunStopped, StorageError, full_message, short_message
+from mlx_runtime.errors import ClusterError, MlxError, RunStopped, StorageError, full_message, short_message
 from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
 from mlx_runtime.settings import Settings
@@ -169,8 +169,11 @@ class QueuedJob:
         return self.client.follow(self.id, partial(print, end="", flush=True)).exit_code
 
     def wait(self) -> str:
-        """Return the status of the job now."""
-        return str(self.client.state(self.id))
+        """Return the status of the job now; PENDING if the cluster does not tell, because it has accepted the job."""
+        try:
+            return str(self.client.state(self.id))
+        except ClusterError:
+            return "PENDING"
 
 
 @contextlib.contextmanager
@@ -179,8 +182,8 @@ def pending(
 ) -> Iterator[records.Record]:
     """Record that a claimed run waits for its job, whose driver continues the record.
 
-    If the block, which submits the job or is its driver, fails before the run has begun, the run has failed. A run that
-    was to be resumed has its previous record again instead.
+    If the block, which submits the job or is its driver, fails or is interrupted before the run has begun, the run has
+    failed. A run that was to be resumed has its previous record again instead.
 
     Args:
         run: folder of the run.
@@ -198,7 +201,7 @@ def pending(
     record = records.Record(run, before, **facts)
     try:
         yield record
-    except (MlxError, OSError) as error:
+    except (MlxError, OSError, KeyboardInterrupt) as error:
         with contextlib.suppress(StorageError):  # it may be what failed
             if records.load_record(run).get("status") != "PENDING":  # the driver has recorded the end
                 pass

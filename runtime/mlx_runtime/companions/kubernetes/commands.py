@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -48,10 +49,10 @@ def parse(words: Sequence[str]) -> "tuple[tuple[str, ...], Callable[..., KubeLau
     given: dict[str, Any] = launch_kube.make_context("launch --kube", [*words]).params
     rest, dry_run = given.pop("words"), given.pop("dry_run")
 
-    def prepare(*arguments: Any, **settings: Any) -> "KubeLaunch":
+    def prepare(_: Path, load: Callable[[], Any], **settings: Any) -> "KubeLaunch":
         from mlx_runtime.companions.kubernetes.launch import prepare
         from mlx_runtime.companions.kubernetes.manifest import Pods
 
-        return prepare(Pods(**given), *arguments, dry_run=dry_run, **settings)
+        return prepare(Pods(**given), load, dry_run=dry_run, **settings)
 
     return rest, prepare

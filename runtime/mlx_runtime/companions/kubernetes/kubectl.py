@@ -66,7 +66,10 @@ class Kubectl:
 
 def client_of(job: Mapping[str, str], *, alive: bool) -> Kubectl | None:
     """Return the client of a RayJob; None if the current context of kubectl does not know it."""
-    kubectl = Kubectl.of(None, _namespace(job["address"]))
+    namespace = _namespace(job["address"])
+    if namespace is None:
+        return None
+    kubectl = Kubectl.of(None, namespace)
     with contextlib.suppress(ClusterError):
         kubectl.state(job["id"])
         return kubectl
@@ -76,7 +79,7 @@ def client_of(job: Mapping[str, str], *, alive: bool) -> Kubectl | None:
 def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Return the status of jobs by address and id, without those that the current context of kubectl does not know."""
     found: dict[tuple[str, str], str] = {}
-    for namespace in {_namespace(address) for address, _ in jobs}:
+    for namespace in {_namespace(address) for address, _ in jobs} - {None}:
         with contextlib.suppress(ClusterError):
             answer = Kubectl.of(None, namespace).run("get", "rayjobs", "--output=json", timeout_s=STATE_S)
             known = {item["metadata"]["name"]: str(_state(item)) for item in json.loads(answer)["items"]}
@@ -85,9 +88,13 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return found
 
 
-def _namespace(address: str) -> str:
-    """Return the namespace in an address like `kube://team/digits-4f1c9a`; empty for that of kubectl."""
-    return address.split("/")[2]
+def _namespace(address: str) -> str | None:
+    """Return the namespace in an address like `kube://team/digits-4f1c9a`; empty for that of kubectl.
+
+    None if this is no such address: the record that it is from may have been edited.
+    """
+    _, separator, path = address.partition("://")
+    return path.partition("/")[0] if separator else None
 
 
 def _state(rayjob: Mapping[str, Any]) -> JobState:

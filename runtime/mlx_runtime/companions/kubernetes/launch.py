@@ -135,7 +135,6 @@ def pod_storage(storage_path: str) -> str:
 
 def prepare(
     pods: Pods,
-    folder: Path,
     load: "Callable[[], RunConfig]",
     *,
     trials: int | None,
@@ -194,9 +193,13 @@ def _template(file: str | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        return from_plain_yaml(Path(file).read_bytes())
+        found = from_plain_yaml(Path(file).read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--template: cannot read {file}: {short_message(error)}") from error
+    about = found.get("metadata")
+    if isinstance(about, Mapping) and "name" in about:
+        raise ConfigError(f"--template: remove metadata.name from {file}; each launch gives its RayJob a new name")
+    return found
 
 
 @contextlib.contextmanager

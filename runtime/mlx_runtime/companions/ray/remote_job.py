@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_runtime.companions.ray import frames
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import MlxError
 from mlx_runtime.storage.files import storage_at
 
 FILES_BYTES = 64 << 20
@@ -90,8 +90,6 @@ def mirror(root: str) -> None:
                         content = stream.read()
                     sent[item.path] = sent.get(item.path, 0) + len(content)
                     _send(item.path, content)
-        if not sent:
-            raise UsageError(f"there are no runs in {root} yet; start one with: mlx train run")
         time.sleep(MIRROR_S)
 
 

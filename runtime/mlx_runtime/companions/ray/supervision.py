@@ -56,7 +56,8 @@ class DriverEnd:
 
     Attributes:
         code: exit code of the process; -N if signal N killed it.
-        status: status of the run by its record or lease; PENDING if the driver had not claimed it.
+        status: status of the run by its record; PENDING if the driver had not claimed it, and RUNNING if it had, but
+            had not recorded that.
         asked: reason for which the run was asked to stop, if it was.
         saved: the driver has saved a checkpoint.
     """
@@ -173,8 +174,9 @@ class Supervisor:
             lease = records.parse_record(self._folder.document(attempt_name(newest)))
         if (lease.get("boot"), lease.get("pid")) != (leases.this_process()["boot"], pid):
             return None
-        if record.get("attempt") != newest:  # the run has not resumed, and its previous record was put back
-            return DriverEnd(code, "FAILED")
+        if record.get("attempt") != newest:  # it had just claimed the run, or has put the previous record back
+            put_back = records.REPLACED not in record and record["status"] != "PENDING"
+            return DriverEnd(code, "FAILED" if put_back else "RUNNING")
         saved = record.get("latest") not in (None, before.get("latest"))
         return DriverEnd(code, record["status"], record.get("stop_reason"), saved)
 

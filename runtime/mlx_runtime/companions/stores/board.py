@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import MlxError
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import storage_at
 
@@ -20,8 +20,7 @@ def serve(uri: str, command: Callable[[str], list[str]]) -> None:
     """Run the command for a folder with copies of the event files, and refresh them. Exits with it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends TensorBoard and deletes the copies
     with tempfile.TemporaryDirectory(prefix="mlx-board-") as temporary:
-        if not _mirror(uri, Path(temporary)):
-            raise UsageError(f"there are no runs in {uri} yet; start one with: mlx train run")
+        _mirror(uri, Path(temporary))
         server = subprocess.Popen(command(temporary))
         try:
             while server.poll() is None:
@@ -35,12 +34,11 @@ def serve(uri: str, command: Callable[[str], list[str]]) -> None:
     sys.exit(server.returncode)
 
 
-def _mirror(uri: str, folder: Path) -> int:
-    """Copy event files that are new or have grown. Return the total number of event files."""
+def _mirror(uri: str, folder: Path) -> None:
+    """Copy event files that are new or have grown."""
     storage = storage_at(uri)
     found = [item for item in storage.below() if ".tfevents." in item.name and stays_below(item.path)]
     for item in found:
         file = folder / item.path
         if not file.exists() or file.stat().st_size != item.size_bytes:
             storage.download(file, item.path)
-    return len(found)

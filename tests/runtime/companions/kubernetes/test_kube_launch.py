@@ -91,6 +91,15 @@ class TestPrinted:
         assert " --parallel=2 " in found["spec"]["entrypoint"]
         assert found["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
 
+    def test_a_template_cannot_rename_the_job(self, launch: Launch, tmp_path: Path) -> None:
+        """Its record and the printed commands name the RayJob."""
+        file = tmp_path / "pods.yaml"
+        file.write_text("metadata: {name: other}")
+        done = launch(*IMAGE, "--claim", "runs", "--dry-run", "--template", str(file))
+        cure = "each launch gives its RayJob a new name"
+        message = f"error: --template: remove metadata.name from {file}; {cure}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
+
     def test_the_guide_shows_it(self, launch: Launch) -> None:
         page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
         command = re.search(r"mlx train launch --kube ([^`]*--dry-run[^`]*) > digits.yaml", page)
@@ -157,6 +166,13 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
     found = [check.line() for check in checks if not check.ok or options.get("image", "").count("@")]
     assert len(found) == 1
     assert found[0].startswith(line)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("address", ["kube", "kube:", "kube:/team"])
+def test_a_record_with_half_an_address_names_no_job(address: str) -> None:
+    assert job_statuses({(address, "a-1")}) == {}
+    assert client_of({"id": "a-1", "address": address}, alive=True) is None
 
 
 class TestApplied:

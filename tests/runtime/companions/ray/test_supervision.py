@@ -30,6 +30,8 @@ from mlx_runtime.storage.leases import this_process
 
 folder = named_run(sys.argv[1], "", "")
 attempt = drivers.take_over(folder)
+if sys.argv[2] == "die before the record":
+    os.kill(os.getpid(), signal.SIGKILL)
 record = records.Record(folder, records.load_record(folder), **this_process(), status="RUNNING", attempt=attempt)
 checkpoint = {"epoch": attempt, "path": f"{folder.checkpoints}/epoch_{attempt}"}
 
@@ -123,6 +125,17 @@ def test_it_gives_up_after_the_last_retry(run: RunFolder) -> None:
     code, record = supervise(run, 1, "die()")
     assert (code, record["status"], history(record)) == (137, "FAILED", [KILLED])
     assert record["error"] == "the driver was killed by SIGKILL (out of memory?), after 1 of 1 retries"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_driver_that_dies_between_its_claim_and_its_record_is_followed_too(run: RunFolder, resumed: bool) -> None:
+    if resumed:
+        pending = load_record(run)
+        former = {**pending, "status": "FAILED", "end": documents.now()}
+        records.Record(run, pending, **{records.REPLACED: former})
+    code, record = supervise(run, 2, "die before the record")
+    assert (code, record["status"], run.attempts()) == (137, "FAILED", 3)
+    assert record["error"] == "the driver was killed by SIGKILL (out of memory?), after 2 of 2 retries"
 
 
 def test_errors_and_requests_of_users_end_it(run: RunFolder) -> None:
