@@ -5,6 +5,7 @@ A command is a job; its output, files and exit code come back in `frames`.
 
 import codecs
 import contextlib
+import dataclasses
 import getpass
 import itertools
 import json
@@ -22,19 +23,23 @@ from pathlib import Path
 
 from mlx_runtime.cli import options, xp
 from mlx_runtime.cli.verbs import xp as verbs
+from mlx_runtime.companions.jobs.checks import require
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.cluster_storage import split_path
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.companions.ray.preflight import check_upload
+from mlx_runtime.config.interpolation import parse_config
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB
+from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.runs.queries.lookup import conf_value
-from mlx_runtime.runs.records import provenance
+from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, provenance
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
+from mlx_runtime.storage.redaction import redact_override, secret_keys
 
 DATA = ("launch", "logs", "ls", "rm", "show", "stop")
 """Commands of `mlx data` that read or change the storage. Of `mlx xp`, all do but `ray`; of `mlx train`, `launch`."""
@@ -44,9 +49,6 @@ POLL_S, POLLED_S = 0.15, 15.0
 
 KEPT_S = 60.0
 """Time for which jobs of earlier commands stay in the list of jobs."""
-
-GIT_BYTES = 100_000
-"""Maximum size of the recorded uncommitted changes of a launch."""
 
 OUTPUTS = ("-o", "--output", "--html")
 """Options whose values are files to write."""
@@ -86,27 +88,49 @@ def run(words: Sequence[str], url: str | None) -> int:
         raise UsageError(f"the storage is {storage}, a folder of this machine; name that of the cluster: MLX_STORAGE")
     variables = {"MLX_STORAGE": storage} if storage else {}
     variables |= {"MLX_DEBUG": "1"} if Settings.read().debug else {}
+    upload, added = _upload(words), dict[str, bytes]()
     if words[1] == "launch":  # from there; the last address wins
-        git = provenance(())["git"]
-        if len(json.dumps(git)) > GIT_BYTES:  # too long for a variable
-            git["diff"] = git["diff"][: GIT_BYTES // 6]
-        variables["MLX_GIT"] = json.dumps(git)
+        facts = provenance(())
+        added = {LAUNCHED_FILE: json.dumps({name: facts[name] for name in ("command", "git")}).encode()}
+        variables[LAUNCHED] = LAUNCHED_FILE
         words = [*words[:2], f"--ray-address={address.url}", *words[2:]]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops the job
     dashboard = Dashboard.connect(address)
     if list(words[:2]) == ["xp", "board"]:
-        return _board(dashboard, words, variables)
-    files = Files(words)
-    end = _run(dashboard, words, variables, files.write)
+        return _board(dashboard, JobSpec(words, upload, variables))
+    spec, files = JobSpec(words, upload, variables, added=added), Files(words)
+    end = _run(dashboard, spec, files.write)
     while end.kind == "ask":
         options.confirm(end.text)
-        end = _run(dashboard, words, variables | {frames.CONFIRMED: end.text}, files.write)
+        confirmed = variables | {frames.CONFIRMED: end.text}
+        end = _run(dashboard, dataclasses.replace(spec, environment=confirmed), files.write)
     return end.code
 
 
-def _board(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str]) -> int:
+def _upload(words: Sequence[str]) -> Upload:
+    """Return the files that a command needs: the code of a launch, which must contain no secrets; otherwise `src`."""
+    if words[1] != "launch":
+        upload = Upload.of(Path.cwd()) if CONF.is_file() else Upload(Path.cwd(), ())
+        return Upload(upload.folder, tuple(item for item in upload.files if item[0].parts[0] == CONF.parts[0]))
+    upload = Upload.of((DATA_JOB if words[0] == "data" else AN_EXPERIMENT).folder())
+    require(check_upload(upload))
+    try:
+        written = list(secret_keys(parse_config(CONF.read_bytes(), environment=False))) if CONF.is_file() else []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {CONF}: {error}; fix it") from error
+    hidden = {word: redact_override(word) for word in words}
+    written += [shown.partition("=")[0].lstrip("+") for word, shown in hidden.items() if shown != word]
+    if written:
+        cure = "set it in the environment of the nodes, list its name in cfg.secrets=[NAME], and write ${oc.env:NAME}"
+        raise UsageError(f"{', '.join(written)} would show in the dashboard and in run.json; {cure}")
+    for note in upload.notes:
+        print(f"note      {note}")
+    return upload
+
+
+def _board(dashboard: Dashboard, spec: JobSpec) -> int:
     """Serve TensorBoard here, with copies of the event files, which the job sends."""
-    port = xp.group.commands["board"].make_context("board", [*words[2:]]).params["port"]
+    port = xp.group.commands["board"].make_context("board", [*spec.command[2:]]).params["port"]
     verbs.check_board(port)
     with tempfile.TemporaryDirectory(prefix="mlx-board-") as folder, contextlib.ExitStack() as stack:
 
@@ -121,7 +145,7 @@ def _board(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, s
                 stack.callback(servers[0].terminate)
 
         servers: list[subprocess.Popen[bytes]] = []
-        return _run(dashboard, words, variables, write).code
+        return _run(dashboard, spec, write).code
 
 
 class Files:
@@ -146,19 +170,16 @@ class Files:
         self._begun.add(path)
 
 
-def _run(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str], write: Write) -> frames.Frame:
-    """Run a command as a job. Return its question, or its exit code."""
+def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
+    """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
     user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
     job, metadata = (
         f"mlx-command-{user}-{uuid.uuid4().hex[:8]}",
         {"mlx": "command", "user": f"{user}@{socket.gethostname()}"},
     )
-    upload = Upload.of(Path.cwd()) if CONF.is_file() or words[1] == "launch" else Upload(Path.cwd(), ())
-    if words[1] != "launch":
-        files = tuple(item for item in upload.files if item[0].parts[0] == CONF.parts[0])
-        upload = Upload(upload.folder, files)
-    command = ["python", "-u", "-m", remote_job.__name__, *words]
-    dashboard.submit(job, JobSpec(command, upload, {"MLX_ON": key, **variables}, metadata))
+    command = ["python", "-u", "-m", remote_job.__name__, *spec.command]
+    environment = {"MLX_ON": key, **spec.environment}
+    dashboard.submit(job, dataclasses.replace(spec, command=command, environment=environment, metadata=metadata))
     reader, decoders = (
         frames.Reader(key),
         {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in ("out", "err")},
