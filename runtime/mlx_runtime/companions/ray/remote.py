@@ -50,8 +50,11 @@ POLL_S, POLLED_S = 0.15, 15.0
 KEPT_S = 60.0
 """Time for which jobs of earlier commands stay in the list of jobs."""
 
-OUTPUTS = ("-o", "--output", "--html")
+OUTPUTS = ("-o", "--output")
 """Options whose values are files to write."""
+
+UNNAMED = (["xp", "consolidate"], ["xp", "export"])
+"""Commands that write new files if they have none of these options."""
 
 Write = Callable[[str, bytes], object]
 
@@ -83,7 +86,11 @@ def run(words: Sequence[str], url: str | None) -> int:
             f"--on is for mlx xp, train launch, and data {', '.join(DATA)}; leave it out of mlx {words[0]}"
         )
     address = Address.parse(url, "--on")
-    storage = split_path(words)[0] or Settings.read().storage or conf_value("cfg.storage_path")
+    storage = split_path(words)[0] or Settings.read().storage
+    if not storage:
+        storage = conf_value("cfg.storage_path")
+        if storage is not None and not is_uri(storage) and any(word.startswith("/") for word in words):
+            storage = storage if storage.startswith("/") else None  # the command names a folder of the cluster
     if storage is not None and not is_uri(storage) and not storage.startswith("/"):
         raise UsageError(f"the storage is {storage}, a folder of this machine; name that of the cluster: MLX_STORAGE")
     variables = {"MLX_STORAGE": storage} if storage else {}
@@ -149,21 +156,36 @@ def _board(dashboard: Dashboard, spec: JobSpec) -> int:
 
 
 class Files:
-    """Writes the files that a command sends: those that the user has named, or new ones beside them."""
+    """Writes the files that a command sends: those that the user has named; without names, new ones."""
 
     def __init__(self, words: Sequence[str]) -> None:
         pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
-        self._named = {os.path.normpath(value) for name, value in pairs if name in OUTPUTS and value}
+        values = [value for name, value in pairs if name in OUTPUTS]
+        values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
+        named = {os.path.normpath(value) for value in values if value}
+        self._named, self._unnamed = named - {"."}, "." in named or (not named and list(words[:2]) in UNNAMED)
         self._begun: set[str] = set()
+        self._bytes = 0
+        if inside := [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]:  # a link there
+            raise UsageError(
+                f"{inside[0]} lies in the code, which the command reads; name a file outside {CONF.parts[0]}"
+            )
+
+    def _is_expected(self, path: str) -> bool:
+        top, target = path.partition("/")[0], Path(path).resolve()
+        for name in self._named:
+            if (path == name or path.startswith(f"{name}/")) and target.is_relative_to(Path(name).resolve()):
+                return True
+        if not self._unnamed or top.startswith(".") or not target.is_relative_to(Path.cwd().resolve()):
+            return False
+        return top in {item.partition("/")[0] for item in self._begun} or not os.path.lexists(top)
 
     def write(self, path: str, content: bytes) -> None:
-        top = path.partition("/")[0]
-        named = any(path == name or path.startswith(f"{name}/") for name in self._named)
-        new = not top.startswith(".") and (
-            top in {item.partition("/")[0] for item in self._begun} or not Path(top).exists()
-        )
-        if not named and not new:
+        if not self._is_expected(path):
             raise ClusterError(f"the cluster has sent the file {path}, which the command does not write")
+        self._bytes += len(content)
+        if self._bytes > remote_job.FILES_BYTES:
+            raise ClusterError(f"the cluster has sent files of more than {remote_job.FILES_BYTES / 1e6:.0f} MB")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("ab" if path in self._begun else "wb") as stream:
             stream.write(content)

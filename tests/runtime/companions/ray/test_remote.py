@@ -115,3 +115,13 @@ def test_a_launch_records_what_was_typed_and_all_changes(
     remote.run(["train", "launch"], URL)
     assert json.loads(cluster.files()[".mlx-launched.json"])["command"] == found["command"]
     assert ".mlx-launched.json" not in map(str, (path for path, _ in cluster.spec.upload.files))
+
+
+def test_folders_of_the_cluster_are_found_in_an_experiment_with_a_storage_of_its_own(
+    experiment: Path, cluster: Cluster
+) -> None:
+    (experiment / "src/conf.yaml").write_text("cfg: {storage_path: ../runs}\n")
+    assert remote.run(["xp", "logs", "/ceph/runs/digits/run_001"], URL) == 3
+    assert "MLX_STORAGE" not in cluster.spec.environment
+    with pytest.raises(UsageError, match=r"the storage is \.\./runs, a folder of this machine"):
+        remote.run(["xp", "ls"], URL)
