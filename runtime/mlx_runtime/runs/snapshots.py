@@ -120,7 +120,7 @@ def _listed(root: Path) -> set[Path]:
     if not listed:  # or a repository that ignores the whole project
         source = root / "src" if (root / "src").is_dir() and Settings.read().job is None else root
         found = {path.relative_to(root) for path in (*root.glob("*"), *source.rglob("*")) if not path.is_dir()}
-        ignored = _ignored(root / ".gitignore")
+        ignored = _ignored(root / ".gitignore") if Settings.read().job is None else GitIgnoreSpec.from_lines(())
         listed = {path for path in found if not ignored.match_file(path)}
     return listed
 

@@ -83,7 +83,8 @@ def run(words: Sequence[str], url: str | None) -> int:
     """Run a command on a cluster, and print what it prints. Return its exit code."""
     if not runs_there(words):
         raise UsageError(
-            f"--on is for mlx xp, train launch, and data {', '.join(DATA)}; leave it out of mlx {words[0]}"
+            "--on is for all commands of mlx xp, except ray, for mlx train launch, "
+            f"and for mlx data {', '.join(DATA)}; leave it out of mlx {' '.join(words[:2])}"
         )
     address = Address.parse(url, "--on")
     storage = split_path(words)[0] or Settings.read().storage
@@ -106,11 +107,17 @@ def run(words: Sequence[str], url: str | None) -> int:
     if list(words[:2]) == ["xp", "board"]:
         return _board(dashboard, JobSpec(words, upload, variables))
     spec, files = JobSpec(words, upload, variables, added=added), Files(words)
-    end = _run(dashboard, spec, files.write)
-    while end.kind == "ask":
-        options.confirm(end.text)
-        confirmed = variables | {frames.CONFIRMED: end.text}
-        end = _run(dashboard, dataclasses.replace(spec, environment=confirmed), files.write)
+    try:
+        end = _run(dashboard, spec, files.write)
+        while end.kind == "ask":
+            options.confirm(end.text)
+            confirmed = variables | {frames.CONFIRMED: end.text}
+            end = _run(dashboard, dataclasses.replace(spec, environment=confirmed), files.write)
+    except KeyboardInterrupt:
+        if words[1] != "launch":
+            raise
+        print("\nif the job was submitted, it keeps running", file=sys.stderr)
+        return 130
     return end.code
 
 
@@ -166,7 +173,8 @@ class Files:
         self._named, self._unnamed = named - {"."}, "." in named or (not named and list(words[:2]) in UNNAMED)
         self._begun: set[str] = set()
         self._bytes = 0
-        if inside := [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]:  # a link there
+        inside = [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]
+        if inside and CONF.is_file():  # it is uploaded, and a link there
             raise UsageError(
                 f"{inside[0]} lies in the code, which the command reads; name a file outside {CONF.parts[0]}"
             )
@@ -217,7 +225,8 @@ def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
                 raise _EndedError(frame)
 
     try:
-        _forget_ended(dashboard, metadata)
+        with contextlib.suppress(ClusterError):  # it may be too busy to list its jobs
+            _forget_ended(dashboard, metadata)
         state = _follow(dashboard, job, read)
     except _EndedError as end:
         return end.frame

@@ -82,6 +82,7 @@ def test_a_job_writes_only_the_files_of_its_command(tmp_path: Path, monkeypatch:
         with pytest.raises(ClusterError, match="which the command does not write"):
             files.write(path, b"hostile")
     assert not outside.exists()
+    Path("src/conf.yaml").touch()
     with pytest.raises(UsageError, match="lies in the code"):
         remote.Files(["xp", "report", "src", "-o", "src/page.html"])
 

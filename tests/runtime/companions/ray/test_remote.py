@@ -125,3 +125,33 @@ def test_folders_of_the_cluster_are_found_in_an_experiment_with_a_storage_of_its
     assert "MLX_STORAGE" not in cluster.spec.environment
     with pytest.raises(UsageError, match=r"the storage is \.\./runs, a folder of this machine"):
         remote.run(["xp", "ls"], URL)
+
+
+def test_a_cluster_that_cannot_list_its_jobs_runs_the_command(
+    experiment: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def jobs() -> list[dict[str, Any]]:
+        raise ClusterError("cannot list its jobs")
+
+    monkeypatch.setattr(cluster, "jobs", jobs)
+    assert (remote.run(["xp", "ls"], URL), cluster.stopped) == (3, False)
+
+
+def test_an_interrupted_launch_tells_that_its_job_keeps_running(
+    experiment: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def follow(*_: Any, **__: Any) -> JobState:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster, "follow", follow)
+    assert remote.run(["train", "launch", "-f"], URL) == 130
+    assert cluster.stopped
+    assert capsys.readouterr().err == "\nif the job was submitted, it keeps running\n"
+
+
+def test_what_is_wrong_is_named(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"all commands of mlx xp, except ray, .*; leave it out of mlx xp ray$"):
+        remote.run(["xp", "ray"], URL)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UsageError, match="Pass --on http://HEAD:8265"):
+        remote.run(["xp", "ls"], "")
