@@ -58,6 +58,9 @@ PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-
 DIFF_BYTES = 1 << 20
 """Maximum size of the recorded uncommitted changes."""
 
+LAUNCHED, LAUNCHED_FILE = "MLX_LAUNCHED", ".mlx-launched.json"
+"""Variable with the path of a file in which another machine has recorded the command and the code of its launch."""
+
 LAUNCHER_FACTS = ("command", "overrides", "git")
 """Facts that the launcher of a run or data job records, because they are unknown to its job."""
 
@@ -287,13 +290,14 @@ def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the origin of a run with these overrides, as fields of its record, without secrets."""
-    return {
+    facts = {
         "command": shlex.join(redact_override(word) for word in sys.orig_argv),
         "overrides": [redact_override(item) for item in overrides],
-        "git": _git(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-    } | this_process()
+    }
+    file = os.environ.get(LAUNCHED)
+    return facts | (json.loads(Path(file).read_bytes()) if file else {"git": _git()}) | this_process()
 
 
 def _version(package: str) -> str | None:
@@ -308,9 +312,6 @@ def _git() -> dict[str, Any] | None:
 
     Leaves out files whose names suggest that they hold secrets, and recognizable secrets in others.
     """
-
-    if (known := os.environ.get("MLX_GIT")) is not None:  # of a launch on behalf of another machine
-        return json.loads(known)  # type: ignore[no-any-return]
 
     def git(*arguments: str) -> str | None:
         try:

@@ -20,6 +20,7 @@ from pathspec import GitIgnoreSpec
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.records import LAUNCHED_FILE
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import join_path
@@ -35,6 +36,7 @@ NEVER = GitIgnoreSpec.from_lines(
     (
         *(".git", ".venv/", "venv/", "__pycache__/", "*.pyc", "runs/", ".prepared/", "node_modules/"),
         *(".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".ds_store"),
+        LAUNCHED_FILE,
     )
 )
 """Files that no run needs, even if git tracks them; matched in lower case, as those with secrets."""
@@ -118,7 +120,7 @@ def _listed(root: Path) -> set[Path]:
     if not listed:  # or a repository that ignores the whole project
         source = root / "src" if (root / "src").is_dir() and Settings.read().job is None else root
         found = {path.relative_to(root) for path in (*root.glob("*"), *source.rglob("*")) if not path.is_dir()}
-        ignored = _ignored(root / ".gitignore")
+        ignored = _ignored(root / ".gitignore") if Settings.read().job is None else GitIgnoreSpec.from_lines(())
         listed = {path for path in found if not ignored.match_file(path)}
     return listed
 

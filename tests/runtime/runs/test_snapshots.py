@@ -97,6 +97,13 @@ def test_what_git_ignores_elsewhere_is_ignored(tmp_path: Path, inside: str) -> N
     assert Upload.of(project).notes == []
 
 
+def test_a_job_uploads_all_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "main.py", "src/a.py", "data/vocab.json")  # which git tracks
+    (tmp_path / ".gitignore").write_text("data/\n")
+    monkeypatch.setenv("MLX_JOB", "mlx-command")
+    assert uploaded(tmp_path) == {".gitignore", "main.py", "src/a.py", "data/vocab.json"}
+
+
 def test_a_project_that_git_ignores_is_uploaded(tmp_path: Path) -> None:
     put(tmp_path / "demo" / "digits", "main.py", "src/a.py")
     git(tmp_path, "init", "-q")

@@ -35,7 +35,7 @@ class Address:
         source = option if text else "RAY_ADDRESS"
         text = (text or os.environ.get("RAY_ADDRESS") or "").strip()
         if not text:
-            raise UsageError("which cluster? Pass --ray-address http://HEAD:8265, or set RAY_ADDRESS")
+            raise UsageError(f"which cluster? Pass {option} http://HEAD:8265, or set RAY_ADDRESS")
         scheme, mark, rest = text.partition("://")
         if not mark:
             scheme, rest = "", text
@@ -74,8 +74,6 @@ def is_named(url: str) -> bool:
 
 def note_untrusted(url: str) -> None:
     """Print to stderr that a cluster did not receive the token because only a run's record names it."""
-    if not url.startswith("http"):  # like kube://, without a dashboard that this machine could ask
-        return
     problem = f"your token was not sent to {url}, which only run.json names"
     print(printable(f"note: {problem}; if it is your cluster: RAY_ADDRESS={url}"), file=sys.stderr)
 

@@ -22,11 +22,11 @@ from mlx_runtime.errors import ClusterError
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import stays_below
 
-CHUNK_BYTES, LINE_BYTES = 12_000, 1 << 20
-"""Maximum bytes in a frame that is sent, and in a line that is read."""
+CHUNK_BYTES, LINE_BYTES, OTHER = 12_000, 1 << 20, 300
+"""Maximum bytes in a frame that is sent, characters in a line that is read, and of the last line that is no frame."""
 
 CONFIRMED = "MLX_CONFIRMED"
-"""Variable with the question that the user has confirmed. Until it is asked again, frames are held back."""
+"""Variable with the question that the user has confirmed. Until the command reaches it, its frames are held back."""
 
 
 class Frame(NamedTuple):
@@ -49,13 +49,14 @@ class Reader:
     def feed(self, text: str) -> Iterator[Frame]:
         """Yield the frames that a part of the log completes. Raises ClusterError for a damaged one."""
         *lines, self._rest = (self._rest + text).split("\n")
-        if len(self._rest) > LINE_BYTES:
-            raise ClusterError(f"the cluster has sent a line of more than {LINE_BYTES:,} bytes")
+        for line in (*lines, self._rest):
+            if len(line) > LINE_BYTES:
+                raise ClusterError(f"the cluster has sent a line of more than {LINE_BYTES:,} characters")
         for line in lines:
             if line.startswith(self._key):
                 yield _parse(line.removeprefix(self._key))
             elif line.strip():
-                self.other = line.strip()
+                self.other = line.strip()[:OTHER]
 
 
 def _parse(text: str) -> Frame:

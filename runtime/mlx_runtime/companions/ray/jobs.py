@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlx_runtime.errors import ConfigError, UsageError, short_message
@@ -35,6 +36,7 @@ class JobSpec:
     environment: Mapping[str, str] = field(default_factory=dict)  # of the command and its children
     metadata: Mapping[str, str] = field(default_factory=dict)  # shown in the dashboard
     runtime_env: Mapping[str, Any] = field(default_factory=dict)  # other fields of Ray's runtime environment
+    added: Mapping[str, bytes] = field(default_factory=dict)  # contents of further files by path
 
     def pack(self, send: Send) -> dict[str, Any]:
         """Return Ray's runtime environment, with the contents of named local files, and with local modules uploaded."""
@@ -52,7 +54,7 @@ class JobSpec:
         if modules := packed.get("py_modules"):
             packed["py_modules"] = [item if "://" in item else _send_module(Path(item), send) for item in modules]
         packed["env_vars"] = {**packed.get("env_vars", {}), **self.environment}
-        packed["working_dir"] = send(*_package(self.upload.sources))
+        packed["working_dir"] = send(*_package(self.upload.sources, self.added))
         return packed
 
 
@@ -92,23 +94,29 @@ def _send_module(module: Path, send: Send) -> str:
     raise ConfigError(f"cfg.runtime_env.py_modules names {module}, which does not exist")
 
 
-def _package(sources: Mapping[str, Path]) -> tuple[str, Callable[[], bytes]]:
-    """Return the name of a package with these files, and a function that zips them.
+def _package(
+    sources: Mapping[str, Path], added: Mapping[str, bytes] = MappingProxyType({})
+) -> tuple[str, Callable[[], bytes]]:
+    """Return the name of a package with these files and the added ones, and a function that zips them.
 
     The name contains a hash, so that a cluster receives the same code only once.
     """
-    digest, files = hashlib.sha256(), dict[str, Path]()
+    files = [(zipfile.ZipInfo(name), content) for name, content in sorted(added.items())]
+    for info, _ in files:
+        info.external_attr = 0o644 << 16
     for name, file in sorted(sources.items()):
         with contextlib.suppress(FileNotFoundError):  # removed since the folder was listed
-            content = file.read_bytes()
-            digest.update(f"{len(name)} {name} {file.stat().st_mode} {len(content)} ".encode() + content)
-            files[name] = file
+            files.append((zipfile.ZipInfo.from_file(file, name, strict_timestamps=False), file.read_bytes()))
+    digest = hashlib.sha256()
+    for info, content in files:  # which is kept, as the files may change
+        mode = info.external_attr >> 16
+        digest.update(f"{len(info.filename)} {info.filename} {mode} {len(content)} ".encode() + content)
 
     def zipped() -> bytes:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as package:
-            for name, file in files.items():
-                package.write(file, name)
+            for info, content in files:
+                package.writestr(info, content, zipfile.ZIP_DEFLATED)
         return buffer.getvalue()
 
     return f"_ray_pkg_{digest.hexdigest()[:32]}.zip", zipped

@@ -5,6 +5,7 @@ A command is a job; its output, files and exit code come back in `frames`.
 
 import codecs
 import contextlib
+import dataclasses
 import getpass
 import itertools
 import json
@@ -22,19 +23,23 @@ from pathlib import Path
 
 from mlx_runtime.cli import options, xp
 from mlx_runtime.cli.verbs import xp as verbs
+from mlx_runtime.companions.jobs.checks import require
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.cluster_storage import split_path
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.companions.ray.preflight import check_upload
+from mlx_runtime.config.interpolation import parse_config
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB
+from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.runs.queries.lookup import conf_value
-from mlx_runtime.runs.records import provenance
+from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, provenance
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
+from mlx_runtime.storage.redaction import redact_override, secret_keys
 
 DATA = ("launch", "logs", "ls", "rm", "show", "stop")
 """Commands of `mlx data` that read or change the storage. Of `mlx xp`, all do but `ray`; of `mlx train`, `launch`."""
@@ -45,11 +50,11 @@ POLL_S, POLLED_S = 0.15, 15.0
 KEPT_S = 60.0
 """Time for which jobs of earlier commands stay in the list of jobs."""
 
-GIT_BYTES = 100_000
-"""Maximum size of the recorded uncommitted changes of a launch."""
-
-OUTPUTS = ("-o", "--output", "--html")
+OUTPUTS = ("-o", "--output")
 """Options whose values are files to write."""
+
+UNNAMED = (["xp", "consolidate"], ["xp", "export"])
+"""Commands that write new files if they have none of these options."""
 
 Write = Callable[[str, bytes], object]
 
@@ -78,35 +83,68 @@ def run(words: Sequence[str], url: str | None) -> int:
     """Run a command on a cluster, and print what it prints. Return its exit code."""
     if not runs_there(words):
         raise UsageError(
-            f"--on is for mlx xp, train launch, and data {', '.join(DATA)}; leave it out of mlx {words[0]}"
+            "--on is for all commands of mlx xp, except ray, for mlx train launch, "
+            f"and for mlx data {', '.join(DATA)}; leave it out of mlx {' '.join(words[:2])}"
         )
     address = Address.parse(url, "--on")
-    storage = split_path(words)[0] or Settings.read().storage or conf_value("cfg.storage_path")
+    storage = split_path(words)[0] or Settings.read().storage
+    if not storage:
+        storage = conf_value("cfg.storage_path")
+        if storage is not None and not is_uri(storage) and any(word.startswith("/") for word in words):
+            storage = storage if storage.startswith("/") else None  # the command names a folder of the cluster
     if storage is not None and not is_uri(storage) and not storage.startswith("/"):
         raise UsageError(f"the storage is {storage}, a folder of this machine; name that of the cluster: MLX_STORAGE")
     variables = {"MLX_STORAGE": storage} if storage else {}
     variables |= {"MLX_DEBUG": "1"} if Settings.read().debug else {}
+    upload, added = _upload(words), dict[str, bytes]()
     if words[1] == "launch":  # from there; the last address wins
-        git = provenance(())["git"]
-        if len(json.dumps(git)) > GIT_BYTES:  # too long for a variable
-            git["diff"] = git["diff"][: GIT_BYTES // 6]
-        variables["MLX_GIT"] = json.dumps(git)
+        facts = provenance(())
+        added = {LAUNCHED_FILE: json.dumps({name: facts[name] for name in ("command", "git")}).encode()}
+        variables[LAUNCHED] = LAUNCHED_FILE
         words = [*words[:2], f"--ray-address={address.url}", *words[2:]]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops the job
     dashboard = Dashboard.connect(address)
     if list(words[:2]) == ["xp", "board"]:
-        return _board(dashboard, words, variables)
-    files = Files(words)
-    end = _run(dashboard, words, variables, files.write)
-    while end.kind == "ask":
-        options.confirm(end.text)
-        end = _run(dashboard, words, variables | {frames.CONFIRMED: end.text}, files.write)
+        return _board(dashboard, JobSpec(words, upload, variables))
+    spec, files = JobSpec(words, upload, variables, added=added), Files(words)
+    try:
+        end = _run(dashboard, spec, files.write)
+        while end.kind == "ask":
+            options.confirm(end.text)
+            confirmed = variables | {frames.CONFIRMED: end.text}
+            end = _run(dashboard, dataclasses.replace(spec, environment=confirmed), files.write)
+    except KeyboardInterrupt:
+        if words[1] != "launch":
+            raise
+        print("\nif the job was submitted, it keeps running", file=sys.stderr)
+        return 130
     return end.code
 
 
-def _board(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str]) -> int:
+def _upload(words: Sequence[str]) -> Upload:
+    """Return the files that a command needs: the code of a launch, which must contain no secrets; otherwise `src`."""
+    if words[1] != "launch":
+        upload = Upload.of(Path.cwd()) if CONF.is_file() else Upload(Path.cwd(), ())
+        return Upload(upload.folder, tuple(item for item in upload.files if item[0].parts[0] == CONF.parts[0]))
+    upload = Upload.of((DATA_JOB if words[0] == "data" else AN_EXPERIMENT).folder())
+    require(check_upload(upload))
+    try:
+        written = list(secret_keys(parse_config(CONF.read_bytes(), environment=False))) if CONF.is_file() else []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {CONF}: {error}; fix it") from error
+    hidden = {word: redact_override(word) for word in words}
+    written += [shown.partition("=")[0].lstrip("+") for word, shown in hidden.items() if shown != word]
+    if written:
+        cure = "set it in the environment of the nodes, list its name in cfg.secrets=[NAME], and write ${oc.env:NAME}"
+        raise UsageError(f"{', '.join(written)} would show in the dashboard and in run.json; {cure}")
+    for note in upload.notes:
+        print(f"note      {note}")
+    return upload
+
+
+def _board(dashboard: Dashboard, spec: JobSpec) -> int:
     """Serve TensorBoard here, with copies of the event files, which the job sends."""
-    port = xp.group.commands["board"].make_context("board", [*words[2:]]).params["port"]
+    port = xp.group.commands["board"].make_context("board", [*spec.command[2:]]).params["port"]
     verbs.check_board(port)
     with tempfile.TemporaryDirectory(prefix="mlx-board-") as folder, contextlib.ExitStack() as stack:
 
@@ -121,44 +159,57 @@ def _board(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, s
                 stack.callback(servers[0].terminate)
 
         servers: list[subprocess.Popen[bytes]] = []
-        return _run(dashboard, words, variables, write).code
+        return _run(dashboard, spec, write).code
 
 
 class Files:
-    """Writes the files that a command sends: those that the user has named, or new ones beside them."""
+    """Writes the files that a command sends: those that the user has named; without names, new ones."""
 
     def __init__(self, words: Sequence[str]) -> None:
         pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
-        self._named = {os.path.normpath(value) for name, value in pairs if name in OUTPUTS and value}
+        values = [value for name, value in pairs if name in OUTPUTS]
+        values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
+        named = {os.path.normpath(value) for value in values if value}
+        self._named, self._unnamed = named - {"."}, "." in named or (not named and list(words[:2]) in UNNAMED)
         self._begun: set[str] = set()
+        self._bytes = 0
+        inside = [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]
+        if inside and CONF.is_file():  # it is uploaded, and a link there
+            raise UsageError(
+                f"{inside[0]} lies in the code, which the command reads; name a file outside {CONF.parts[0]}"
+            )
+
+    def _is_expected(self, path: str) -> bool:
+        top, target = path.partition("/")[0], Path(path).resolve()
+        for name in self._named:
+            if (path == name or path.startswith(f"{name}/")) and target.is_relative_to(Path(name).resolve()):
+                return True
+        if not self._unnamed or top.startswith(".") or not target.is_relative_to(Path.cwd().resolve()):
+            return False
+        return top in {item.partition("/")[0] for item in self._begun} or not os.path.lexists(top)
 
     def write(self, path: str, content: bytes) -> None:
-        top = path.partition("/")[0]
-        named = any(path == name or path.startswith(f"{name}/") for name in self._named)
-        new = not top.startswith(".") and (
-            top in {item.partition("/")[0] for item in self._begun} or not Path(top).exists()
-        )
-        if not named and not new:
+        if not self._is_expected(path):
             raise ClusterError(f"the cluster has sent the file {path}, which the command does not write")
+        self._bytes += len(content)
+        if self._bytes > remote_job.FILES_BYTES:
+            raise ClusterError(f"the cluster has sent files of more than {remote_job.FILES_BYTES / 1e6:.0f} MB")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("ab" if path in self._begun else "wb") as stream:
             stream.write(content)
         self._begun.add(path)
 
 
-def _run(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str], write: Write) -> frames.Frame:
-    """Run a command as a job. Return its question, or its exit code."""
+def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
+    """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
     user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
     job, metadata = (
         f"mlx-command-{user}-{uuid.uuid4().hex[:8]}",
         {"mlx": "command", "user": f"{user}@{socket.gethostname()}"},
     )
-    upload = Upload.of(Path.cwd()) if CONF.is_file() or words[1] == "launch" else Upload(Path.cwd(), ())
-    if words[1] != "launch":
-        files = tuple(item for item in upload.files if item[0].parts[0] == CONF.parts[0])
-        upload = Upload(upload.folder, files)
-    command = ["python", "-u", "-m", remote_job.__name__, *words]
-    dashboard.submit(job, JobSpec(command, upload, {"MLX_ON": key, **variables}, metadata))
+    command = ["python", "-u", "-m", remote_job.__name__, *spec.command]
+    environment = {"MLX_ON": key, **spec.environment}
+    dashboard.submit(job, dataclasses.replace(spec, command=command, environment=environment, metadata=metadata))
     reader, decoders = (
         frames.Reader(key),
         {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in ("out", "err")},
@@ -174,7 +225,8 @@ def _run(dashboard: Dashboard, words: Sequence[str], variables: Mapping[str, str
                 raise _EndedError(frame)
 
     try:
-        _forget_ended(dashboard, metadata)
+        with contextlib.suppress(ClusterError):  # it may be too busy to list its jobs
+            _forget_ended(dashboard, metadata)
         state = _follow(dashboard, job, read)
     except _EndedError as end:
         return end.frame

@@ -222,7 +222,7 @@ class TestAFolderOfTheCluster:
         local = far("train", "eval", f"{hidden}/runs/digits/run_001")
         assert (local[0], f"error: this machine lacks {hidden}/runs/digits/run_001; if" in local[2]) == (1, True)
         elsewhere = far("--on", ray_cluster.url, "train", "run")
-        assert (elsewhere[0], "error: --on is for mlx xp, " in elsewhere[2]) == (2, True)
+        assert (elsewhere[0], "error: --on is for all commands of mlx xp, " in elsewhere[2]) == (2, True)
         nobody = far("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
         assert (nobody[0], "refuses the token from RAY_AUTH_TOKEN" in nobody[2]) == (1, True)
         nowhere = far("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")

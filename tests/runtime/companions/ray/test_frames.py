@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime.companions.ray import frames, remote
-from mlx_runtime.errors import ClusterError
+from mlx_runtime.companions.ray import frames, remote, remote_job
+from mlx_runtime.errors import ClusterError, UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -61,12 +61,41 @@ def test_a_job_writes_only_the_files_of_its_command(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     for name in ("page.html", "src"):
         Path(name).mkdir() if name == "src" else Path(name).write_text("old")
-    files = remote.Files(["xp", "ls", "src", "--html", "./page.html"])
-    files.write("page.html", b"a")
-    files.write("page.html", b"b")
-    files.write("export/weights", b"c")  # a new folder
-    files.write("export/program", b"d")
-    assert (Path("page.html").read_text(), sorted(os.listdir("export"))) == ("ab", ["program", "weights"])
-    for path in ("src/experiment.py", ".bashrc"):
+    Path("link").symlink_to(outside := tmp_path.parent / "outside")
+    for words in (["-o", "./page.html"], ["-opage.html"], ["--output=page.html"]):
+        named = remote.Files(["xp", "report", "src", *words])
+        named.write("page.html", b"a")
+        named.write("page.html", b"b")
+        assert Path("page.html").read_text() == "ab"
+    unnamed = remote.Files(["xp", "export", "src"])
+    unnamed.write("export/weights", b"c")  # a new folder
+    unnamed.write("export/program", b"d")
+    assert sorted(os.listdir("export")) == ["program", "weights"]
+    Path("export/l").symlink_to(tmp_path.parent)
+    below = remote.Files(["xp", "export", "src", "-o", "export"])
+    below.write("export/more", b"e")
+    for files, path in (
+        *((files, path) for files in (named, unnamed, below) for path in ("src/experiment.py", ".bashrc", "link")),
+        *((files, "torch.py") for files in (named, below, remote.Files(["xp", "ls"]))),
+        *((files, "export/l/outside") for files in (unnamed, below)),
+    ):
         with pytest.raises(ClusterError, match="which the command does not write"):
             files.write(path, b"hostile")
+    assert not outside.exists()
+    Path("src/conf.yaml").touch()
+    with pytest.raises(UsageError, match="lies in the code"):
+        remote.Files(["xp", "report", "src", "-o", "src/page.html"])
+
+
+def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match="a line of more than"):
+        [*frames.Reader(KEY).feed(frame(kind="out", data="a" * (2 << 20)))]
+    reader = frames.Reader(KEY)
+    assert [*reader.feed("x" * 100_000 + "\n")] == []
+    assert len(reader.other) == 300
+    monkeypatch.setattr(remote_job, "FILES_BYTES", 10)
+    files = remote.Files(["xp", "report", "a", "-o", "a"])
+    files.write("a", b"x" * 10)
+    with pytest.raises(ClusterError, match="has sent files of more than"):
+        files.write("a", b"x")
