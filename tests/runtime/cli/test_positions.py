@@ -27,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def write(run: RunFolder, **fields: Any) -> None:
-    record = leases.lease(experiment="digits", run="run_001", start=documents.now(), **fields)
+    record = leases.lease() | {"experiment": "digits", "run": "run_001", "start": documents.now(), **fields}
     run.record.write_text(json.dumps(record))
 
 

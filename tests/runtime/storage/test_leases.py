@@ -17,7 +17,7 @@ def ago(seconds: float) -> str:
 
 
 def test_a_process_of_this_machine_is_known_to_live_or_not() -> None:
-    mine = leases.lease(heartbeat=ago(1_000))
+    mine = leases.lease() | {"heartbeat": ago(1_000)}
     assert leases.is_alive(mine)
     assert not leases.is_alive(mine | {"pid_started": "1"})
     assert leases.holder(mine).startswith(f"process {os.getpid()} on ")
@@ -26,7 +26,7 @@ def test_a_process_of_this_machine_is_known_to_live_or_not() -> None:
 
 @pytest.mark.parametrize(("age", "alive"), [(1, True), (leases.STALE_S + 1, False)])
 def test_of_another_machine_the_heartbeat_counts(age: float, alive: bool) -> None:
-    assert leases.is_alive(leases.lease(boot="elsewhere", heartbeat=ago(age))) is alive
+    assert leases.is_alive(leases.lease() | {"boot": "elsewhere", "heartbeat": ago(age)}) is alive
 
 
 def test_the_heart_beats_while_the_block_runs() -> None:
