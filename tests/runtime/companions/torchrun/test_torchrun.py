@@ -235,7 +235,7 @@ def may_hide_folders() -> bool:
     return done is not None and done.returncode == 0
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_lost_processes_end_an_attempt_and_the_next_one_resumes(
     mlx: Mlx, join: Callable[..., Joined], experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
