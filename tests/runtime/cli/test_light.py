@@ -61,7 +61,7 @@ class Cluster(BaseHTTPRequestHandler):
         answers = {"/api/version": {"ray_version": version("ray")}, "/api/jobs/": []}
         answer = answers.get(self.path, {"status": "SUCCEEDED", "message": "", "driver_exit_code": 0})
         if self.path.endswith("/logs"):
-            room = {"nodes": [{"CPU": 64, "GPU": 0}], "head": {}, "types": [], "max_nodes": 0}
+            room = {"nodes": [{"CPU": 64, "GPU": 0}], "grows": False}
             found = {"nodes": [], "groups": {}, "room": room}
             answer = {"logs": f"mlx-probe {json.dumps(found)}\n"}
         self.answer(404 if "/packages/" in self.path else 200, answer)
