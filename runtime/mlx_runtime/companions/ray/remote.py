@@ -88,11 +88,13 @@ def run(words: Sequence[str], url: str | None) -> int:
         )
     address = Address.parse(url, "--on")
     storage = split_path(words)[0] or Settings.read().storage
-    if not storage:
+    from_conf = not storage
+    if from_conf:
         storage = conf_value("cfg.storage_path")
-        if storage is not None and not is_uri(storage) and any(word.startswith("/") for word in words):
-            storage = storage if storage.startswith("/") else None  # the command names a folder of the cluster
-    if storage is not None and not is_uri(storage) and not storage.startswith("/"):
+    is_relative = storage is not None and not is_uri(storage) and not storage.startswith("/")
+    if is_relative and from_conf and any(word.startswith("/") for word in words):
+        storage = None  # the command names a folder of the cluster
+    elif is_relative:
         raise UsageError(f"the storage is {storage}, a folder of this machine; name that of the cluster: MLX_STORAGE")
     variables = {"MLX_STORAGE": storage} if storage else {}
     variables |= {"MLX_DEBUG": "1"} if Settings.read().debug else {}
@@ -203,17 +205,13 @@ class Files:
 def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
     """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
     user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
-    job, metadata = (
-        f"mlx-command-{user}-{uuid.uuid4().hex[:8]}",
-        {"mlx": "command", "user": f"{user}@{socket.gethostname()}"},
-    )
+    job = f"mlx-command-{user}-{uuid.uuid4().hex[:8]}"
+    metadata = {"mlx": "command", "user": f"{user}@{socket.gethostname()}"}
     command = ["python", "-u", "-m", remote_job.__name__, *spec.command]
     environment = {"MLX_ON": key, **spec.environment}
     dashboard.submit(job, dataclasses.replace(spec, command=command, environment=environment, metadata=metadata))
-    reader, decoders = (
-        frames.Reader(key),
-        {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in ("out", "err")},
-    )
+    reader = frames.Reader(key)
+    decoders = {kind: codecs.getincrementaldecoder("utf-8")("replace") for kind in ("out", "err")}
 
     def read(text: str) -> None:
         for frame in reader.feed(text):

@@ -121,7 +121,7 @@ class TestAFolderOfTheCluster:
             assert output.startswith(f"remove {hidden}/runs/old, 0 files, 0 bytes? [y/N]: ")
 
     def test_a_log_is_followed_until_it_is_interrupted(self, laptop: Any, far: Any, ray_cluster: RayCluster) -> None:
-        """The run goes on; the job that reads its log ends."""
+        """Ctrl-C ends the job that reads the log, and the run continues."""
         assert far("train", "launch", "cfg.name=long", "cfg.start_workers=0", *LONG)[0] == 0
         follower = laptop("xp", "logs", "-f", "long", "latest")
         lines = iter(follower.stdout)
