@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
+FILE = ROOT / "tests" / "runtime" / "workers" / "test_gpu.py"
+
 TESTS = ("pytest", "pytest-timeout")
 """What the tests need besides the runtime."""
 
@@ -56,7 +58,7 @@ def main(arguments: list[str]) -> int:
         figures = Path(folder, "figures.jsonl")
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")])}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--durations=5"]
-        command += [str(ROOT / "tests" / "runtime" / "training" / "test_gpu.py"), *arguments]
+        command += [str(FILE), *arguments]
         environment = os.environ | variables | {"MLX_GPU_FIGURES": str(figures)}
         code = subprocess.run(command, cwd=ROOT, env=environment).returncode
         rows = [json.loads(line) for line in figures.read_text().splitlines()] if figures.exists() else []

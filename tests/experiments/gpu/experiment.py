@@ -148,8 +148,9 @@ def loss_of(net, x):
 
 
 def digest(weights):
-    """Return a hash of all bits of a model."""
-    whole = (getattr(item, "full_tensor", lambda item=item: item)() for item in weights.values())
+    """Return a hash of all bits of a model, without what other stages of a pipeline hold."""
+    held = [item for item in weights.values() if not item.is_meta]
+    whole = (getattr(item, "full_tensor", lambda item=item: item)() for item in held)
     return hashlib.sha256(b"".join(item.cpu().contiguous().numpy().tobytes() for item in whole)).hexdigest()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from conftest import ROOT, unbound
@@ -26,7 +27,14 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.examples), pytest.param("cuda",
 
 EXACT = ("cfg.deterministic=true", "cfg.checkpoint_every_steps=2", "cfg.loader=workers=1")
 
+HALF = ("cfg.precision=bf16", "cfg.fragments.traffic=bf16", "cfg.gradient_clip=1.0")
+
 Run = Callable[..., dict[str, Any]]
+
+
+@pytest.mark.pure
+def test_make_test_gpu_runs_these_tests() -> None:
+    assert Path(__file__) == gpu.FILE
 
 
 @pytest.fixture
@@ -90,6 +98,7 @@ def test_a_stream_of_reading_processes_resumes_bit_identically(run: Run, folder:
     ("device", "overrides"),
     [
         pytest.param("cpu", ("cfg.strategy=fsdp", "cfg.precision=bf16"), marks=pytest.mark.examples),
+        pytest.param("cpu", ("cfg.strategy=pipeline", *HALF), marks=pytest.mark.examples),
         *(
             pytest.param("cuda", overrides, marks=pytest.mark.gpu, id=" ".join(overrides))
             for overrides in (
@@ -100,20 +109,42 @@ def test_a_stream_of_reading_processes_resumes_bit_identically(run: Run, folder:
                 ("cfg.strategy=fsdp", "cfg.precision=fp16", "cfg.gradient_clip=1.0"),
                 ("cfg.strategy=fsdp", "cfg.sharding.offload=cpu", "cfg.activation_checkpointing=true"),
                 ("cfg.strategy=fsdp", "cfg.precision=bf16", "cfg.compile=true"),
+                ("cfg.strategy=pipeline", *HALF),
+                ("cfg.strategy=pipeline", "cfg.precision=fp16", "cfg.fragments.traffic=fp16"),
+                ("cfg.replicas.every=2", "cfg.replicas.momentum=0.9", "cfg.replicas.traffic=fp16"),
             )
         ),
     ],
 )
 def test_strategies_and_precisions_learn(run: Run, folder: Path, device: str, overrides: tuple[str, ...]) -> None:
     """Training continues from a checkpoint of the first epoch, which a second command restores."""
-    first = run(device, *overrides, "cfg.num_epochs=1", "optimizers.adam.lr=0.01")
-    second = run(device, *overrides, "--resume=run_001", "cfg.num_epochs=3", "optimizers.adam.lr=0.01")
+    several = overrides[0].startswith(("cfg.strategy=pipeline", "cfg.replicas"))
+    if several and device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each of two workers")
+    settings, workers = (*overrides, "optimizers.adam.lr=0.01"), 2 if several else None
+    first = run(device, *settings, "cfg.num_epochs=1", workers=workers)
+    second = run(device, *settings, "--resume=run_001", "cfg.num_epochs=3", workers=workers)
     assert sum(second["losses"][-3:]) < sum(first["losses"][:3])
     assert record(folder, "run_001")["status"] == "SUCCEEDED"
     lines = (folder / "runs" / "gpu" / "run_001" / "metrics.jsonl").read_text().splitlines()
     peaks = [reported["gpu/memory"] for line in lines if "gpu/memory" in (reported := json.loads(line))]
     assert bool(peaks) == (device == "cuda")
     assert all(0 < peak < 10 for peak in peaks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_torchrun_trains_like_the_local_engine(run: Run, folder: Path, device: str) -> None:
+    """With NCCL on GPUs, and gloo on two CPU workers: the same bits."""
+    workers = torch.cuda.device_count() if device == "cuda" else 2
+    local = run(device, *EXACT, "cfg.num_epochs=1", workers=workers)
+    processes = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}")
+    words = (*EXACT, "cfg.num_epochs=1", f"cfg.use_gpu={str(device == 'cuda').lower()}")
+    python(folder, *processes, "-m", "mlx_runtime", "train", "run", *words)
+    found = json.loads((folder / "found.json").read_text())
+    assert record(folder, "run_002")["engine"]["used"] == "torchrun"
+    assert [found[name] for name in ("digest", "backend", "workers")] == [
+        local[name] for name in ("digest", "backend", "workers")
+    ]
 
 
 @pytest.mark.gpu

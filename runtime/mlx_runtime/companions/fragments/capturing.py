@@ -1,6 +1,7 @@
 """The first call of a model by the loop of an experiment, with rows from its own loaders."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,14 +13,15 @@ from torch.optim import Optimizer
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import available_bytes
 from mlx_runtime.companions.sharding.building import build_models
-from mlx_runtime.config.building import build, build_group, build_optimizers, without_weights
-from mlx_runtime.data.definitions import construction, stream_names
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
-from mlx_runtime.distributed.randomness import set_seed
+from mlx_runtime.config.building import build, without_weights
+from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import USER_ERRORS, UsageError, suggest
+from mlx_runtime.events import RunInfo
+from mlx_runtime.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.loop.experiment import BaseModule, attach
+from mlx_runtime.loop.job import Cluster, Job
 from mlx_runtime.loop.optimization import prepare_models
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.loop.strategies import DDP
@@ -65,6 +67,17 @@ class _NoSession:
         return False
 
 
+class _Opened(DDP):
+    """Builds models whose blocks can be seen; without memory, if they are too large for this machine."""
+
+    def build(self, node: Mapping[str, Any]) -> Any:
+        on_meta = self.topology.device.type == "meta"
+        group = build_models(node, elsewhere=True) if on_meta else super().build(node)
+        for name, model in members(group, nn.Module).items():
+            setattr(group, name, opened(model))
+        return group
+
+
 def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, device: torch.device) -> Call:
     """Run the loop of an experiment until it calls a model for training. Nothing is trained or stored.
 
@@ -86,28 +99,19 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, d
     on_meta = _is_large(tree, device)
     topology = Topology(0, 1, torch.device("meta") if on_meta else device)
     calls: list[Call] = []
-    job: Any = SimpleNamespace(run=SimpleNamespace(experiment=cfg.name), verbose=False)
-    job.cluster = SimpleNamespace(reads_streams=True)  # Ray is not refused
+    here = Cluster("", 1, 0, in_driver=True, reads_streams=True)  # Ray is not refused
+    run = RunInfo(cfg.name, "none", Path(), "", tree, 0)
+    target, project = f"{experiment.__module__}.{experiment.__qualname__}", Path.cwd()
+    job = Job(target, tree, run, str(project), project, here, False, {}, {}, (("", 0), b""), evaluate=False)
     enter_ray_train(job)
-    with topology.entered(), without_weights(), loop_errors(0, Path.cwd()):
-        set_seed(cfg.seed)
-        groups: dict[str, Any] = {"cfg": cfg}
-        for group, node in tree.items():
-            if group == "datasets":
-                groups[group] = build_group(node, group, lambda item: construction(tree["datasets"][item], cfg.seed))
-            elif group == "models":
-                groups[group] = build_models(node, elsewhere=True) if on_meta else DDP(cfg, topology).build(node)
-            elif group not in ("cfg", "optimizers"):
-                groups[group] = build(node, group)
+    strategy = _Opened(cfg, topology)
+    with topology.entered(), without_weights(), loop_errors(0, project):
+        groups, made = build_experiment(job, topology, cfg, strategy)
         models = members(groups.get("models"), nn.Module)
         name = _chosen(models, name)
-        models[name] = opened(models[name])
         for model in models.values() if on_meta else ():
             model.to = lambda *_, model=model, **__: model  # there are no values to move
-        setattr(groups["models"], name, models[name])
         prepare_models([models[name]], SimpleNamespace(precision=cfg.precision, compile=False), device)
-        if "optimizers" in tree:
-            groups["optimizers"] = build_optimizers(tree["optimizers"], groups["models"])
         optimizers = list(members(groups.get("optimizers"), Optimizer).values())
 
         def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -117,9 +121,9 @@ def capture(experiment: type[BaseModule], config: RunConfig, name: str | None, d
 
         hook = models[name].register_forward_pre_hook(before_forward, with_kwargs=True)
         try:
-            made = experiment(**groups)
             attach(made, _NoSession())  # type: ignore[arg-type]
-            made.worker_loop(_shards(tree, groups["datasets"], topology, cfg.seed))
+            read_here = replace(cfg, loader="auto")  # without processes
+            made.worker_loop(dataset_shards(read_here, groups["datasets"], job, strategy, lambda loader: loader))
         except LoopStopped:
             return calls[0]
         finally:
@@ -145,11 +149,3 @@ def _chosen(models: Mapping[str, nn.Module], name: str | None) -> str:
     if name is not None and name not in models:
         raise UsageError(f"there is no model {name!r}.{suggest(name, models)}")
     return name or max(models, key=lambda item: sum(param.numel() for param in models[item].parameters()))
-
-
-def _shards(tree: Mapping[str, Any], datasets: Any, topology: Topology, seed: int) -> DatasetShards:
-    nodes = {name: node for name, node in tree.get("datasets", {}).items() if not name.startswith("_")}
-    options = LoaderOptions(seed)
-    return DatasetShards(
-        {name: DatasetShard(name, datasets, topology, options, node=node) for name, node in nodes.items()}
-    )

@@ -1,6 +1,5 @@
 """From a model and nodes to a plan: its table, and its file."""
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from mlx_runtime.companions.fragments.costs import Machine, Plan, roles
 from mlx_runtime.companions.fragments.links import HALVES
 from mlx_runtime.companions.fragments.planfile import write
 from mlx_runtime.companions.fragments.planning import FILE, plan
-from mlx_runtime.companions.fragments.tracing import Trace, available_bytes, device_of, trace
+from mlx_runtime.companions.fragments.tracing import Trace, device_of, trace
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.tables import plural, print_table
 
@@ -30,7 +29,7 @@ NODES = "node_data/node_configs.json"
 def clusterize(
     model: nn.Module,
     example_args: Sequence[Any],
-    nodes: str | Path | Mapping[str, Any] | int = NODES,
+    nodes: str | Path | Mapping[str, Any] = NODES,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     optimizer: Optimizer | None = None,
@@ -52,7 +51,7 @@ def clusterize(
         model: any model. One on the meta device, or too large for this machine, has times estimated from its FLOPs.
         example_args: arguments of a call, with a batch of the size that a cluster will train on.
         nodes: file with the machines, or its content, `{"0": {"IP": "10.0.0.1", "benchmarks": {"ram": 8, "bandwidth":
-            20}}}` with GB and Mbps; or a number of equal parts of this machine.
+            20}}}` with GB and Mbps.
         example_kwargs: keyword arguments of the call.
         optimizer: its states need memory, too; None counts those of Adam.
         microbatches: parts of a batch that follow each other through a cluster.
@@ -73,7 +72,7 @@ def clusterize(
         raise UsageError(f"traffic is {traffic!r}; write 'bf16' or 'fp16', or None for values as they are")
     optimizers = [optimizer] if optimizer is not None else [Adam(model.parameters())]
     device = device_of(model)
-    machines = _local(nodes, device) if isinstance(nodes, int) else machines_of(nodes)
+    machines = machines_of(nodes)
     traced = trace(model, example_args, example_kwargs, optimizers, traffic=traffic)
     found = plan(
         traced.blocks,
@@ -103,34 +102,6 @@ def machines_of(nodes: str | Path | Mapping[str, Any]) -> list[Machine]:
         Machine(node.name, node.ram * 1e9 * (1 - RESERVE), node.bandwidth * 1e6 / 8, node.speed or 1.0)
         for node in listed
     ]
-
-
-def local_device(workers: int, use_gpu: bool | None) -> torch.device:
-    """Return the kind of device that workers of this machine have: a GPU each if there are enough."""
-    has_gpus = use_gpu is not False and 0 < workers <= torch.cuda.device_count()
-    return torch.device("cuda" if has_gpus else "cpu")
-
-
-def local_machines(workers: int, device: torch.device) -> list[Machine]:
-    """Return equal parts of this machine: a GPU each, or a share of memory and cores. Transfers between them are free.
-
-    Blocks should be measured on a device of this kind, with as many threads as torch has now.
-    """
-    count = max(1, workers)
-    if device.type == "cuda":
-        sizes = [available_bytes(torch.device("cuda", index)) for index in range(count)]
-        return [Machine(f"node_{index}", size * (1 - RESERVE)) for index, size in enumerate(sizes)]
-    memory = available_bytes(torch.device("cpu")) * (1 - RESERVE) / count
-    speed = min(1.0, (os.cpu_count() or 1) / (count * torch.get_num_threads()))
-    return [Machine(f"node_{index}", memory, speed=speed) for index in range(count)]
-
-
-def _local(count: int, device: torch.device) -> list[Machine]:
-    if isinstance(count, bool) or count < 1:
-        raise ConfigError(f"nodes is {count}; write a file, or a number of parts of this machine, at least 1")
-    if device.type == "cuda" and count > torch.cuda.device_count():
-        raise ConfigError(f"nodes is {count}, and this machine has {torch.cuda.device_count()} GPUs")
-    return local_machines(count, device)
 
 
 def rows_of(args: Any, kwargs: Any) -> int:
@@ -182,38 +153,19 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"
 
 
-def next_step(
-    found: Plan,
-    file: Path,
-    listed: Sequence[Machine],
-    nodes: Path | None,
-    every: int | None = None,
-    overrides: Sequence[str] = (),
-) -> str:
+def next_step(found: Plan, file: Path, nodes: Path, overrides: Sequence[str] = ()) -> str:
     """Return the command that trains with a plan, or the reason why none does.
 
     Args:
         found: The plan.
         file: Its file.
-        listed: All machines in order: those in the file `nodes`, or parts of this machine.
         nodes: File with the machines.
-        every: `cfg.replicas.every`.
         overrides: Those with which the plan was made, and options for variants.
     """
-    several = len(found.clusters) > 1 and found.average_every != (every or 1)
-    averages = [f"cfg.replicas.every={found.average_every}"] if several else []
     if max(map(len, found.clusters)) == 1:
-        return f"each cluster is one node, so train with {' '.join(['cfg.strategy=ddp', *averages])}, without this plan"
-    order = [stage.machine.name for cluster in found.clusters for stage in cluster]
-    wanted = [item.name for item in listed if item.name in order]
-    left_out = "" if len(wanted) == len(listed) else f"; first list only {', '.join(wanted)}"
-    words = [
-        *([f"cfg.start_workers={len(order)}"] if nodes is None else []),  # torchrun knows the number
-        "cfg.strategy=pipeline",
-        f"cfg.fragments.plan={file} cfg.fragments.microbatches={found.microbatches}",
-        *averages,
-    ]
-    settled = {word.partition("=")[0] for item in words for word in item.split()}
-    words += [shlex.quote(item) for item in overrides if item.partition("=")[0] not in settled]
-    verb = "run" if nodes is None else f"join {nodes} --name NODE"  # on each of them
-    return f"next: mlx train {verb} {' '.join(words)}{left_out}"
+        return "each cluster is one node, so train with cfg.strategy=ddp, without this plan"
+    settings = {"cfg.strategy": "pipeline", "cfg.fragments.plan": file}
+    words = [f"{name}={value}" for name, value in settings.items()]
+    words += [shlex.quote(item) for item in overrides if item.partition("=")[0] not in settings]
+    left_out = f"; first remove {', '.join(item.name for item in found.idle)} from {nodes}" if found.idle else ""
+    return f"next: mlx train join {nodes} --name NODE {' '.join(words)}{left_out}"  # on each of them

@@ -12,32 +12,18 @@ from mlx_runtime.driver.arguments import Request
 
 @click.command("clusterize", context_settings=commands.OVERRIDES)
 @options.debug
-@click.option("--nodes", metavar="FILE", type=options.PAGE, help="Like nodes.json. Default: workers of this machine.")
+@click.option("--nodes", metavar="FILE", type=options.PAGE, default="nodes.json", show_default=True, help="Machines.")
 @click.option("--model", metavar="NAME", type=options.word, help="Model in Models. Default: the largest.")
 @click.option("--clusters", metavar="K", type=click.IntRange(min=1), help="Number of clusters. Default: the fastest.")
-@click.option(
-    "--microbatches",
-    metavar="M",
-    type=click.IntRange(min=1),
-    help="Parts of a batch. Default: cfg.fragments.microbatches.",
-)
-@click.option(
-    "--average-every",
-    metavar="H",
-    type=click.IntRange(min=1),
-    help="Steps between two averages of the clusters. Default: cfg.replicas.every, or 1.",
-)
 @click.option("--all-nodes", is_flag=True, help="Leave no node idle.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, and write nothing.")
 @click.option("-o", "--output", metavar="FILE", type=options.PAGE, help="Default: fragments.json beside conf.yaml.")
 @commands.variant_option
 @click.argument("overrides", nargs=-1)
 def train_clusterize(
-    nodes: Path | None,
+    nodes: Path,
     model: str | None,
     clusters: int | None,
-    microbatches: int | None,
-    average_every: int | None,
     all_nodes: bool,
     dry_run: bool,
     output: Path | None,
@@ -64,21 +50,17 @@ def train_clusterize(
     config = load_config(experiment, words)
     cfg = config.cfg
     torch.set_num_threads(cfg.cpus_per_worker)
-    if nodes is not None:
-        device = torch.device("cpu") if cfg.use_gpu is False else device_here()
-        machines = clusterizing.machines_of(nodes)
-    else:
-        device = clusterizing.local_device(cfg.start_workers, cfg.use_gpu)
-        machines = clusterizing.local_machines(cfg.start_workers, device)
+    device = torch.device("cpu") if cfg.use_gpu is False else device_here()
+    machines = clusterizing.machines_of(nodes)
     call = capture(experiment, config, model, device)
     traffic = cfg.fragments.traffic
     traced = trace(call.model, call.args, call.kwargs, call.optimizers, traffic=traffic, device=device)
     found = plan(
         traced.blocks,
         machines,
-        microbatches=microbatches or cfg.fragments.microbatches,
+        microbatches=cfg.fragments.microbatches,
         clusters=clusters,
-        average_every=average_every or cfg.replicas.every or 1,
+        average_every=cfg.replicas.every or 1,
         all_nodes=all_nodes,
         collects=device.type == "cpu",
     )
@@ -86,5 +68,4 @@ def train_clusterize(
     if not dry_run:
         file = output or CONF.with_name(FILE)
         write(file, call.name, found)
-        step = clusterizing.next_step(found, file, machines, nodes, cfg.replicas.every, words)
-        click.echo(f"wrote {file}; {step}")
+        click.echo(f"wrote {file}; {clusterizing.next_step(found, file, nodes, words)}")

@@ -6,6 +6,7 @@ slowest stage, where M is the number of microbatches (GPipe, arXiv 1811.06965). 
 pass, GPipe sends the outputs of the last stage to all others.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -192,6 +193,17 @@ class Costs:
             return np.full(len(self.blocks), np.inf), np.zeros(len(self.blocks), dtype=int)
         cut = slowest.argmin(axis=1)
         return np.take_along_axis(slowest, cut[:, None], axis=1)[:, 0], cut + 1
+
+    def cut(self, order: Sequence[int]) -> tuple[float, list[int]]:
+        """Cut the blocks for machines in this order. Return the seconds of the slowest stage, and the first blocks."""
+        rest, cuts = self.compute(order[-1])[:, -1], []
+        for machine, following in reversed([*itertools.pairwise(order)]):
+            rest, cut = self.before(machine, following, rest)
+            cuts.append(cut)
+        starts = [0]
+        for cut in reversed(cuts):
+            starts.append(int(cut[starts[-1]]))
+        return float(rest[0]), starts
 
     def step(self, slowest: float, machines: Sequence[int]) -> float:
         """Return the seconds of a cluster for a batch, given those of its slowest stage."""

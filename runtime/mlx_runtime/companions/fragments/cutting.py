@@ -1,11 +1,13 @@
 """Cuts a model into stages: consecutive units, which are its blocks and the modules beside them."""
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from mlx_runtime.companions.fragments.costs import Block, Costs, Machine
 from mlx_runtime.companions.fragments.scripted import OpenedModule
 from mlx_runtime.errors import ConfigError
 
@@ -112,23 +114,9 @@ def balanced(sizes: Sequence[int], stages: int) -> list[int]:
 
     No stage is empty.
     """
-    total = [0]
-    for size in sizes:
-        total.append(total[-1] + size)
-    best: list[list[tuple[int, int]]] = [[(end_total, 0) for end_total in total]]  # by stages and end: cost and begin
-    for count in range(1, stages):
-        row = [(0, 0)] * (len(sizes) + 1)
-        for end in range(count + 1, len(sizes) + 1):
-            row[end] = min(
-                (max(best[count - 1][begin][0], total[end] - total[begin]), begin) for begin in range(count, end)
-            )
-        best.append(row)
-    numbers, end = [0] * len(sizes), len(sizes)
-    for stage in range(stages - 1, -1, -1):
-        begin = best[stage][end][1]
-        numbers[begin:end] = [stage] * (end - begin)
-        end = begin
-    return numbers
+    blocks = [Block("", size, 0, seconds=size) for size in sizes]
+    _, starts = Costs(blocks, [Machine("", float("inf"))] * stages, 1, 0).cut(range(stages))
+    return [bisect(starts, item) - 1 for item in range(len(sizes))]
 
 
 def tensors_of(model: nn.Module, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -76,11 +76,5 @@ class Greedy:
         return min(map(self._cut, orders), key=itemgetter(0))
 
     def _cut(self, order: list[int]) -> Pipeline:
-        rest, cuts = self._costs.compute(order[-1])[:, -1], []
-        for machine, following in reversed([*itertools.pairwise(order)]):
-            rest, cut = self._costs.before(machine, following, rest)
-            cuts.append(cut)
-        starts = [0]
-        for cut in reversed(cuts):
-            starts.append(int(cut[starts[-1]]))
-        return self._costs.step(rest[0], order), order, starts
+        slowest, starts = self._costs.cut(order)
+        return self._costs.step(slowest, order), order, starts

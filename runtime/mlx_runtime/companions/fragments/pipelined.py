@@ -22,6 +22,8 @@ from mlx_runtime.companions.fragments.tensors import (
     StageTensor,
     ValueDependentError,
     check_traceable,
+    packed,
+    unpacked,
 )
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed.randomness import temporary_seed
@@ -52,11 +54,9 @@ class Pipelined:
         self._holders = holders
         self.shapes = Shapes(links.device)
         self.execution: Execution | None = None  # during a forward pass
-        self.draws: Draws | None = None  # of this stage, during a forward pass with values
         self.infers = False  # a unit runs on fake tensors
         self._received: dict[Any, list[Any]] = {}  # what a microbatch receives, by kinds of inputs
         self._unknown: set[str] = set()  # units with shapes that depend on values
-        self._traits: dict[str, tuple[str, Any, Any]] = {}  # those of units, until the next batch
 
     def __deepcopy__(self, memo: Any) -> "Pipelined":
         return self
@@ -69,10 +69,16 @@ class Pipelined:
         # The parts stay where they are, also if user code moves the model.
         model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
 
-    def _traits_of(self, unit: nn.Module, path: str) -> tuple[str, tuple[bool, ...], list[tuple[Any, str, Any]]]:
-        """Return the name of a unit, whether its parameters need gradients, and those that travel."""
-        if path in self._traits:
-            return self._traits[path]
+    def _unit(self, unit: nn.Module, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a unit at its stage."""
+        if self.infers:
+            return forward(*args, **kwargs)
+        title = f"models.{self.name}.{path}" if path else f"models.{self.name}"
+        if self.execution is None:
+            raise MlxError(
+                f"{title} was called outside of the forward pass of models.{self.name}, which is cut into stages; call "
+                "the model itself, not its parts or another of its methods"
+            )
         params: list[tuple[Any, str, Any]] = [
             (module, name, param)
             for module in unit.modules()
@@ -81,21 +87,6 @@ class Pipelined:
         ]
         shared = [item for item in params if isinstance(item[2], StageTensor)]
         trained = tuple((param.spec if isinstance(param, StageTensor) else param).requires_grad for *_, param in params)
-        found = f"models.{self.name}.{path}" if path else f"models.{self.name}", trained, shared
-        if not self.cut.loose:  # others are replaced for each microbatch
-            self._traits[path] = found
-        return found
-
-    def _unit(self, unit: nn.Module, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit at its stage."""
-        if self.infers:
-            return forward(*args, **kwargs)
-        title, trained, shared = self._traits_of(unit, path)
-        if self.execution is None:
-            raise MlxError(
-                f"{title} was called outside of the forward pass of models.{self.name}, which is cut into stages; call "
-                "the model itself, not its parts or another of its methods"
-            )
 
         def infer(*args: Any, **kwargs: Any) -> Any:
             held = (*unit.named_parameters(), *unit.named_buffers())
@@ -119,8 +110,7 @@ class Pipelined:
                 self._unknown.add(path)
         # NumPy drops the second of a pair of normal numbers if its generator is replaced, so all stages drop it.
         _generators.set_bit_generator(_generators.get_bit_generator())
-        if self.draws is not None:
-            forward = self.draws.around(forward)
+        forward = self.execution.draws.around(forward)
         for _, _, param in shared:
             self.execution.bring(param, stage)
         try:
@@ -135,7 +125,6 @@ class Pipelined:
         """Run the whole model, microbatch by microbatch."""
         if self.execution is not None:
             return forward(*args, **kwargs)
-        self._traits.clear()
         links, sent = self.links, self.links.sent
         leaves, structure = tree_flatten((args, kwargs))
         needing = [
@@ -159,8 +148,7 @@ class Pipelined:
                     if known is not None and ahead < len(parts) and alike[ahead] == alike[0]:
                         links.expect(*known)
                 journey.received.clear()
-                self.execution = execution = Execution(links.stage, self.shapes, journey.transfer, draws, links.share)
-                self.draws = draws
+                self.execution = execution = Execution(links.stage, self.shapes, journey.transfer, draws, self._share)
                 for tensor in loose:
                     tensor.runner = execution
                 given = [
@@ -171,7 +159,7 @@ class Pipelined:
                     run_args, run_kwargs = tree_unflatten(given, structure)
                     outputs.append(tree_flatten(forward(*run_args, **run_kwargs)))
                 finally:
-                    self.execution = self.draws = None
+                    self.execution = None
                 if number == 1 and alike[1] == alike[0] and not self._unknown:
                     if len(self._received) == KEPT:
                         self._received.pop(next(iter(self._received)))
@@ -203,6 +191,10 @@ class Pipelined:
         finally:
             for owner, name, param in replaced:
                 owner._parameters[name] = param
+
+    def _share(self, found: tuple[list[Any], Any], stage: int) -> tuple[list[Any], Any]:
+        """Return the leaves of a result, without values, and their structure, which a stage has."""
+        return unpacked(*self.links.share(packed(*found), stage))
 
     def _join(self, journey: Journey, outputs: Sequence[list[Any]], rows: Sequence[int]) -> list[Any]:
         """Return the outputs of all microbatches together, on all workers."""

@@ -42,17 +42,6 @@ class PlanFile:
     def nodes(self) -> list[str]:
         return [node for stages in self.clusters for node, _ in stages]
 
-    @property
-    def pipelines(self) -> list[list[int]]:
-        """The last blocks of the stages of each pipeline; a single one if all are cut alike."""
-        cuts = [[last for _, last in stages] for stages in self.clusters]
-        return cuts if any(item != cuts[0] for item in cuts) else cuts[:1]
-
-    @property
-    def workers(self) -> int:
-        """Number of workers, or of those of one of equal pipelines."""
-        return sum(map(len, self.pipelines))
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -94,26 +83,22 @@ def layout_of(fragments: Any, topology: Topology) -> Layout:
 def layout_for(path: Path, stages: int | None, names: Sequence[str | None]) -> Layout:
     """Return the pipelines of a plan, given the machine of each worker by name, or None where it is unknown."""
     found = read(path)
-    for own in found.pipelines:
+    for own in found.clusters:
         if stages is not None and len(own) != stages:
             cure = "use cfg.strategy=ddp" if len(own) == 1 else "leave out cfg.fragments.stages"
-            raise ConfigError(f"{path} has a cluster of {len(own)} stages, and the run of {stages}; {cure}")
-    if len(names) % found.workers:
+            raise ConfigError(f"{path} has a cluster of {len(own)} stages, but cfg.fragments.stages={stages}; {cure}")
+    if len(names) != len(found.nodes):
         raise ConfigError(
-            f"{path} is for {found.workers} workers, and the run has {len(names)}; set cfg.start_workers="
-            f"{found.workers}, or plan again with `mlx train clusterize`"
+            f"{path} is for {len(found.nodes)} workers, but the run has {len(names)}; set cfg.start_workers="
+            f"{len(found.nodes)}, or plan again with `mlx train clusterize`"
         )
-    by_name = sorted(map(str, names)) == sorted(found.nodes) and len({*names}) == len(names)
-    if {*names} & {*found.nodes} and not by_name:
+    by_name = not {*names}.isdisjoint(found.nodes)
+    if by_name and (sorted(map(str, names)) != sorted(found.nodes) or len({*names}) < len(names)):
         here = ", ".join(map(str, names))
-        raise ConfigError(f"{path} is for {', '.join(found.nodes)}, and the workers are on {here}; plan for those")
-    if by_name:
-        ranks = [tuple(names.index(node) for node, _ in own) for own in found.clusters]
-        ends = [[last for _, last in own] for own in found.clusters]
-    else:
-        ends = found.pipelines * (len(names) // found.workers)
-        starts = [sum(map(len, ends[:number])) for number in range(len(ends))]
-        ranks = [tuple(range(first, first + len(own))) for first, own in zip(starts, ends, strict=True)]
+        raise ConfigError(f"{path} is for {', '.join(found.nodes)}, but the workers are on {here}; plan for those")
+    positions = iter(range(len(names)))
+    ranks = [tuple(names.index(node) if by_name else next(positions) for node, _ in own) for own in found.clusters]
+    ends = [[last for _, last in own] for own in found.clusters]
     first = next(number for number, own in enumerate(ranks) if 0 in own)  # its weights are those of checkpoints
     order = [first, *(number for number in range(len(ranks)) if number != first)]
     return Layout(

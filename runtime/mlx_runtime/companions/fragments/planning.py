@@ -92,19 +92,14 @@ def _title(block: Block) -> str:
 
 
 def _misfit(blocks: Sequence[Block], machines: Sequence[Machine], clusters: int | None, collected: float) -> str:
-    needed, has = sum(block.memory for block in blocks), sum(item.memory for item in machines)
-    title, several = "the model does not fit", clusters is not None and clusters > 1
-    if several:
-        title = f"{clusters} clusters, each with the whole model, do not fit"
-        needed *= clusters or 1
-    rounded = "" if needed > has else ", but no cut between blocks makes every stage fit"
+    count, has = clusters or 1, sum(item.memory for item in machines)
+    needed = count * sum(block.memory for block in blocks)
+    facts = f"it needs {_gb(needed)} in {plural(count, 'cluster')}, and the nodes have {_gb(has)}"
+    if needed <= has:
+        facts += ", but no cut between blocks makes every stage fit"
     if collected:
-        rounded += f"; rank 0, on the first node, needs another {_gb(collected)} for checkpoints"
-    count = f"{len(machines)} nodes have" if len(machines) > 1 else "the node has"
-    return (
-        f"{title}: {'they need' if several else 'it needs'} {_gb(needed)}, and {count} {_gb(has)}{rounded}; "
-        f"add nodes or memory, use smaller batches{', or fewer clusters' if several else ''}"
-    )
+        facts += f"; rank 0, on the first node, needs another {_gb(collected)} for checkpoints"
+    return f"the model does not fit: {facts}; add nodes or memory, or use smaller batches or fewer clusters"
 
 
 def _gb(size: float) -> str:

@@ -5,9 +5,10 @@ memory, are not a documented part of torch 2.13.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from mlx_runtime.companions.fragments.links import wire_type
 from mlx_runtime.companions.fragments.pipelined import replace_forward
-from mlx_runtime.companions.fragments.tensors import Spec, StageTensor
+from mlx_runtime.companions.fragments.tensors import Execution, Spec, StageTensor
 
 ShapeError = DynamicOutputShapeException
 """The shape of a tensor depends on values. Its `func` is the operation."""
@@ -39,67 +40,48 @@ class Recorded:
     returns: list[int]  # the same of their gradients
 
 
-class _Recorder:
-    """Runs operations, and notes at which block a pipeline would."""
+class _Recorder(Execution):
+    """Runs operations, each at the block at which a pipeline would, and notes what they need."""
 
     def __init__(self, mode: Any) -> None:
+        shapes: Any = SimpleNamespace(infer=lambda *_: None)  # every operation has its values here
+        super().__init__(0, shapes, self._send, self._measured, lambda found, _: found)
         self._mode = mode
         self.names: list[str] = []  # of blocks
         self.flops: Counter[int] = Counter()
         self.sent: list[tuple[int, int, Spec]] = []  # between two blocks
         self.kept: dict[int, tuple[int, int, StorageWeakRef]] = {}  # block and bytes of a storage; keeps its number
-        self._block = 0  # of the last operation
-        self._running = 0  # the block that runs now
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note that the backward pass needs a tensor."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch has not annotated it
-        self.kept.setdefault(int(reference.cdata), (self._running, storage.nbytes(), reference))
+        self.kept.setdefault(int(reference.cdata), (self.stage, storage.nbytes(), reference))
         return tensor
 
     def unit(self, module: nn.Module, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block."""
         if path not in self.names:
             self.names.append(path)
-        return self._run_at(self.names.index(path), forward, args, kwargs)
+        return self.run_at(self.names.index(path), forward, args, kwargs, None, path)
 
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operation between blocks, on at least one stage tensor."""
-        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, StageTensor)]
-        here = all(self._block in item.stages for item in given)
-        return self._run_at(self._block if here else max(min(item.stages) for item in given), func, args, kwargs)
+    def run_at(self, stage: int, *args: Any, **kwargs: Any) -> Any:
+        before = self.stage, self._current
+        self.stage = stage
+        found = super().run_at(stage, *args, **kwargs)
+        if not any(isinstance(item, StageTensor) for item in tree_leaves(found)):
+            self.stage, self._current = before  # as a pipeline, which knows shapes without running anything
+        return found
 
-    def _run_at(self, block: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        given: dict[int, Any] = {id(item.value): item for item in leaves if isinstance(item, StageTensor)}
-        versions = [item.value._version for item in given.values()]
-        values = [item.value if isinstance(item, StageTensor) else item for item in leaves]
-        own_args, own_kwargs = tree_unflatten(values, structure)
-        before, self._running = self._running, block
+    def _send(self, value: torch.Tensor, spec: Spec, source: int, target: int) -> torch.Tensor:
+        self.sent.append((source, target, spec))
+        return value
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
         with self._mode, FlopCounterMode(display=False) as counter:
-            outcome = func(*own_args, **own_kwargs)
-        outputs, form = tree_flatten(outcome)
-        versions_now = [item.value._version for item in given.values()]
-        if versions == versions_now and not any(isinstance(item, torch.Tensor) for item in outputs):
-            self._running = before
-            return outcome
-        self._block = block
-        self.flops[block] += counter.get_total_flops()
-        for item, version, now in zip(given.values(), versions, versions_now, strict=True):
-            if block not in item.stages:
-                source = max((held for held in item.stages if held < block), default=min(item.stages))
-                self.sent.append((source, block, item.spec))
-                item.stages.add(block)
-            if version != now:
-                item.spec, item.stages = Spec.of(item.value), {block}
-
-        def placed(item: Any) -> Any:
-            if not isinstance(item, torch.Tensor):
-                return item
-            return given[id(item)] if id(item) in given else StageTensor.make(self, Spec.of(item), block, item)
-
-        return tree_unflatten(map(placed, outputs), form)
+            yield
+        self.flops[self.stage] += counter.get_total_flops()
 
 
 def record(

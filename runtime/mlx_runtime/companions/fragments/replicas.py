@@ -10,7 +10,7 @@ replicas are equal.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mlx_runtime import companions
-from mlx_runtime.companions.fragments.averaging import Tensors, modules_of, outer_step
+from mlx_runtime.companions.fragments.averaging import (
+    Tensors,
+    means,
+    modules_of,
+    outer_step,
+    saved_tensors,
+    wide,
+)
 from mlx_runtime.distributed.collectives import gather
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
@@ -41,17 +48,18 @@ def problems(cfg: Any) -> list[str]:
             if (value := getattr(wanted, name)) != default:
                 found.append(f"cfg.replicas.{name}={value} needs cfg.replicas.every, the updates between two averages")
         if wanted.traffic is not None and cfg.strategy != "ddp":
-            found.append(f"cfg.replicas.traffic={wanted.traffic} without cfg.replicas.every is for cfg.strategy=ddp")
+            found.append(f"cfg.replicas.traffic={wanted.traffic} without cfg.replicas.every requires cfg.strategy=ddp")
         return found
     if cfg.strategy == "fsdp":
-        text = "is for cfg.strategy=ddp or pipeline; cfg.strategy is fsdp"
-        found.append(f"cfg.replicas.every={wanted.every} {text}")
+        found.append(f"cfg.replicas.every={wanted.every} requires cfg.strategy=ddp or pipeline, not fsdp")
     if not 0 <= wanted.momentum < 1:
-        found.append(f"cfg.replicas.momentum is {wanted.momentum}, not from 0 to below 1")
+        found.append(f"cfg.replicas.momentum={wanted.momentum} must be at least 0 and less than 1")
     if wanted.traffic == "powersgd":
         found.append("cfg.replicas.traffic=powersgd compresses gradients; with cfg.replicas.every, use fp16")
     if cfg.precision == "fp16":
-        found.append("cfg.precision=fp16 may skip an update on one replica, and others would wait forever; use bf16")
+        found.append(
+            "cfg.precision=fp16 may skip an update on one replica, so that the others would wait forever; use bf16"
+        )
     return found
 
 
@@ -100,12 +108,13 @@ def averages(session: Any) -> Iterator[None]:
         yield
         return
     session.replicated = False
-    each = "worker" if topology.model_parallel_size == 1 else f"{topology.model_parallel_size} workers"
+    sizes = " + ".join(str(len(ranks)) for ranks in topology.replicas)
+    each = "one per worker" if topology.model_parallel_size == 1 else f"of {sizes} workers"
     every = f"averaged every {context.cfg.replicas.every} updates"
-    notice(f"replicas  {topology.data_parallel_size}, one per {each}, {every}")
+    notice(f"replicas  {topology.data_parallel_size}, {each}, {every}")
     made = Averages(session)
     session.waits, session.before_save = made.waits, made.finish
-    context.groups.experiment.replicas_common = made.common
+    context.groups.experiment.replicas_common = made
     context.groups.experiment.replicas_own = made.own
     with contextlib.ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(made.before_update).remove)
@@ -119,14 +128,15 @@ class Period:
 
     updates: int = 0
     rounds: int = 0  # averages taken
-    common: dict[str, torch.Tensor] | None = None  # at the last average; None until the first update after it
-    momentum: dict[str, torch.Tensor] | None = None  # of the outer optimizer
+    common: dict[str, torch.Tensor] = field(default_factory=dict)  # at the last average; empty before the first update
+    momentum: dict[str, torch.Tensor] = field(default_factory=dict)  # of the outer optimizer
 
 
 class Averages:
     """Averages the models of each optimizer after every `cfg.replicas.every` of its updates.
 
-    Every worker calls the hooks at the same updates.
+    Every worker calls the hooks at the same updates. As a part of checkpoints, it has what the replicas have in common
+    besides their weights.
     """
 
     def __init__(self, session: Any) -> None:
@@ -135,13 +145,9 @@ class Averages:
         self._wanted = session.context.cfg.replicas
         alone = self._topology.model_parallel_size == 1
         self._pipeline = None if alone else session.optimization.strategy
-        self._names: dict[
-            int, tuple[str | None, Optimizer]
-        ] = {}  # by id; the optimizer is kept, so that ids stay unique
+        self._names: dict[int, tuple[str | None, Optimizer]] = {}  # by id; kept optimizers keep ids unique
         self._waited = 0  # steps, since a checkpoint is due
-        self.periods: dict[str, Period] = {}
-        self.states: dict[str, Any] = {}  # restored states of this worker's optimizers, until their first update
-        self.common = Common(self)
+        self._periods: dict[str, Period] = {}
         self.own = Own(self)
 
     # -- hooks of optimizers
@@ -151,20 +157,19 @@ class Averages:
         name = self._name_of(optimizer)
         if name is None:
             return
-        if name in self.states:
+        if name in self.own.states:
             groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": self.states.pop(name), "param_groups": groups})
-        period = self.periods.setdefault(name, Period())
-        if period.common is None:
-            tensors = self._tensors(optimizer)
-            period.common = tensors.split(tensors.vector())
+            optimizer.load_state_dict({"state": self.own.states.pop(name), "param_groups": groups})
+        period = self._periods.setdefault(name, Period())
+        if not period.updates:
+            period.common = {path: wide(item) for path, item in self._tensors(optimizer).params.items()}
 
     def after_update(self, optimizer: Optimizer, *_: object) -> None:
         """Count an update, and average the models if it ends a period."""
         name = self._name_of(optimizer)
         if name is None:
             return
-        period = self.periods[name]
+        period = self._periods[name]
         period.updates += 1
         if period.updates == self._wanted.every:
             self._average(period, optimizer)
@@ -177,45 +182,58 @@ class Averages:
         Optimizers that step in turn may never average at the same step, so it waits for one period at most.
         """
         self._waited += 1
-        return self._waited <= self._wanted.every and any(item.updates for item in self.periods.values())
+        return self._waited <= self._wanted.every and any(item.updates for item in self._periods.values())
 
     def finish(self) -> None:
         """Average the models of optimizers that are within a period, before a checkpoint."""
         self._waited = 0
         for name, optimizer in self.optimizers().items():
-            if name in self.periods and self.periods[name].updates:
-                self._average(self.periods[name], optimizer)
+            if name in self._periods and self._periods[name].updates:
+                self._average(self._periods[name], optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: {"rounds": item.rounds, "momentum": item.momentum} for name, item in self._periods.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        held = saved_tensors(self._models())  # without those of other stages
+        for name, item in state.items():
+            momentum = {path: tensor for path, tensor in item["momentum"].items() if path in held}
+            self._periods[name] = Period(rounds=item["rounds"], momentum=momentum)
 
     # -- exchanges
 
     def _average(self, period: Period, optimizer: Optimizer) -> None:
-        tensors = self._tensors(optimizer)
-        assert period.common is not None
-        common, momentum = tensors.join(period.common), _momentum(period, tensors)
-        mean, sent = self._mean(tensors, tensors.difference(common))
-        common, momentum = outer_step(
-            common, momentum, mean.to(common), tensors.exact, self._wanted.lr, self._wanted.momentum
-        )
-        period.momentum = None if momentum is None else tensors.trained.split(momentum)
-        tensors.fill(common)
-        period.common = None
+        tensors, wanted = self._tensors(optimizer), self._wanted
+        moved = {name: period.common[name] - item for name, item in tensors.params.items()}
+        buffers = {name: wide(item) for name, item in tensors.buffers.items()}
+        everything = {**moved, **buffers}
+        groups = [(dist.group.WORLD, [*everything])]
+        if self._pipeline is not None:
+            groups = self._pipeline.peers_of(modules_of(self._models()), everything)
+        found: dict[str, torch.Tensor] = {}
+        sent = 0
+        for group, names in groups:
+            half = wanted.traffic is not None
+            mean, size = means({name: moved[name] for name in names if name in moved}, group, half=half)
+            # Buffers are never rounded: running variances may exceed the range of float16.
+            exact, rest = means({name: buffers[name] for name in names if name in buffers}, group, half=False)
+            found |= mean | exact
+            sent += size + rest
+        momentum, period.momentum = period.momentum, {}
+        with torch.no_grad():
+            for name, item in tensors.params.items():
+                before = momentum.get(name)
+                weights, after = outer_step(period.common[name], before, found[name], wanted.lr, wanted.momentum)
+                item.copy_(weights)
+                if after is not None:
+                    period.momentum[name] = after
+            for name, item in tensors.buffers.items():
+                item.copy_(found[name])
+        period.common = {}
         period.updates, period.rounds = 0, period.rounds + 1
         if self._pipeline is not None and (each := gather(sent)) is not None:
             sent = sum(each[rank] for rank in self._topology.replicas[0])
         self._record({"bytes": sent, "averaged": self._topology.data_parallel_size, "round": period.rounds})
-
-    def _mean(self, tensors: Tensors, difference: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the mean of the replicas' differences, and the bytes that this worker has sent."""
-        if self._pipeline is None:
-            return _mean_of(difference, tensors.exact, self._wanted.traffic, dist.group.WORLD)
-        pieces, sent = tensors.split(difference.cpu()), 0
-        for group, names in self._pipeline.peers_of(modules_of(self._models()), tensors.all):
-            part = tensors.only(names)
-            own = torch.cat([pieces[name] for name in part.all]).to(part.dtype)
-            mean, count = _mean_of(own, part.exact, self._wanted.traffic, group)
-            pieces |= part.split(mean.to(difference.dtype))
-            sent += count
-        return tensors.join(pieces), sent
 
     def _record(self, numbers: Mapping[str, float]) -> None:
         """Record the numbers of an average after those of earlier steps. Every worker must call this."""
@@ -232,68 +250,23 @@ class Averages:
 
     def _name_of(self, optimizer: Optimizer) -> str | None:
         """Return the name of an optimizer of the experiment's models, or None for any other."""
-        known = self._names.get(id(optimizer))
-        if known is None:
-            names = [name for name, item in self.optimizers().items() if item is optimizer]
-            name = names[0] if names and len(self._tensors(optimizer)) else None
-            if name is None and self._would_diverge(optimizer):
+        if id(optimizer) not in self._names:
+            name = next((name for name, item in self.optimizers().items() if item is optimizer), None)
+            trains = self._tensors(optimizer).count
+            prepared = {str(number): item for number, item in enumerate(self._topology.replicate.prepared)}
+            if (trains and name is None) or (not trains and Tensors(prepared, optimizer).count):
                 raise MlxError(
                     "cfg.replicas.every averages models and optimizers of the experiment, but this optimizer or its "
                     "model is not on self; assign them: self.models.net = prepare_model(net), self.optimizer = ..."
                 )
-            known = self._names[id(optimizer)] = name, optimizer
-        return known[0]
-
-    def _would_diverge(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer trains a prepared model, or one of the experiment, that is not averaged."""
-        make = self._topology.replicate
-        prepared = make.prepared if isinstance(make, EqualAtFirst) else []
-        found = {f"prepared_{number}": model for number, model in enumerate(prepared)}
-        return bool(len(self._tensors(optimizer)) or len(Tensors(found, optimizer)))
+            self._names[id(optimizer)] = name if trains else None, optimizer
+        return self._names[id(optimizer)][0]
 
     def _models(self) -> dict[str, Any]:
         return {**self._groups.members("own"), **self._groups.members("models")}
 
     def _tensors(self, optimizer: Optimizer) -> Tensors:
         return Tensors(self._models(), optimizer)
-
-    def held(self) -> str:
-        """Return a digest of the stages of all tensors; empty without pipelines."""
-        return "" if self._pipeline is None else str(self._pipeline.held())
-
-    def without_absent(self, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors by name without those of other stages."""
-        absent = {
-            f"{title}.{path}"
-            for title, model in modules_of(self._models()).items()
-            for path, item in model.state_dict(keep_vars=True).items()
-            if isinstance(item, torch.Tensor) and item.is_meta
-        }
-        return {name: item for name, item in found.items() if name not in absent}
-
-
-def _momentum(period: Period, tensors: Tensors) -> torch.Tensor | None:
-    """Return the outer momentum as a vector, with zeros for parameters that were not trained before."""
-    if period.momentum is None:
-        return None
-    zeros = {name: torch.zeros_like(item) for name, item in tensors.params.items() if name not in period.momentum}
-    return tensors.trained.join(period.momentum | zeros)
-
-
-class Common:
-    """What the replicas have in common besides their weights, as a part of checkpoints: tensors of all stages."""
-
-    def __init__(self, averages: Averages) -> None:
-        self._averages = averages
-
-    def state_dict(self) -> dict[str, Any]:
-        periods = self._averages.periods
-        return {name: {"rounds": item.rounds, "momentum": item.momentum} for name, item in periods.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, item in state.items():
-            momentum = None if item["momentum"] is None else self._averages.without_absent(item["momentum"])
-            self._averages.periods[name] = Period(rounds=item["rounds"], momentum=momentum)
 
 
 class Own:
@@ -303,32 +276,23 @@ class Own:
 
     def __init__(self, averages: Averages) -> None:
         self._averages = averages
+        self.states: dict[str, Any] = {}  # restored ones, until the first update of their optimizer
 
     def state_dict(self) -> dict[str, Any]:
         made = self._averages
         writes = made._topology.writes
         states = {} if writes else {name: item.state_dict()["state"] for name, item in made.optimizers().items()}
-        return {"optimizers": states | made.states, "held": made.held()}
+        return {"optimizers": states | self.states, "held": self._held()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["held"] == self._averages.held():
-            self._averages.states = dict(state["optimizers"])  # the loop may still load those of rank 0
+        if state["held"] == self._held():
+            self.states = dict(state["optimizers"])  # the loop may still load those of rank 0
             return
         self._averages._session.reporter.notice(
-            "replicas  continue with the optimizer states of the first one: their models are cut differently now"
+            "replicas  continue with the optimizer states of the first one, because models are cut differently now"
         )
 
-
-def _mean_of(difference: torch.Tensor, exact: int, traffic: str | None, group: Any) -> tuple[torch.Tensor, int]:
-    """Return the mean of a vector over a process group, and the bytes that this worker has sent.
-
-    The last `exact` values, those of buffers, are never rounded: running variances may exceed the range of float16.
-    """
-    if traffic is None:
-        dist.all_reduce(difference, group=group)
-        return difference / group.size(), difference.nbytes
-    size = len(difference) - exact
-    half, rest = (difference[:size] / group.size()).to(torch.float16), difference[size:] / group.size()
-    dist.all_reduce(half, group=group)
-    dist.all_reduce(rest, group=group)
-    return torch.cat([half.to(difference.dtype), rest]), half.nbytes + rest.nbytes
+    def _held(self) -> str:
+        """Return a digest of the stages of all tensors; empty without pipelines."""
+        pipeline = self._averages._pipeline
+        return "" if pipeline is None else str(pipeline.held())

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,11 @@ from mlx_runtime.companions.fragments.scripted import taken
 from mlx_runtime.companions.sharding.aliasing import raw
 from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks, select_modules
 from mlx_runtime.companions.sharding.building import (
-    allocate,
     build_models,
+    check_same,
+    check_unshared,
     check_values,
+    contents,
     deferred_models,
     initialize_whole,
     own_strategies,
@@ -62,17 +64,17 @@ class Pipeline(DDP):
             return str(error)
         if plan is not None and cfg.elastic.keep_global_batch:
             return "cfg.elastic.keep_global_batch counts equal pipelines; remove it, or cfg.fragments.plan"
-        if plan is not None and cfg.start_workers % plan.workers:
+        if plan is not None and cfg.start_workers != (count := len(plan.nodes)):
             return (
-                f"{fragments.plan} is for {plan.workers} workers, and cfg.start_workers is {cfg.start_workers}; set it "
-                f"to {plan.workers}, or plan again with `mlx train clusterize cfg.fragments.plan=null`"
+                f"{fragments.plan} is for {count} workers, but cfg.start_workers={cfg.start_workers}; set it to "
+                f"{count}, or plan again with `mlx train clusterize cfg.fragments.plan=null`"
             )
         return None
 
     @staticmethod
     def multiple_of(cfg: Any) -> int:
         plan = _plan(cfg)
-        return cfg.fragments.stages or 1 if plan is None else plan.workers
+        return cfg.fragments.stages or 1 if plan is None else len(plan.nodes)
 
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
@@ -120,8 +122,8 @@ class Pipeline(DDP):
             check_values(name, model, elsewhere=not topology.writes)
         drawn = broadcast(random_state_dict(_CPU))  # from rank 0, which has drawn the values of models
         load_random_state_dict(drawn, _CPU)
-        _check_same(models, topology)
-        _check_unshared(models)
+        check_same(contents(models), topology)
+        check_unshared(models, {*models}, "cut; make one model of both, or use cfg.strategy=ddp")
         blocks = blocks_of(group, models)
         own = own_strategies(node, self.cfg)
         if found := strategy_problems(replace(self.cfg, strategy="pipeline")):  # it may be that of some models only
@@ -143,19 +145,17 @@ class Pipeline(DDP):
         planned = layout.model == name and not whole
         if planned:
             blocks = list(layout.blocks)
-        all_ends = [tuple(item) for item in layout.ends] if planned else [None] * len(layout.ranks)
-        kinds = [(len(ranks), ends) for ranks, ends in zip(layout.ranks, all_ends, strict=True)]
-        cuts = {}
-        for stages, ends in dict.fromkeys(kinds):
-            made = Cut({"": stages - 1}, {}) if whole else cut(name, model, blocks, stages, ends)
-            self.described.append(_line(name, model, made, stages))
-            cuts[stages, ends] = made
-        loose = [title for made in cuts.values() for title in made.loose]
-        made = cuts[kinds[self.topology.data_parallel_rank]]
-        holders = Holders(model, [cuts[kind] for kind in kinds], links)
+        all_ends = layout.ends if planned else [None] * len(layout.ranks)
+        cuts = [
+            Cut({"": len(ranks) - 1}, {}) if whole else cut(name, model, blocks, len(ranks), ends)
+            for ranks, ends in zip(layout.ranks, all_ends, strict=True)
+        ]
+        self.described += dict.fromkeys(_line(name, model, item) for item in cuts)
+        holders = Holders(model, cuts, links)
         self._holders.append(holders)
         recomputed = self.cfg.activation_checkpointing
         paths = select_modules(model, recomputed) if isinstance(recomputed, str) else blocks if recomputed else []
+        loose = [title for item in cuts for title in item.loose]
         shared = next((title for title in loose for path in paths if title.startswith(f"{path}.")), None)
         if shared is not None:
             raise ConfigError(
@@ -163,42 +163,31 @@ class Pipeline(DDP):
                 "name other modules with a pattern, like 'encoder.*'"
             )
         recompute_blocks({name: model}, {name: blocks}, self.cfg.activation_checkpointing)
-        self._distribute(model, made, holders)
+        self._distribute(model, holders)
+        made = cuts[self.topology.data_parallel_rank]
         Pipelined(name, made, links, holders, 1 if whole else self.cfg.fragments.microbatches).install(model)
         _allow_absent(model)
 
-    def _distribute(self, model: nn.Module, made: Any, holding: Any) -> None:
+    def _distribute(self, model: nn.Module, holders: Any) -> None:
         """Move the parts of this stage to the device, with the values of rank 0, and the others to the meta device."""
-        topology, links = self.topology, self._links
-        values = {name: item.detach() for name, item in tensors_of(model, aliases=True)} if topology.writes else {}
-        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        loose = [*made.loose, *(name for name in buffers if made.stage_of(name) is None)]
-        before = {
-            name: getattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in loose
-        }
-        for path, stage in sorted(made.units.items(), key=lambda item: item[1] == links.stage):  # may share tensors
-            allocate(model.get_submodule(path), topology.device if stage == links.stage else torch.device("meta"))
-        placed: dict[int, torch.Tensor] = {}
-        for name, tensor in before.items():
-            if id(tensor) not in placed:
-                here = made.stage_of(name) in (None, links.stage)
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device if here else "meta")
-                is_param = isinstance(tensor, nn.Parameter)
-                placed[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
-            path, _, last = name.rpartition(".")
-            setattr(model.get_submodule(path), last, placed[id(tensor)])
-        for name, tensor in tensors_of(model):
-            holders = holding.of(name)
+        topology, swap = self.topology, cast(Any, torch.utils.swap_tensors)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]:
+            ranks, value = holders.of(name), tensor.detach()
+            empty = torch.empty_like(value, device=topology.device if topology.rank in ranks else "meta")
+            if isinstance(tensor, nn.Parameter):
+                swap(tensor, nn.Parameter(empty, tensor.requires_grad))  # tied ones stay tied
+            else:
+                path, _, last = name.rpartition(".")
+                setattr(model.get_submodule(path), last, empty)
             if topology.writes:
-                value = values.pop(name).to(topology.device).contiguous()
-                for work in [dist.isend(raw(value), rank) for rank in holders if rank]:
+                value = value.to(topology.device).contiguous()
+                for work in [dist.isend(raw(value), rank) for rank in ranks if rank]:
                     work.wait()  # type: ignore[union-attr]
-                if 0 in holders:
-                    tensor.detach().copy_(value)
-            elif topology.rank in holders:
-                received = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
-                dist.recv(raw(received), 0)
-                tensor.detach().copy_(received)
+            elif topology.rank in ranks:
+                value = torch.empty(value.shape, dtype=value.dtype, device=topology.device)
+                dist.recv(raw(value), 0)
+            if topology.rank in ranks:
+                empty.copy_(value)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         self._links.syncs = enabled and self.cfg.replicas.every is None  # otherwise, weights are averaged
@@ -240,22 +229,20 @@ class Pipeline(DDP):
         held = set(broadcast(list(own)))
         mine = {path: leaf for path, leaf in own.items() if path not in held and topology.data_parallel_rank == 0}
         tensors = {path: leaf for path, leaf in mine.items() if isinstance(leaf, torch.Tensor)}
-        plain = gather([item for item in mine.items() if item[0] not in tensors])
-        facts = gather([(path, tuple(item.shape), str(item.dtype)) for path, item in tensors.items()])
-        if plain is None or facts is None:
+        kinds = {path: (tuple(item.shape), torch.empty(0, dtype=item.dtype)) for path, item in tensors.items()}
+        found = gather([*{**mine, **kinds}.items()])
+        if found is None:
             for item in tensors.values():
                 dist.send(raw(item.detach().to(topology.device).contiguous()), 0)
             return states
         for rank in sorted({*topology.replicas[0]} - {0}):
-            for path, value in plain[rank]:
+            for path, value in found[rank]:
+                if isinstance(value, tuple):  # the shape and the type of a tensor, which follows
+                    received = torch.empty(value[0], dtype=value[1].dtype, device=topology.device)
+                    dist.recv(raw(received), rank)
+                    value = received.cpu()
+                    value.is_copy = True  # type: ignore[attr-defined]  # for `Staging`
                 _insert(states, path, value)
-            for path, shape, dtype in facts[rank]:
-                kind = getattr(torch, dtype.removeprefix("torch."))
-                received = torch.empty(shape, dtype=kind, device=topology.device)
-                dist.recv(raw(received), rank)
-                copied = received.cpu()
-                copied.is_copy = True  # type: ignore[attr-defined]  # for `Staging`
-                _insert(states, path, copied)
         for optimizer in states.get("optimizers", {}).values():
             if isinstance(optimizer.get("state"), dict):
                 optimizer["state"] = dict(sorted(optimizer["state"].items()))
@@ -346,31 +333,9 @@ def _allow_absent(model: nn.Module) -> None:
     model.register_load_state_dict_pre_hook(leave_out)  # type: ignore[no-untyped-call]  # torch has not annotated it
 
 
-def _check_same(models: Mapping[str, nn.Module], topology: Topology) -> None:
-    own = {
-        f"{title}.{name}": f"{tuple(item.shape)} {item.dtype}"
-        for title, model in models.items()
-        for name, item in tensors_of(model)
-    }
-    different = sorted({name for name, _ in broadcast(own).items() ^ own.items()})
-    if different:
-        raise ConfigError(f"rank {topology.rank} and rank 0 have built different models: {', '.join(different):.300}")
-
-
-def _check_unshared(models: Mapping[str, nn.Module]) -> None:
-    owners: dict[int, str] = {}
-    for name, model in models.items():
-        for param in model.parameters():
-            other = owners.setdefault(id(param), name)
-            if other != name:
-                raise ConfigError(
-                    f"models.{name} shares parameters with models.{other}, so neither can be cut; make one model of "
-                    "both, or use cfg.strategy=ddp"
-                )
-
-
-def _line(name: str, model: nn.Module, made: Any, stages: int) -> str:
+def _line(name: str, model: nn.Module, made: Cut) -> str:
     """Return a line like `net: pipeline of 2 stages with 3 + 2 blocks; 1.2 + 1.3 MB`."""
+    stages = 1 + max(made.units.values())
     sizes, blocks = [0] * stages, [0] * stages
     for title, param in model.named_parameters():
         sizes[made.stage_of(title) or 0] += param.numel() * param.element_size()

@@ -191,7 +191,7 @@ def _described(outputs: Iterable[Any], inputs: Iterable[Any]) -> list[Any]:
     ]
 
 
-def _packed(described: list[Any], form: TreeSpec) -> tuple[list[Any], Any]:
+def packed(described: list[Any], form: TreeSpec) -> tuple[list[Any], Any]:
     """Return the leaves of a result and their structure as plain values, for other workers."""
     leaves: list[Any] = []
     for item in described:
@@ -202,7 +202,7 @@ def _packed(described: list[Any], form: TreeSpec) -> tuple[list[Any], Any]:
     return leaves, tree_unflatten(range(len(leaves)), form)
 
 
-def _unpacked(leaves: list[Any], numbered: Any) -> tuple[list[Any], TreeSpec]:
+def unpacked(leaves: list[Any], numbered: Any) -> tuple[list[Any], TreeSpec]:
     described: list[Any] = []
     for item in leaves:
         if isinstance(item, tuple):
@@ -233,8 +233,8 @@ class Execution:
         shapes: Those of the model.
         transfer: Called with a value, or None where it is not, its spec, and the sending and receiving stages; returns
             the value on the receiver.
-        drawing: Returns a context in which a stage draws random numbers.
-        share: Called with an object and the stage that has it; returns it on all stages.
+        draws: Random numbers of this stage; calling it returns a context in which operations draw them.
+        share: Called with a result as from `Shapes.infer`, and the stage that has it; returns it on all stages.
     """
 
     def __init__(
@@ -242,11 +242,12 @@ class Execution:
         stage: int,
         shapes: Shapes,
         transfer: Callable[..., Any],
-        drawing: Callable[[], Any],
-        share: Callable[[Any, int], Any],
+        draws: Any,
+        share: Callable[[tuple[list[Any], Any], int], tuple[list[Any], Any]],
     ) -> None:
         self.stage, self.shapes = stage, shapes
-        self._transfer, self._drawing, self._share = transfer, drawing, share
+        self.draws = draws
+        self._transfer, self._share = transfer, share
         self._current = 0  # stage of the last operation
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -255,13 +256,13 @@ class Execution:
         title = getattr(func, "__name__", "an operation")
         if func is torch.Tensor.__setitem__:
             func = _set_item
-        result, form = self.shapes.infer(func, func, args, kwargs, title)
-        if not any(isinstance(item, Spec | _Changed) for item in result):
-            return tree_unflatten(result, form)
+        shape = self.shapes.infer(func, func, args, kwargs, title)
+        if shape is not None and not any(isinstance(item, Spec | _Changed) for item in shape[0]):
+            return tree_unflatten(*shape)
         stage = self._current
         if not all(stage in item.stages for item in leaves):
             stage = max(min(item.stages) for item in leaves)
-        return self.run_at(stage, func, args, kwargs, (result, form), title)
+        return self.run_at(stage, func, args, kwargs, shape, title)
 
     def run_at(
         self,
@@ -286,7 +287,7 @@ class Execution:
         if stage == self.stage:
             given = [item.value if isinstance(item, StageTensor) else item for item in leaves]
             real_args, real_kwargs = _unflatten(given, structure)
-            with self._drawing():
+            with self.draws():
                 outcome = func(*real_args, **real_kwargs)
             if shape is not None and isinstance(outcome, torch.Tensor):
                 values, own = [outcome], form
@@ -297,7 +298,7 @@ class Execution:
             else:
                 self._check(title, values, result)
         if shape is None:
-            result, form = _unpacked(*self._share(_packed(result, form), stage))
+            result, form = self._share((result, form), stage)
             values = values or [None] * len(result)
         made = []
         for item, value in zip(result, values, strict=True):

@@ -1,7 +1,7 @@
 """Building of models: on the CPU, or without values, which are filled in later."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,51 @@ from torch.utils._pytree import tree_leaves
 from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks
 from mlx_runtime.config.building import build, without_weights
 from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import random_state, set_random_state
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import ConfigError, suggest
 from mlx_runtime.loop.options import STRATEGIES
 from mlx_runtime.runs.checkpoints.groups import members
+
+Contents = dict[str, dict[str, torch.Tensor]]
+"""Parameters and buffers, by model and by name."""
+
+
+def contents(models: Mapping[str, nn.Module]) -> Contents:
+    """Return the parameters and buffers of models, each tied one once. They stay whole when the models are sharded."""
+    return {
+        title: {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        for title, model in models.items()
+    }
+
+
+def check_same(built: Contents, topology: Topology) -> None:
+    """Check that all workers have built the same models.
+
+    Raises:
+        ConfigError: this worker has built different models than rank 0.
+    """
+    own = {
+        f"{title}.{name}": (tuple(tensor.shape), str(tensor.dtype))
+        for title, tensors in built.items()
+        for name, tensor in tensors.items()
+    }
+    different = {name for name, _ in broadcast(own).items() ^ own.items()}
+    if different:
+        names = ", ".join(sorted(different))
+        raise ConfigError(f"rank {topology.rank} and rank 0 have built different models: {names:.300}")
+
+
+def check_unshared(models: Mapping[str, nn.Module], parted: Collection[str], cure: str) -> None:
+    """Raise ConfigError, with the cure, if one of the models `parted` shares a parameter with another model."""
+    owners: dict[int, str] = {}
+    for name, model in models.items():
+        for param in model.parameters():
+            other = owners.setdefault(id(param), name)
+            if other != name and (name in parted or other in parted):
+                raise ConfigError(f"models.{name} shares parameters with models.{other}, so neither can be {cure}")
 
 
 def deferred_models(node: Mapping[str, Any]) -> tuple[str, ...]:

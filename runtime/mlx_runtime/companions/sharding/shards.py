@@ -76,13 +76,13 @@ class ShardedTensors:
         for title, item in self.tensors.items():
             for piece in item["pieces"]:
                 if min(*piece["sizes"], *piece["offsets"], piece["start"], 0) < 0:
-                    raise ValueError(f"a part of {title} is outside of its file")
+                    raise ValueError(f"a part of {title} has a negative position or size")
                 size_bytes = tensor_files.size_bytes(piece["sizes"], tensor_files.DTYPES[item["dtype"]])
                 self._ends[piece["file"]] = max(self._ends.get(piece["file"], 0), piece["start"] + size_bytes)
             dims = {len(item["shape"]), *(len(piece[key]) for piece in item["pieces"] for key in ("offsets", "sizes"))}
             volume = sum(math.prod(piece["sizes"]) for piece in item["pieces"])
             if len(dims) > 1 or volume != math.prod(item["shape"]):
-                raise ValueError(f"it does not describe the whole of {title}")
+                raise ValueError(f"its parts of {title} do not make up the whole tensor")
 
     def check_files(self) -> None:
         """Check the existence and size of every file, without reading it. Raise DamagedError."""
@@ -92,7 +92,7 @@ class ShardedTensors:
                 if size is None:
                     raise FileNotFoundError
                 if size < end:
-                    raise ValueError(f"it has {size:,} bytes of {end:,}")
+                    raise ValueError(f"it has {size:,} of {end:,} bytes")
 
     def fill_placeholders(self, value: Any) -> Any:
         """Return plain values with a `StoredTensor` instead of each placeholder."""

@@ -1,7 +1,6 @@
 """Initial values of sharded models, sent by rank 0 or computed equally by all workers."""
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,38 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mlx_runtime.companions.sharding.aliasing import raw
-from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import broadcast_tensors
-from mlx_runtime.errors import MlxError
-
-Contents = dict[str, dict[str, torch.Tensor]]
-"""Parameters and buffers, by model and by name."""
-
-
-def contents(models: Mapping[str, nn.Module]) -> Contents:
-    """Return the parameters and buffers of models, each tied one once. They stay whole when the models are sharded."""
-    return {
-        title: {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        for title, model in models.items()
-    }
-
-
-def check_same(built: Contents, topology: Topology) -> None:
-    """Check that all workers have built the same models.
-
-    Raises:
-        MlxError: this worker has built different models than rank 0.
-    """
-    own = {
-        f"{title}.{name}": (tuple(tensor.shape), str(tensor.dtype))
-        for title, tensors in built.items()
-        for name, tensor in tensors.items()
-    }
-    different = {name for name, _ in broadcast(own).items() ^ own.items()}
-    if different:
-        names = ", ".join(sorted(different))
-        raise MlxError(f"rank {topology.rank} and rank 0 have built different models: {names:.300}")
 
 
 def keep_buffers_equal(model: nn.Module) -> None:

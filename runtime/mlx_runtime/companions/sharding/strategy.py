@@ -20,7 +20,10 @@ from mlx_runtime.companions.sharding.aliasing import alias
 from mlx_runtime.companions.sharding.blocks import blocks_of, recompute_blocks, without_shared
 from mlx_runtime.companions.sharding.building import (
     build_models,
+    check_same,
+    check_unshared,
     check_values,
+    contents,
     deferred_models,
     initialize,
     initialize_whole,
@@ -30,8 +33,6 @@ from mlx_runtime.companions.sharding.building import (
 from mlx_runtime.companions.sharding.private_torch import ShardedGradScaler, drop_unreduced_gradients
 from mlx_runtime.companions.sharding.sharing import (
     AsIfWhole,
-    check_same,
-    contents,
     keep_buffers_equal,
     share,
     take_whole_states,
@@ -87,7 +88,13 @@ class FSDP(DDP):
         blocks = {name: without_shared(model, blocks[name]) for name, model in models.items()}
         own = own_strategies(node, self.cfg)
         strategies: dict[str, Any] = {name: strategy_class(own.get(name, self.cfg.strategy)) for name in models}
-        _check_unshared(models, blocks, strategies)
+        done = {id(models[name].get_submodule(path)) for name, paths in blocks.items() for path in paths}
+        apart: dict[str, nn.Module] = {}  # each model once, without those that are blocks of others
+        for name, model in models.items():
+            if id(model) not in done:
+                apart[name] = model
+            done.add(id(model))
+        check_unshared(apart, {name for name in apart if strategies[name].shards}, f"sharded; {_CURE}")
         for name, model in models.items():
             if strategies[name].shards and not is_sharded(model):
                 self._shard(name, model, blocks[name])
@@ -182,26 +189,6 @@ class FSDP(DDP):
             for group in optimizer.param_groups:
                 if len(by_mesh(group["params"])) > 1:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
-
-
-def _check_unshared(
-    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: Mapping[str, type[DDP]]
-) -> None:
-    """Check that models to be sharded share no parameter with another model, because each would train its own copy.
-
-    Exceptions are a model that is a block of another one, which is sharded with it, and one with two names, sharded
-    once.
-    """
-    done = {id(models[name].get_submodule(path)) for name, paths in blocks.items() for path in paths}
-    owners: dict[int, str] = {}
-    for name, model in models.items():
-        for param in model.parameters() if id(model) not in done else ():
-            other = owners.setdefault(id(param), name)
-            if other != name and (strategies[name].shards or strategies[other].shards):
-                raise ConfigError(
-                    f"models.{name} shares parameters with models.{other}, so neither can be sharded; {_CURE}"
-                )
-        done.add(id(model))
 
 
 def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:

@@ -60,7 +60,7 @@ def _follow(seat: Seat, folder: str, worked: threading.Event) -> None:
         store = seat.store()
         if (outcome := int(wait_for(store, "outcome"))) != LOST:
             if not worked.wait(RETURN_S):
-                print("ended     by rank 0, whose output says why", flush=True)
+                print("ended     by rank 0; see its output", flush=True)
             Path(folder, str(seat.rank)).write_text(str(outcome))
             store.add("confirmed", 1)
             sys.stdout.flush()

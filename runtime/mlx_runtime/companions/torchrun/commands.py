@@ -1,6 +1,7 @@
 """The command by which a machine takes part in a run."""
 
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
@@ -16,12 +17,11 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.companions.torchrun import roster
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import OPTIONS, Request, refuse_options
-from mlx_runtime.errors import UsageError, suggest
+from mlx_runtime.errors import UsageError, short_message, suggest
 from mlx_runtime.workers.local import NODE_NAME
 from mlx_runtime.workers.stop_requests import hangup_ignored
 
-TORCHRUN = "import sys, torch.distributed.run; sys.tracebacklimit = 0; torch.distributed.run.main()"
-"""torchrun, without tracebacks: it raises an error whenever a process has failed."""
+TORCHRUN = f"from {__name__} import torchrun; torchrun()"
 
 AGAIN_S = 3.0
 """Pause before the next attempt, in which the processes of the last one end."""
@@ -44,17 +44,21 @@ def train_join(file: Path, name: str, **typed: Any) -> None:
         raise UsageError(f"{file} has no machine {name!r:.60}.{suggest(name, names)}")
     first, number = nodes[0], names.index(name)
     if not first.port:
-        raise UsageError(f"{file} has no port for {first.name}, where all meet; write its IP as HOST:PORT")
+        raise UsageError(f"{file}: {first.name}, the first machine, needs a port; write its IP as HOST:PORT")
     refuse_options(typed["overrides"], "mlx train join")
     request = Request.of(**typed)
     AN_EXPERIMENT.folder()
-    torchrun = [sys.executable, "-c", TORCHRUN, "--rdzv-backend=static", "--max-restarts=0"]
-    torchrun += [f"--nnodes={len(nodes)}", f"--node-rank={number}", f"--nproc-per-node={nodes[number].slots}"]
-    torchrun += [f"--master-addr={first.host}", f"--master-port={first.port}", "-m", __package__ + ".attempt"]
-    sys.exit(_train(torchrun, name, request))
+    if number == 0:
+        roster.check_port(
+            first.port, f"end the process that uses it, or write another port into {file}, on all machines"
+        )
+    command = [sys.executable, "-c", TORCHRUN, "--rdzv-backend=static", "--max-restarts=0"]
+    command += [f"--nnodes={len(nodes)}", f"--node-rank={number}", f"--nproc-per-node={nodes[number].slots}"]
+    command += [f"--master-addr={first.host}", f"--master-port={first.port}", "-m", __package__ + ".attempt"]
+    sys.exit(_train(command, name, request))
 
 
-def _train(torchrun: list[str], name: str, request: Request) -> int:
+def _train(command: list[str], name: str, request: Request) -> int:
     """Execute torchrun until the run has ended, and return its exit code."""
     attempt, failures, process, signals = 0, 0, None, list[int]()
 
@@ -72,9 +76,9 @@ def _train(torchrun: list[str], name: str, request: Request) -> int:
             run = Path(folder, "run")
             quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torchrun and c10d warn otherwise
             variables = quiet | os.environ | {NODE_NAME: name, "MLX_ATTEMPT": f"{failures}:{run}"}
-            print(f"attempt   {attempt}: torchrun waits for all machines", flush=True)
+            print(f"attempt   {attempt}: waiting for all machines", flush=True)
             # In a session of its own, torchrun gets no signals from the terminal, but each of them once, from here.
-            process = subprocess.Popen([*torchrun, folder, *request.words], env=variables, start_new_session=True)
+            process = subprocess.Popen([*command, folder, *request.words], env=variables, start_new_session=True)
             process.wait()
             codes = [int(file.read_text()) for file in Path(folder).iterdir() if file.name.isdecimal()]
             if codes:
@@ -83,6 +87,21 @@ def _train(torchrun: list[str], name: str, request: Request) -> int:
             if run.is_file() and not request.fast:
                 request = dataclasses.replace(request, resume=run.read_text(), origin=None)
         if not signals:
-            print("lost      a process of the run; the next attempt resumes it", flush=True)
+            print("lost      a process of the run; starting the next attempt", flush=True)
             time.sleep(AGAIN_S)
     return 128 + signals[0]
+
+
+def torchrun() -> None:
+    """Execute torchrun without its reports: a failed process has printed its own error."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)
+    try:
+        run.main()
+    except (ChildFailedError, SignalException):
+        sys.exit(1)
+    except Exception as error:  # whatever it is, `join` tries again
+        sys.exit(f"error: torchrun: {short_message(error)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.torchrun.offers import Offer
+from mlx_runtime.companions.torchrun.roster import check_port
 from mlx_runtime.companions.torchrun.seats import Seat
 from mlx_runtime.companions.torchrun.worker import LOST, SHARED, keep_alive
 from mlx_runtime.distributed.messages import decode
@@ -38,22 +39,26 @@ class Torchrun(Local):
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> str | None:
         if not is_launched():
-            return "torchrun has not started this process; write `torchrun … main.py`, or `mlx train join nodes.json`"
+            return "torchrun did not start this process; run `torchrun … main.py`, or `mlx train join nodes.json`"
         if cfg.start_workers != (count := Seat.read().world_size):
-            return f"it has started {count} processes, and cfg.start_workers is {cfg.start_workers}; leave that out"
+            return f"it started {count} processes, but cfg.start_workers={cfg.start_workers}; omit cfg.start_workers"
         return changing_size(cfg)
 
     @staticmethod
     @contextlib.contextmanager
     def connect(cfg: Any, why: str) -> Iterator[Cluster]:
         seat, own = Seat.read(), copy.copy(cfg)
+        if seat.keeps_store:  # found here, before the run is claimed
+            check_port(seat.port, "set MASTER_PORT to another one")
         own.start_workers = seat.local_world_size
         title = f"started by torchrun, {seat.local_world_size} of them on this machine"
         yield dataclasses.replace(this_machine(own), title=title, host=seat.host())
 
     @staticmethod
     def sweep_engine(cfg: Any, **_: Any) -> Any:
-        raise ConfigError("torchrun trains no sweeps; start `mlx train sweep` by itself, or launch it on a cluster")
+        raise ConfigError(
+            "torchrun cannot train sweeps; run `mlx train sweep` without it, or launch the sweep on a cluster"
+        )
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         super().__init__(cfg, cluster, timeout_s=timeout_s)
@@ -64,7 +69,7 @@ class Torchrun(Local):
             self.members = Members(self.host)
         except OSError as error:
             raise ConfigError(
-                f"MASTER_ADDR is {self.host}, not an address of this machine: {error.strerror}"
+                f"MASTER_ADDR is {self.host}, which is not an address of this machine: {error.strerror}"
             ) from error
         return self.members
 
@@ -114,7 +119,9 @@ class TorchrunGroup(LocalGroup):
         if not self._missing:
             self._begin()
         elif time.monotonic() - self._waiting_since > (limit_s := self._engine.cfg.elastic.hang_timeout_s):
-            self._replace({0: WorkerDied(f"no {self.waits_for()} within {limit_s:g} s (cfg.elastic.hang_timeout_s)")})
+            self._replace(
+                {0: WorkerDied(f"{self.waits_for()} did not join within {limit_s:g} s (cfg.elastic.hang_timeout_s)")}
+            )
         return True
 
     def waits_for(self) -> str | None:
@@ -150,7 +157,7 @@ class TorchrunGroup(LocalGroup):
         except ValueError:
             answer = None
         if not isinstance(answer, list) or tuple(map(type, answer)) != types:
-            raise MlxError(f"the store of torchrun has a wrong {key}: another program writes to it")
+            raise MlxError(f"torchrun's store has an invalid {key}: another program writes to it")
         return answer
 
     def _begin(self) -> None:
@@ -186,10 +193,10 @@ class TorchrunGroup(LocalGroup):
 
 def _check_storage(title: str, job: Job, cfg: Any) -> None:
     """Refuse to train if a process that does not see the storage of the run would have to use it."""
-    why, kinds = "", map(strategy_class, strategy_names(cfg, job.tree.get("models")))
+    problem, kinds = "", map(strategy_class, strategy_names(cfg, job.tree.get("models")))
     if any(getattr(kind, "stores_shards", kind.shards) for kind in kinds):
-        why = f"cfg.strategy={cfg.strategy} needs, since each worker writes its shards; share it, or use ddp"
+        problem = f"with cfg.strategy={cfg.strategy}, each worker writes its shards; share the storage, or use ddp"
     elif any(not is_uri(item.root) for item in job.prepared.values()):
-        why = "prepared datasets are read from; share it, or add --no-prepared"
-    if why:
-        raise ConfigError(f"{title} does not see the storage {job.root}, which {why}")
+        problem = "prepared datasets are read from there; share the storage, or add --no-prepared"
+    if problem:
+        raise ConfigError(f"{title} cannot access the storage {job.root}: {problem}")

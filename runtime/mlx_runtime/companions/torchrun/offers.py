@@ -74,16 +74,16 @@ class Offer:
             job["subsets"] = {name: Subset(*item) for name, item in job["subsets"].items()}
             return cls(**facts | {"job": Job(**job), "needs": dict(facts["needs"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise MlxError(f"what rank 0 sent is no job: {error}") from error
+            raise MlxError(f"rank 0 sent an invalid job: {error}") from error
 
     def problem(self, local_world_size: int) -> str:
         """Return what keeps this machine from taking part, or nothing."""
         for name, version in self.needs.items():
             if (own := _version_of(Path.cwd(), name)) != version:
                 versions = f"{own:.12} instead of {version:.12}"
-                return f"has another {name} than rank 0 ({versions}); use the same checkout and packages"
+                return f"has a different {name} than rank 0 ({versions}); use the same checkout and packages"
         if self.gpus and (count := torch.cuda.device_count()) < self.gpus * local_world_size:
-            return f"has {count} GPUs, and its {local_world_size} workers need {self.gpus * local_world_size:g}"
+            return f"has {count} GPUs, but its {local_world_size} workers need {self.gpus * local_world_size:g}"
         return ""
 
     def sees_storage(self) -> bool:

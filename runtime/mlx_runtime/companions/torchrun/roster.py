@@ -2,7 +2,9 @@
 
 import ipaddress
 import json
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +62,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r:.40} is given twice")
+        raise ValueError(f"the key {twice!r:.40} occurs twice")
     return fields
 
 
@@ -71,9 +73,9 @@ def parse(entries: Mapping[str, Any], title: str) -> list[Node]:
         try:
             node = _node(str(key), entry)
             if node.name in nodes:
-                raise ValueError(f"name {node.name} is that of another node, too")
+                raise ValueError(f"the name {node.name} is already used by another node")
             if same := [other.name for other in nodes.values() if (other.host, other.port) == (node.host, node.port)]:
-                raise ValueError(f"IP is that of {same[0]}, too")
+                raise ValueError(f"IP is the same as that of {same[0]}")
         except ValueError as error:
             raise ConfigError(f"{title}, node {key!r:.40}: {error}") from error
         nodes[node.name] = node
@@ -87,7 +89,7 @@ def _node(key: str, entry: Any) -> Node:
         raise ValueError(problem)
     entry = dict(entry)
     if unknown := [name for name in entry if name not in _FIELDS]:
-        raise ValueError(f"there is no field {unknown[0]!r:.40}.{suggest(unknown[0], _FIELDS)}")
+        raise ValueError(f"unknown field {unknown[0]!r:.40}.{suggest(unknown[0], _FIELDS)}")
     sizes: Mapping[str, Any] = entry.pop("benchmarks", {})
     if problem := misfit(entry, _FIELDS, ("IP",)):
         raise ValueError(problem)
@@ -115,3 +117,13 @@ def _address(text: str) -> tuple[str, int]:
     if not valid or not re.fullmatch(r"\d{1,5}", digits) or int(digits) > 65535:
         raise ValueError(f"IP is {text!r:.60}, not an address like 10.0.0.1:29500")
     return host, int(digits)
+
+
+def check_port(port: int, cure: str) -> None:
+    """Raise ConfigError, with the cure, if this process cannot listen at a port."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at port {port} of this machine: {os.strerror(error.errno or 0)}; {cure}"
+        ) from error

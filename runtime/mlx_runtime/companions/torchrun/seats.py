@@ -39,10 +39,15 @@ class Seat:
         numbers = [_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")]
         rank, world_size, local_rank, local_world_size, port = numbers
         if rank >= world_size:
-            raise ConfigError(f"RANK is {rank}, and WORLD_SIZE {world_size}; ranks begin at 0")
+            raise ConfigError(f"RANK={rank} must be less than WORLD_SIZE={world_size}")
         if not 0 < port < 1 << 16:
-            raise ConfigError(f"MASTER_PORT is {port}, not a port, which is above 0 and below 65536")
+            raise ConfigError(f"MASTER_PORT={port} must be from 1 to 65535")
         return cls(rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"], port)
+
+    @property
+    def keeps_store(self) -> bool:
+        """True if the driver keeps the store, because torchrun does not, or `srun` has started the processes."""
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     @property
     def title(self) -> str:
@@ -67,7 +72,7 @@ class Seat:
             RuntimeError: there is no store.
             ConfigError: the driver can neither keep nor reach it.
         """
-        keeps = serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        keeps = serves and self.keeps_store
         try:
             store = TCPStore(self.master, self.port, None, keeps, timedelta(seconds=MEET_S), wait_for_workers=False)
         except RuntimeError as error:
@@ -82,5 +87,5 @@ class Seat:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r:.40}; torchrun sets it to a number, and srun needs it set")
+        raise ConfigError(f"{name} is {text!r:.40}, not a number; torchrun sets it, but with srun you must set it")
     return int(text)

@@ -57,7 +57,7 @@ def work(seat: Seat) -> int:
     try:
         store = seat.store()
         if store.add(f"joined/{seat.rank}", 1) > 1:
-            raise WorkerLostError(f"{seat.title} has left this attempt; the next one can include it")
+            raise WorkerLostError(f"{seat.title} has already left this attempt; it can join the next one")
         offer = Offer.decode(wait_for(store, "job"))
         problem, sees, driver = offer.problem(seat.local_world_size), offer.sees_storage(), None
         if not problem:
@@ -79,7 +79,7 @@ def work(seat: Seat) -> int:
         print(f"error: {error}", file=sys.stderr)
         return LOST if isinstance(error, WorkerLostError) else 1
     except RuntimeError as error:  # of the store
-        print(f"error: {seat.title} has lost rank 0: {short_message(error)}", file=sys.stderr)
+        print(f"error: {seat.title} lost its connection to rank 0: {short_message(error)}", file=sys.stderr)
         return LOST
 
 
@@ -119,7 +119,7 @@ class Driver:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
             if not self.done.wait(UNWIND_S):
-                print("error: the driver is gone", file=sys.stderr, flush=True)
+                print("error: lost the connection to the driver", file=sys.stderr, flush=True)
                 os._exit(LOST)
             raise
 

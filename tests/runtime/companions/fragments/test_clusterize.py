@@ -13,7 +13,7 @@ from conftest import Mlx, Script
 from torch import nn
 
 from mlx_runtime import clusterize
-from mlx_runtime.companions.fragments.clusterizing import local_device, machines_of, next_step
+from mlx_runtime.companions.fragments.clusterizing import machines_of, next_step
 from mlx_runtime.errors import ConfigError, UsageError
 
 
@@ -57,46 +57,27 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.pure
-def test_parts_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path) -> None:
     model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
-    found = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, all_nodes=True, name="small", output=file)
-    assert [stage.machine.name for stage in found.clusters[0]] == ["node_0", "node_1"]
-    assert json.loads(file.read_text())["model"] == "small"
-
-
-@pytest.mark.pure
-def test_machines_are_of_the_kind_on_which_blocks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model on the CPU is not planned for the GPUs of this machine; a run is, if each of its workers has one."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = clusterize(nn.Linear(8, 8), (torch.rand(4, 8),), nodes=2, output=None)
-    assert {stage.machine.name for stages in found.clusters for stage in stages} <= {"node_0", "node_1"}
-    kinds = [local_device(workers, use_gpu).type for workers, use_gpu in ((2, None), (3, None), (2, False))]
-    assert kinds == ["cuda", "cpu", "cpu"]
-
-
-@pytest.mark.pure
-def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The interval between averages unless it is that of conf.yaml."""
-    model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
-    settings: dict[str, Any] = {"all_nodes": True, "average_every": 10, "output": None}
-    two = clusterize(model, (torch.rand(4, 8),), nodes=4, clusters=2, **settings)
-    one = clusterize(model, (torch.rand(4, 8),), nodes=2, clusters=1, **settings)
-    capsys.readouterr()
-    machines = [stage.machine for stages in two.clusters for stage in stages]
-    assert next_step(two, file, machines, None).endswith("cfg.fragments.microbatches=4 cfg.replicas.every=10")
-    assert next_step(two, file, machines, None, every=10).endswith("cfg.fragments.microbatches=4")
-    assert next_step(one, file, machines[:2], None).endswith("cfg.fragments.microbatches=4")
+    listed, rows = nodes(*[(1, 10)] * 4), (torch.rand(4, 8),)
+    two = clusterize(model, rows, listed, clusters=2, all_nodes=True, output=None)
     given = ["cfg.fragments.plan=null", "cfg.replicas.every=10", "cfg.name=a b", "--variant=small"]
-    found = next_step(two, file, machines, None, every=10, overrides=given)
-    assert found.endswith("cfg.fragments.microbatches=4 cfg.replicas.every=10 'cfg.name=a b' --variant=small")
+    start = f"next: mlx train join n.json --name NODE cfg.strategy=pipeline cfg.fragments.plan={file}"
+    assert (
+        next_step(two, file, Path("n.json"), given) == f"{start} cfg.replicas.every=10 'cfg.name=a b' --variant=small"
+    )
+    alone = clusterize(model, rows, listed, clusters=1, output=None)
+    assert next_step(alone, file, Path("n.json")).startswith(
+        "each cluster is one node, so train with cfg.strategy=ddp,"
+    )
 
 
 @pytest.mark.pure
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match=r"write a tuple of arguments: example_args=\(tensor,\)"):
-        clusterize(nn.Linear(8, 8), torch.rand(4, 8), nodes=2)  # type: ignore[arg-type]
+        clusterize(nn.Linear(8, 8), torch.rand(4, 8))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="traffic is 'half'; write 'bf16' or 'fp16', or None"):
-        clusterize(nn.Linear(8, 8), (torch.rand(4, 8),), nodes=2, traffic="half")
+        clusterize(nn.Linear(8, 8), (torch.rand(4, 8),), traffic="half")
 
 
 @pytest.mark.pure
@@ -109,7 +90,7 @@ def test_wrong_arguments_are_refused() -> None:
         (nodes((8, 0)), "bandwidth is 0, not a number above 0"),
         (nodes((float("nan"), 10)), "ram is nan, not a number above 0"),
         (nodes((8, -1)), "bandwidth is -1, not a number above 0"),
-        (nodes((8, 10), (8, 10), name="same"), "name same is that of another node, too"),
+        (nodes((8, 10), (8, 10), name="same"), "the name same is already used by another node"),
         (nodes((8, 10), speed=0), "speed is 0, not a number above 0"),
         ({}, "it lists no machines"),
     ],
@@ -127,7 +108,7 @@ def test_nodes_without_a_size_are_refused(content: Any, problem: str, tmp_path: 
 def test_a_node_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "nodes.json"
     file.write_text('{"0": {"IP": "10.0.0.1"}, "0": {"IP": "10.0.0.2"}}')
-    with pytest.raises(ConfigError, match="'0' is given twice"):
+    with pytest.raises(ConfigError, match="the key '0' occurs twice"):
         machines_of(file)
 
 

@@ -1,7 +1,6 @@
 """Models cut into stages train like whole ones, and their checkpoints are whole."""
 
 import copy
-import itertools
 import json
 import os
 import random
@@ -301,6 +300,9 @@ PLANS = {
 }
 """First and last block of the stages of two pipelines, of `Transformer` without its tied head, by name."""
 
+NODES = ("abcd", None)
+"""Names of the nodes of the workers with each of these plans, which is for the nodes b, d, a and c."""
+
 
 WEIGHTS = (1.0, 3.0)
 """Of the losses of two pipelines, like numbers of target tokens."""
@@ -321,34 +323,31 @@ def planned(rank: int) -> Any:
     Then the gradients of weighted losses.
     """
     found: dict[str, Any] = {}
-    for name, clusters in PLANS.items():
+    for (name, clusters), nodes in zip(PLANS.items(), NODES, strict=True):
         file = Path(tempfile.gettempdir()) / f"plan-{os.getppid()}-{rank}.json"
         write_plan(file, clusters, nodes="bdac")
-        for nodes in (None, "abcd"):
-            os.environ.pop("MLX_NODE", None)
-            if nodes:
-                os.environ["MLX_NODE"] = nodes[rank]
-            torch.manual_seed(0)
-            made = strategy(rank, plan=str(file), microbatches=2)
-            model = made.build(node(Transformer)).net
-            rows = tokens(8)
-            optimizer = trained(model, made, rows.chunk(2)[made.topology.data_parallel_rank], clip=0.5)
-            held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
-            states = whole_states(made, model, optimizer)
-            number = made.topology.data_parallel_rank
-            with made.topology.entered():
-                weight = torch.tensor(WEIGHTS[number], dtype=torch.float64)
-                factor = WeightedLosses().factor(weight, alone=True).float()
-            optimizer.zero_grad()
-            part = rows.chunk(2)[number]
-            (cross_entropy(model(part)["logits"].flatten(0, 1), part.flatten()) * factor).backward()
-            gradients = {title: item.grad for title, item in model.named_parameters() if not item.is_meta}
-            together = dist.get_process_group_ranks(data_parallel_group(made.topology))
-            replicas = made.topology.replicas
-            found[name, nodes] = {"states": states, "held": held, "replicas": replicas, "together": together}
-            found[name, nodes]["gradients"] = gradients
+        if nodes:
+            os.environ["MLX_NODE"] = nodes[rank]
+        torch.manual_seed(0)
+        made = strategy(rank, plan=str(file), microbatches=2)
+        os.environ.pop("MLX_NODE", None)
         file.unlink()
-    os.environ.pop("MLX_NODE", None)
+        model = made.build(node(Transformer)).net
+        rows = tokens(8)
+        optimizer = trained(model, made, rows.chunk(2)[made.topology.data_parallel_rank], clip=0.5)
+        held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
+        states = whole_states(made, model, optimizer)
+        number = made.topology.data_parallel_rank
+        with made.topology.entered():
+            weight = torch.tensor(WEIGHTS[number], dtype=torch.float64)
+            factor = WeightedLosses().factor(weight, alone=True).float()
+        optimizer.zero_grad()
+        part = rows.chunk(2)[number]
+        (cross_entropy(model(part)["logits"].flatten(0, 1), part.flatten()) * factor).backward()
+        gradients = {title: item.grad for title, item in model.named_parameters() if not item.is_meta}
+        together = dist.get_process_group_ranks(data_parallel_group(made.topology))
+        found[name] = {"states": states, "held": held, "replicas": made.topology.replicas, "together": together}
+        found[name]["gradients"] = gradients
     return found
 
 
@@ -384,7 +383,7 @@ def averaged_apart(rank: int) -> Any:
             averages = Averages(session(made, model, optimizer, notices.append, numbers.append))
             if whole is not None:
                 model.load_state_dict(whole["models"]["net"])
-                averages.common.load_state_dict(whole["own"]["common"])
+                averages.load_state_dict(whole["own"]["common"])
                 averages.own.load_state_dict(own)
             for _ in range(updates):
                 averages.before_update(optimizer)
@@ -394,7 +393,7 @@ def averaged_apart(rank: int) -> Any:
                 optimizer.step()
                 averages.after_update(optimizer)
             own = copy.deepcopy(averages.own.state_dict())
-            states = {"models": {"net": model.state_dict()}, "own": {"common": averages.common.state_dict()}}
+            states = {"models": {"net": model.state_dict()}, "own": {"common": averages.state_dict()}}
             states = [made.consolidate(copy.deepcopy(states))]
             dist.broadcast_object_list(states)
             [whole] = states
@@ -655,13 +654,10 @@ def test_gradients_are_averaged_over_pipelines(on_workers: dict[str, list[Any]])
 def test_pipelines_of_a_plan_are_cut_differently(on_workers: dict[str, list[Any]]) -> None:
     """Weights equal those of one process, and those of all holders are equal bit for bit."""
     model = averaged(clip=0.5).state_dict()
-    by_name = {"other cuts": ((1, 3), (0, 2)), "other numbers of stages": ((1, 3, 0), (2,))}
-    for name, nodes in itertools.product(PLANS, (None, "abcd")):
-        ranks = [found[name, nodes] for found in on_workers["planned"]]
-        sizes = [len(stages) for stages in PLANS[name]]
-        in_order = tuple(range(sizes[0])), tuple(range(sizes[0], 4))
-        wanted = tuple(sorted(by_name[name], key=lambda item: 0 not in item))
-        assert ranks[0]["replicas"] == (in_order if nodes is None else wanted)
+    wanted = {"other cuts": ((0, 2), (1, 3)), "other numbers of stages": ((0, 1, 2), (3,))}
+    for name in PLANS:
+        ranks = [found[name] for found in on_workers["planned"]]
+        assert ranks[0]["replicas"] == wanted[name]
         found = ranks[0]["states"]["models"]["net"]
         assert all(torch.allclose(found[title], item, atol=1e-6) for title, item in model.items())
         optimizers = ranks[0]["states"]["optimizers"]["sgd"]["state"]
@@ -673,7 +669,7 @@ def test_pipelines_of_a_plan_are_cut_differently(on_workers: dict[str, list[Any]
 
 def test_losses_with_weights_count_once_per_pipeline(on_workers: dict[str, list[Any]]) -> None:
     """Also if more workers hold one of the pipelines."""
-    for key in itertools.product(PLANS, (None, "abcd")):
+    for key in PLANS:
         ranks = [found[key] for found in on_workers["planned"]]
         model = Transformer()
         model.load_state_dict(ranks[0]["states"]["models"]["net"])
@@ -791,14 +787,14 @@ def test_settings_and_plans_that_are_refused(tmp_path: Path) -> None:
         stages = [{"first": first, "last": last} for first, last in cuts]
         plan.write_text(json.dumps({"model": "net", "blocks": [*"abcdef"], "clusters": [{"stages": stages}]}))
         if text is None:
-            assert read(plan).pipelines == [[2, 5]]
+            assert read(plan).clusters == [[("None", 2), ("None", 5)]]
             continue
         with pytest.raises(ConfigError, match=re.escape(text)):
             read(plan)
         assert text in strategy_problems(replace(cfg, fragments=Fragments(plan=str(plan))))[0]  # before machines join
     write_plan(plan, PLANS["other cuts"])
     cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=6, fragments=Fragments(plan=str(plan)))
-    assert "is for 4 workers, and cfg.start_workers is 6; set it to 4" in strategy_problems(cfg)[0]
+    assert "is for 4 workers, but cfg.start_workers=6; set it to 4" in strategy_problems(cfg)[0]
 
 
 @pytest.mark.kills

@@ -184,7 +184,7 @@ def flip(file: Path, position: int = -1) -> None:
 
 DAMAGES = {
     "a byte of a shard": (lambda folder: flip(folder / "shard_00001.safetensors"), "SHA-256"),
-    "half of a shard": (lambda folder: os.truncate(folder / "shard_00000.safetensors", 2000), "has 2,000 bytes of"),
+    "half of a shard": (lambda folder: os.truncate(folder / "shard_00000.safetensors", 2000), "has 2,000 of"),
     "a lost shard": (lambda folder: (folder / "shard_00001.safetensors").unlink(), "there is no such file"),
     "a byte of the index": (lambda folder: flip(folder / INDEX), "SHA-256"),
     "a lost index": (lambda folder: (folder / INDEX).unlink(), "there is no such file"),

@@ -22,9 +22,10 @@ from conftest import Mlx
 from faults import diary, differences, final_state, reports, run_of, wait_for
 from transcripts import check_transcript
 
+from mlx_runtime import TrainConfig, open_run
 from mlx_runtime.companions.torchrun import roster
-from mlx_runtime.companions.torchrun.commands import train_join
-from mlx_runtime.companions.torchrun.engine import Members
+from mlx_runtime.companions.torchrun.commands import TORCHRUN, train_join
+from mlx_runtime.companions.torchrun.engine import Members, Torchrun
 from mlx_runtime.companions.torchrun.offers import Offer
 from mlx_runtime.companions.torchrun.seats import Seat
 from mlx_runtime.companions.torchrun.worker import Driver
@@ -74,10 +75,10 @@ class TestRoster:
             ({"0": {"IP": "-oProxyCommand=x"}}, "node '0': IP is '-oProxyCommand=x', not an address"),
             ({"0": {"IP": "a", "ram": -1}}, "node '0': ram is -1, not a number above 0"),
             ({"0": {"IP": "a", "benchmarks": {"ram": "8"}}}, "node '0': benchmarks: ram is '8', not a number above 0"),
-            ({"0": {"IP": "a", "slot": 1}}, "node '0': there is no field 'slot'. Did you mean 'slots'?"),
+            ({"0": {"IP": "a", "slot": 1}}, "node '0': unknown field 'slot'. Did you mean 'slots'?"),
             ({"0": {"IP": "a", "slots": 0}}, "node '0': slots is 0, not a whole number above 0"),
-            ({"0": {"IP": "a"}, "1": {"IP": "a"}}, "node '1': IP is that of node_0, too"),
-            ({"0": {"IP": "a"}, "1": {"IP": "b", "name": "node_0"}}, "node '1': name node_0 is that of another node"),
+            ({"0": {"IP": "a"}, "1": {"IP": "a"}}, "node '1': IP is the same as that of node_0"),
+            ({"0": {"IP": "a"}, "1": {"IP": "b", "name": "node_0"}}, "node '1': the name node_0 is already used"),
         ],
     )
     def test_problems_name_the_file_the_node_and_the_field(self, content: Any, problem: str, tmp_path: Path) -> None:
@@ -96,7 +97,11 @@ class TestRoster:
     ("first", "words", "problem"),
     [
         ("10.0.0.1:29500", ["--name=node_7"], "nodes.json has no machine 'node_7'. Did you mean 'node_1'?"),
-        ("10.0.0.1", ["--name=node_1"], "nodes.json has no port for node_0, where all meet; write its IP as HOST:PORT"),
+        (
+            "10.0.0.1",
+            ["--name=node_1"],
+            "nodes.json: node_0, the first machine, needs a port; write its IP as HOST:PORT",
+        ),
         ("10.0.0.1:29500", ["--name=node_1", "--key-file=k"], "there is no option --key-file=k; see: mlx train join"),
         ("10.0.0.1:29500", ["--name=node_1"], "is not an experiment: it has no src/experiment.py"),
     ],
@@ -131,9 +136,9 @@ def test_a_process_takes_part_only_with_the_same_code(tmp_path: Path, monkeypatc
     cluster = dataclasses.replace(here, captures_output=False, shares_storage=False)
     assert received == dataclasses.replace(job, cluster=cluster, project=tmp_path / "second")
     Path("src/experiment.py").write_text("x = 2\n")
-    refused = r"has another src/experiment.py than rank 0 \(\w{12} instead of \w{12}\); use the same checkout"
+    refused = r"has a different src/experiment.py than rank 0 \(\w{12} instead of \w{12}\); use the same checkout"
     assert re.match(refused, offer.problem(1))
-    with pytest.raises(MlxError, match="what rank 0 sent is no job"):
+    with pytest.raises(MlxError, match="rank 0 sent an invalid job"):
         Offer.decode(b"\x80\x04." + message[:40])
     job.tree["cfg"]["object"] = object()
     with pytest.raises(ConfigError, match="torchrun cannot train this: object objects cannot be sent"):
@@ -141,15 +146,36 @@ def test_a_process_takes_part_only_with_the_same_code(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.pure
-def test_a_wrong_or_busy_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_or_busy_port_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a driver without torchrun's store, before it claims a run, and by `mlx train join` on the first machine."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "experiment.py").touch()
+    monkeypatch.chdir(tmp_path)
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.setattr(os, "environ", os.environ | variables | {"MASTER_PORT": "99999"})
-    with pytest.raises(ConfigError, match="MASTER_PORT is 99999, not a port"):
+    with pytest.raises(ConfigError, match="MASTER_PORT=99999 must be from 1 to 65535"):
         Seat.read()
     with socket.create_server(("", 0)) as busy:
         os.environ["MASTER_PORT"] = port = str(busy.getsockname()[1])
-        with pytest.raises(ConfigError, match=f"cannot open the store at MASTER_ADDR:MASTER_PORT, 127.0.0.1:{port}"):
-            Seat.read().store(serves=True)
+        problem = f"cannot listen at port {port} of this machine: Address already in use; "
+        with pytest.raises(ConfigError, match=f"^{problem}set MASTER_PORT to another one$"):
+            Torchrun.connect(TrainConfig(start_workers=2), "").__enter__()
+        Path("nodes.json").write_text(json.dumps({"0": {"IP": f"127.0.0.1:{port}"}, "1": {"IP": "127.0.0.2"}}))
+        done = CliRunner().invoke(train_join, ["nodes.json", "--name=node_0"])
+        assert str(done.exception) == (
+            f"{problem}end the process that uses it, or write another port into nodes.json, on all machines"
+        )
+
+
+@pytest.mark.process
+def test_an_error_of_torchrun_itself_is_one_line() -> None:
+    with socket.create_server(("", 0)) as busy:
+        options = ("--nnodes=2", "--node-rank=0", "--rdzv-backend=static", "--master-addr=127.0.0.1")
+        command = [sys.executable, "-c", TORCHRUN, *options, f"--master-port={busy.getsockname()[1]}", "-m", "nothing"]
+        quiet = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: torchrun: .*address already in use.*\n", done.stderr)
 
 
 @pytest.mark.pure
@@ -208,14 +234,20 @@ class Joined:
 
 
 @pytest.fixture
-def join(machines: Machines, environment: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Joined]]:
-    """`join(number, folder, "cfg.num_epochs=3")` runs `mlx train join` on a machine, with its own storage if hidden."""
+def join(
+    machines: Machines, environment: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Joined]]:
+    """`join(number, folder, "cfg.num_epochs=3")` runs `mlx train join` as a node, with its own storage if hidden.
+
+    There are two nodes, or as many as its parameter says. Even ones are on the first machine.
+    """
     file, started = tmp_path / "nodes.json", list[Joined]()
-    listed = [f"{machines[0][0]}:{free_ports(1)[0]}", machines[1][0]]
+    ports = [free_ports(1)[0], *range(1, getattr(request, "param", 2))]  # only the first one is used
+    listed = [f"{machines[number % 2][0]}:{port}" for number, port in enumerate(ports)]
     file.write_text(json.dumps({str(number): {"IP": address} for number, address in enumerate(listed)}))
 
     def join(number: int, folder: Path, *words: str, hidden: Path | None = None) -> Joined:
-        command = [*machines[number][1]]
+        command = [*machines[number % 2][1]]
         if hidden is not None:
             (tmp_path / "empty").mkdir()
             command += ["unshare", "-m", "sh", "-c", HIDE, str(tmp_path / "empty"), str(hidden)]
@@ -278,18 +310,48 @@ def test_lost_processes_end_an_attempt_and_the_next_one_resumes(
 
 
 @pytest.mark.local
-def test_refusals_and_ctrl_c_end_all_machines(
+def test_ctrl_c_ends_all_machines(
     join: Callable[..., Joined], experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = experiment("faults")
     other = Path(shutil.copytree(folder, tmp_path / "other"))
-    first, second = join(0, folder, "cfg.num_epocs=1"), join(1, other)
-    assert [first.wait(), second.wait()] == [1, 1], first.log.read_text() + second.log.read_text()
-    assert "Did you mean 'cfg.num_epochs'?" in first.log.read_text()
-    assert "ended     by rank 0, whose output says why" in second.log.read_text()
-
     first, second = join(0, folder, f"cfg.out={folder / 'diary'}", "cfg.fault=hang"), join(1, other)
     wait_for(lambda: [note for note in diary(folder) if note.get("step") == 6 and note["rank"] == 1], WAIT_S)
     first.process.send_signal(signal.SIGINT)  # rank 1 is asleep
     assert [first.wait(), second.wait()] == [130, 130], first.log.read_text() + second.log.read_text()
+    assert "ended     by rank 0; see its output" in second.log.read_text()
     assert "attempt   2" not in second.log.read_text()
+
+
+STAGES = {
+    "by name": [[("node_1", 0, 0), ("node_0", 1, 1)], [("node_2", 0, 1)]],
+    "in order": [[("a", 0, 0), ("b", 1, 1)], [("c", 0, 1)]],
+}
+"""Clusters of a plan: the node of each stage, and its first and last block."""
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("join", [3], indirect=True)
+def test_a_plan_of_unequal_clusters_trains_replicas(
+    mlx: Mlx, join: Callable[..., Joined], experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Two nodes hold a stage each, and the third one the whole model. The weights are those of a local run."""
+    folder = experiment("faults")
+    for name, clusters in STAGES.items():
+        stages = [[dict(zip(("node", "first", "last"), stage, strict=True)) for stage in item] for item in clusters]
+        plan = {"model": "net", "blocks": ["layers.0", "layers.3"], "clusters": [{"stages": item} for item in stages]}
+        (folder / f"{name.replace(' ', '_')}.json").write_text(json.dumps(plan))
+    words = ("cfg.num_epochs=1", "cfg.strategy=pipeline", "cfg.fragments.microbatches=1", "cfg.replicas.every=3")
+    done = mlx(folder, "train", "run", *words, "cfg.start_workers=3", "cfg.fragments.plan=in_order.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    joined = [join(0, folder, *words, "cfg.fragments.plan=by_name.json"), join(1, folder), join(2, folder)]
+    logs = [item.log for item in joined]
+    assert [item.wait() for item in joined] == [0, 0, 0], "".join(log.read_text() for log in logs)
+    runs = [run_of(folder, name) for name in ("run_001", "run_002")]
+    local, run = (open_run(item).state()["models"] for item in runs)
+    assert differences(local, run) == []
+    in_order, by_name = (next(line for line in reports(item) if "fragments/bytes" in line) for item in runs)
+    assert in_order["fragments/bytes/rank_0"] == by_name["fragments/bytes/rank_1"] != by_name["fragments/bytes/rank_0"]
+    output = logs[0].read_text()
+    assert "replicas  2, of 2 + 1 workers, averaged every 3 updates" in output
+    assert "Traceback" not in output + logs[1].read_text() + logs[2].read_text()
