@@ -137,7 +137,7 @@ def main(module: str, name: str, function: str, *words: str) -> None:
     assert job is not None, "this is a job"
     experiment = getattr(project_module(module, Path.cwd()), name)
     config = load_bound_config(experiment, Request.parse(words), function or f"{module}.{name}")
-    load_function(config.cfg)  # report its errors before the run begins, and store its module
+    load_function(config.cfg)  # report its errors before the run begins
     with EventFile(job["id"]).open() as events, connect(config.cfg) as cluster:
         fit(experiment, config, cluster, listeners=[events.handle])
 

@@ -20,7 +20,6 @@ from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, ov
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
-from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
@@ -217,9 +216,8 @@ class Trainer:
         """Call a function on every worker, and return its return values, by rank.
 
         Args:
-            function: takes `config`, or no argument. Workers import it by name, so define it at the top level of a
-                module or a `%%mlx` cell, or of the script above its first run. Without a config, it is called without
-                an argument if possible.
+            function: takes `config`, or no argument. It is pickled by cloudpickle, with what it uses of the script or
+                the session that defines it. Without a config, it is called without an argument if possible.
             config: numbers, text, None, and lists and dicts of these; stored in the run's conf.yaml.
             folds: cross-validate: call `run` with `fold=(0, folds)`, `(1, folds)`, …, and return a list of the results.
             options: those of `run_iterator`.
@@ -416,7 +414,6 @@ class Trainer:
         """
         if cls is None:
             return
-        end_import()
         if not isinstance(cls, type):
             raise UsageError(f"start({cls!r:.60}) takes a class, and then the arguments of its constructor")
         if self._cfg.engine == "local":
@@ -490,7 +487,6 @@ def reattach(
         UsageError: there is no such run, or it is not one of these.
         ClusterError: the cluster does not answer, refuses the token, or does not know the job.
     """
-    end_import()
     remote = cluster_runs.find(run, address)
     job = RunJob("", "", Request(), (), remote.function)
     if remote.function:
