@@ -60,6 +60,7 @@ def run_settings(
     fold: tuple[int, int] | None = None,
     checkpoint: Mapping[str, Any] | str | Path | None = None,
     resume: str | None = None,
+    root: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
 
@@ -68,6 +69,7 @@ def run_settings(
     Args:
         settings: those of the Trainer, with `start_workers`.
         function, config, dataset, fold, checkpoint, resume: see `Trainer.run_iterator`.
+        root: folder for datasets and the like; by default, the storage.
 
     Raises:
         UsageError: the function cannot be called with these arguments.
@@ -82,7 +84,7 @@ def run_settings(
     captured = Captured(function)
     if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
         values.setdefault("storage_path", storage)
-    root = storage_root(Settings.read().storage or values.get("storage_path", "runs"))
+    root = root or storage_root(Settings.read().storage or values.get("storage_path", "runs"))
     streams = fold is None and settings.get("engine", "auto") != "local"
     datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"], streams=streams)
     if fold is not None:
@@ -100,8 +102,7 @@ def run_settings(
     if datasets:
         values["dataset_files"] = inputs.store_datasets(root, datasets, captured)
     values["definitions"] = [f"{name} {digest}" for name, digest in captured.digests.items() if digest]
-    stored = {} if resume is None else _refuse_changed(resume, values, root)
-    values |= {name: stored[name] for name in ("definitions", "function_file") if stored.get(name)}
+    values |= kept_settings(resume, values, root)
     if not values.get("function_file") or not inputs.is_stored(root, values["function_file"]):
         values["function_file"] = inputs.store_function(root, captured)
     for name in [name for name, value in values.items() if isinstance(value, Section)]:
@@ -156,14 +157,14 @@ def _checked_fold(fold: Any, datasets: Mapping[str, Any]) -> tuple[int, int]:
     return fold[0], fold[1]
 
 
-def _refuse_changed(resume: str, values: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Return the settings of a run to resume; empty without one.
+def kept_settings(resume: str | None, values: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Return the settings that a run to resume keeps, because its function pickled again has other bytes.
 
     Raises:
         UsageError: it has called a function with other definitions, or with another dataset or fold.
     """
     name = values["name"]
-    if resume == "auto" and all(run.in_sweep() for run in list_runs(root, name)):
+    if resume is None or (resume == "auto" and all(run.in_sweep() for run in list_runs(root, name))):
         return {}
     run = named_run("latest" if resume == "auto" else resume, root, name)
     found = Run(run)
@@ -179,7 +180,7 @@ def _refuse_changed(resume: str, values: Mapping[str, Any], root: str) -> dict[s
             f"{run.title} was started with another definition of {', '.join(changed)}; undo the edits, or leave out "
             f"resume= to start a new run{start}"
         )
-    return before
+    return {name: before[name] for name in ("definitions", "function_file") if before.get(name)}
 
 
 def changed_definitions(before: Sequence[str], now: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ Results = list[dict[str, Any]]
 
 OWN = ("num_epochs", "restore_checkpoint_path", "start_epoch", "start_workers")
 """Settings that `Trainer` sets itself."""
+
+FIXED = ("dataset_files", "fold")
+"""Settings that must be those of a run to resume."""
 
 RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
 """Keyword arguments of `Trainer.run_iterator`."""
@@ -153,8 +157,8 @@ class Trainer:
         backend: `torch`; `jax` or `tensorflow`, whose collectives are set up besides those of torch; or the import path
             of a class of another package.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
-            directory and trains as a job there. If this machine lacks the folder of the storage, it is that of the
-            cluster's head node.
+            directory and trains as a job there. If this machine lacks the folder of the storage, it is a folder of the
+            cluster: the run is launched from there.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
             `gpus_per_worker=2`, `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name
             of the function.
@@ -311,12 +315,22 @@ class Trainer:
         if self._address is None:
             raise UsageError("launch needs a cluster: Trainer(address='http://HEAD:8265')")
         options: dict[str, Any] = {"dataset": dataset, "fold": fold, "checkpoint": checkpoint, "resume": resume}
-        return self._launched(self._address, function, config, **options)[1].folder.location
+        return self._launched(self._address, function, config, **options)[1].folder
 
-    def _launched(self, address: str, *arguments: Any, **options: Any) -> tuple[RunJob, ClusterRun]:
-        with own_words(), cluster_runs.storage_there(address, self.settings.get("storage_path")):
-            job = self._job(*arguments, **options)  # stores datasets there
-            return job, cluster_runs.launch(job, address)
+    def _launched(self, address: str, *arguments: Any, resume: str | None, **options: Any) -> tuple[RunJob, ClusterRun]:
+        cluster_runs.address_of(address)
+        typed = self.settings.get("storage_path", "")
+        if not cluster_runs.is_elsewhere(typed):
+            job = self._job(*arguments, resume=resume, **options)
+            with own_words():
+                return job, cluster_runs.launch(job, address)
+        with own_words(), tempfile.TemporaryDirectory() as folder:
+            path, values = run_settings(self.settings, *arguments, root=folder, **options)
+            job = run_job(path, values, resume)
+            compared = {name: values[name] for name in ("name", "definitions", *FIXED) if name in values}
+            return job, cluster_runs.launch_there(
+                job, address, typed, folder=Path(folder), values=compared, resume=resume
+            )
 
     def _job(
         self, function: Callable[..., Any], config: dict[str, Any] | None, *, resume: str | None, **options: Any
@@ -478,14 +492,14 @@ def reattach(
     Leaving the loop stops the run, as for an iterator that started it.
 
     Args:
-        run: `name/run_003`, or the path or URI of its folder.
+        run: `name/run_003`, or the path or URI of its folder on the cluster.
         address: dashboard of its cluster.
         callbacks: those of `Trainer.run_iterator`, or listeners of `mlx_runtime.run` for an experiment.
         show: the same as for `mlx_runtime.run`.
 
     Raises:
-        UsageError: there is no such run, or it is not one of these.
-        ClusterError: the cluster does not answer, refuses the token, or does not know the job.
+        UsageError: the cluster does not know such a run.
+        ClusterError: the cluster does not answer, or refuses the token.
     """
     remote = cluster_runs.find(run, address)
     job = RunJob("", "", Request(), (), remote.function)

@@ -107,8 +107,8 @@ def run(
         show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
             too.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`, after an upload of the working
-            directory, as by `mlx train launch`. If this machine lacks the folder of the storage, it is that of the
-            cluster's head node.
+            directory, as by `mlx train launch`. If this machine lacks the folder of the storage, it is a folder of the
+            cluster: the run is launched from there.
 
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.
