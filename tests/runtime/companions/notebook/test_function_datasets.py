@@ -432,5 +432,5 @@ def test_datasets_of_ray_data_are_read_by_workers_of_ray(python: Mlx, tmp_path: 
     assert found["refused"] == [
         "dataset['val'] is a Dataset of Ray Data with its rows in memory; write them to files with "
         "write_parquet(path), and pass ray.data.read_parquet(path)",
-        *[f"{elsewhere}of its rows: dataset.take_all()"] * 2,
+        *[f"{elsewhere}its rows: dataset.take_all()"] * 2,
     ]
