@@ -6,6 +6,7 @@ from mlx_runtime.errors import MissingLibraryError
 
 EXTRAS = {
     "botocore": "stores",
+    "cloudpickle": "train",
     "datasets": "text",
     "httptools": "serving",
     "huggingface_hub": "hub",

@@ -85,6 +85,7 @@ HOMES = {
         "companions.slurm.commands",
         *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
     },
+    "cloudpickle": {"companions.notebook.pickles"},
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"companions.hub.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},

@@ -290,8 +290,6 @@ def storage_at(root: str) -> Storage:
         opened_by: Callable[[str], Storage] = LocalStorage
     elif scheme in SCHEMES:
         opened_by = companions.part("stores.object_store").ObjectStore
-    elif scheme.startswith("ray+"):  # a folder that only a cluster has
-        opened_by = companions.part("ray.cluster_storage").ClusterStorage
     else:
         opened_by = _of_others(root, scheme)
     try:

@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torchmetrics
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mlx_runtime import load_checkpoint, local_rank, report, save_checkpoint, world_rank, world_size
 
@@ -53,12 +51,6 @@ def counting(config):
     return list(range(config["num_epochs"]))
 
 
-def with_accuracy(config):
-    preds = torch.randn(10, 5).softmax(dim=-1)
-    accuracy = torchmetrics.functional.accuracy(preds, torch.randint(5, (10,)), task="multiclass", num_classes=5)
-    report(accuracy=accuracy)
-
-
 def with_epochs():
     for epoch in range(3):
         report(epoch=epoch, rank=world_rank())
@@ -77,29 +69,6 @@ def resumable(config):
         if epoch == config.get("dies_after") and checkpoint == {}:
             os.kill(os.getpid(), signal.SIGKILL)
     return model
-
-
-def sharded(config):
-    rows = TensorDataset(torch.arange(config.get("rows", 10)))
-    sampler = DistributedSampler(rows, world_size(), world_rank())
-    return [row for (batch,) in DataLoader(rows, config["batch_size"], sampler=sampler) for row in batch.tolist()]
-
-
-def cross_validated(config):
-    for fold in range(config["folds"]):
-        held_out = [row for row in range(6) if row % config["folds"] == fold]
-        report(cv=fold, mean_loss=sum(held_out) / len(held_out))
-    return "done"
-
-
-def accelerated(config):
-    with torch.autocast("cpu", torch.bfloat16):
-        return str(nn.Linear(2, 2)(torch.ones(1, 2)).dtype)
-
-
-def tuned(config):
-    for _ in range(config["num_epochs"]):
-        report(output=config["input"])
 
 
 def of_torch_trainer(config):

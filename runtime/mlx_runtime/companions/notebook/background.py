@@ -66,7 +66,7 @@ def work(job: RunJob, connection: Any) -> int:
         ignore_breakpoints(link.emit, NO_TERMINAL)
         experiment = getattr(project_module(job.module, Path.cwd()), job.name)
         config = load_bound_config(experiment, job.request, job.title)
-        if job.function:  # report its errors before the run begins, and store its module with the run
+        if job.function:  # report its errors before the run begins
             companions.part("notebook.functions").load_function(config.cfg)
         with connect(config.cfg) as cluster:
             fit(experiment, config, cluster, listeners=[handle], control=link.control)

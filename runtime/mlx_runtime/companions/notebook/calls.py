@@ -4,13 +4,14 @@ import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.notebook import inputs, sources
+from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.functions import takes_config
+from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.companions.notebook.runs import importable
 from mlx_runtime.config.binding.nodes import RESERVED
 from mlx_runtime.config.composition import parse_overrides, quote
@@ -59,6 +60,7 @@ def run_settings(
     fold: tuple[int, int] | None = None,
     checkpoint: Mapping[str, Any] | str | Path | None = None,
     resume: str | None = None,
+    root: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
 
@@ -67,6 +69,7 @@ def run_settings(
     Args:
         settings: those of the Trainer, with `start_workers`.
         function, config, dataset, fold, checkpoint, resume: see `Trainer.run_iterator`.
+        root: folder for datasets and the like; by default, the storage.
 
     Raises:
         UsageError: the function cannot be called with these arguments.
@@ -75,11 +78,13 @@ def run_settings(
         raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
     path = ".".join(importable(function))
     _check_config(path, function, config)
-    values = {"name": function.__name__, **settings, "function": path, "config": config or {}}
-    module = sources.module_of(function) if path.startswith(f"{sources.MODULE}.") else None
+    override("cfg.config", config or {})  # refuses its values before anything is written
+    name = function.__name__.strip("<>")  # of a lambda
+    values = {"name": name, **settings, "function": path, "config": config or {}}
+    captured = Captured(function)
     if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
         values.setdefault("storage_path", storage)
-    root = storage_root(Settings.read().storage or values.get("storage_path", "runs"))
+    root = root or storage_root(Settings.read().storage or values.get("storage_path", "runs"))
     streams = fold is None and settings.get("engine", "auto") != "local"
     datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"], streams=streams)
     if fold is not None:
@@ -95,15 +100,11 @@ def run_settings(
     if any(map(inputs.is_stream, datasets.values())):
         values["engine"] = "ray"
     if datasets:
-        values["dataset_files"] = inputs.store_datasets(root, datasets, module)
-    if module is not None:
-        values["source"] = module.text()
-        if references := module.references():
-            names = [f"{sources.ENVIRONMENT}{name}" for name in references]
-            values["secrets"] = list(dict.fromkeys([*settings.get("secrets", ()), *names]))  # of the nodes of a cluster
-            values |= {f"variables.{name}": text for name, text in references.items()}
-    if resume is not None and values.keys() & {"dataset_files", "fold", "source"}:
-        _refuse_changed(resume, values, root)
+        values["dataset_files"] = inputs.store_datasets(root, datasets, captured)
+    values["definitions"] = [f"{name} {digest}" for name, digest in captured.digests.items() if digest]
+    values |= kept_settings(resume, values, root)
+    if not values.get("function_file") or not inputs.is_stored(root, values["function_file"]):
+        values["function_file"] = inputs.store_function(root, captured)
     for name in [name for name, value in values.items() if isinstance(value, Section)]:
         values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
     return path, values
@@ -156,31 +157,35 @@ def _checked_fold(fold: Any, datasets: Mapping[str, Any]) -> tuple[int, int]:
     return fold[0], fold[1]
 
 
-def _refuse_changed(resume: str, values: dict[str, Any], root: str) -> None:
-    """Raise UsageError if a run to resume has called a function with other definitions, or another dataset or fold."""
+def kept_settings(resume: str | None, values: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Return the settings that a run to resume keeps, because its function pickled again has other bytes.
+
+    Raises:
+        UsageError: it has called a function with other definitions, or with another dataset or fold.
+    """
     name = values["name"]
-    if resume == "auto" and all(run.in_sweep() for run in list_runs(root, name)):
-        return
+    if resume is None or (resume == "auto" and all(run.in_sweep() for run in list_runs(root, name))):
+        return {}
     run = named_run("latest" if resume == "auto" else resume, root, name)
-    before = Run(run).config["cfg"]
+    found = Run(run)
+    before: dict[str, Any] = found.config["cfg"]
     for key, title in (("dataset_files", "dataset"), ("fold", "fold")):
         if key in values and _plain(before.get(key)) != _plain(values[key]):
             cure = f"leave out {title}= to resume it with its own, or resume= to start a new run"
             raise UsageError(f"{run.title} was started with another {title}; {cure}")
-    source = before.get("source", "")
-    if not source or values.get("source", source) == source:
-        return
-    changed = sources.changed_names(source, values["source"])
-    if "dataset_files" not in values and before.get("dataset_files"):  # the run has the classes of the dataset, too
-        changed = [item for item in changed if item in sources.all_names(values["source"])]
-        if not changed:
-            values["source"] = source
-            return
-    names = ", ".join(changed) or "imports"
-    raise UsageError(
-        f"{run.title} was started with another definition of {names}. Undo the edits, or start a new run: leave out "
-        "resume="
-    )
+    if changed := changed_definitions(before.get("definitions") or [], values["definitions"]):
+        latest = found.record.get("latest")
+        start = f", from its checkpoint with checkpoint={latest['path']!r}" if latest else ""
+        raise UsageError(
+            f"{run.title} was started with another definition of {', '.join(changed)}; undo the edits, or leave out "
+            f"resume= to start a new run{start}"
+        )
+    return {name: before[name] for name in ("definitions", "function_file") if before.get(name)}
+
+
+def changed_definitions(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Return the names of `FunctionConfig.definitions` that are new or have another digest than before."""
+    return sorted(item.rpartition(" ")[0] for item in now if item not in before)
 
 
 def _plain(value: Any) -> Any:

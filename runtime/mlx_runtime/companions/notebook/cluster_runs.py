@@ -1,43 +1,55 @@
-"""Runs on a remote cluster, as seen from Python: launched as jobs, and followed through the storage and the dashboard.
+"""Runs on a remote cluster, as seen from Python: launched as jobs, and followed through the dashboard.
 
-The driver is a job (`cluster_job`), which writes the events of the run to a file in its folder. So it does not depend
-on this process, and any process that sees the storage can follow it.
+The driver is a job (`cluster_job`), in whose log the events of the run are frames. So it does not depend on this
+process, and any process that reaches the dashboard can follow it.
 """
 
 import base64
 import contextlib
+import json
 import multiprocessing
-import os
 import pickle
 import threading
-import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mlx_runtime.companions import part
-from mlx_runtime.companions.notebook import cluster_job
+from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.background import RunJob, load_bound_config
-from mlx_runtime.companions.notebook.cluster_job import END, events_name, returned_name
 from mlx_runtime.companions.notebook.returned import UnknownClassError, read_value
 from mlx_runtime.config.projects import project_module
-from mlx_runtime.errors import ClusterError, MlxError, StorageError, UsageError, short_message
+from mlx_runtime.driver.arguments import Request
+from mlx_runtime.errors import ClusterError, MlxError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.queries.lookup import conf_value, resolve_run
+from mlx_runtime.runs.queries.lookup import conf_value
+from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import from_json
-from mlx_runtime.storage.files import join_path, storage_at
+from mlx_runtime.storage.files import size_text, split_options
 
-POLL_S = 0.5
-"""Interval for reading the events of a run, and the state of its job; four times as long on an object store."""
+MOST_BYTES = 200_000_000
+"""Maximum size of all values that a function returns."""
 
-RECONNECT_S = 60.0
-"""Maximum time without an answer of the cluster or the storage until the connection counts as lost."""
+END = "End"
+"""Kind of the last event, with `status`, `metrics`, `best` and `error`, the text of an error or null."""
 
-STORAGE = "MLX_STORAGE"
+KEY = "MLX_ON"
+"""Variable with the key of the frames."""
+
+JOB = f"{__package__}.cluster_job"
+"""Module of the job."""
+
+LAUNCH = "launch"
+
+SENT = Path("runs", "sent")
+"""Folder of an upload with what a launch from the cluster needs: `inputs`, and `ASKED`. No job gets a folder `runs`."""
+
+ASKED = "asked.json"
+
 
 LOST = "LOST"
 """Status of a run whose cluster does not answer any more. It may still train."""
@@ -50,13 +62,15 @@ class ClusterRun:
     Args:
         dashboard: the cluster.
         job: id of the job on it.
-        folder: folder of the run.
-        function: import path of the function that it calls, or an empty string.
+        key: key of the frames in its log.
+        folder: folder or URI of the run, which only the cluster may have.
+        function: path of the function that it calls, or an empty string.
     """
 
     dashboard: Any
     job: str
-    folder: RunFolder
+    key: str
+    folder: str
     function: str = ""
 
     def start(self, _: object) -> tuple[int, "ClusterRun"]:
@@ -77,13 +91,11 @@ class ClusterRun:
                 yield event
 
     def ask(self, _: str, *, again: bool = False) -> None:
-        """Ask the run, once, to end with a checkpoint; with `again`, or before it has begun, end its job."""
-        with contextlib.suppress(ClusterError, StorageError):  # the connection will be lost
-            if again or (not self._asked and records.load_record(self.folder).get("status") == "PENDING"):
+        """Stop the job, which has time for a checkpoint."""
+        if again or not self._asked:
+            self._asked = True
+            with contextlib.suppress(ClusterError):  # the connection will be lost
                 self.dashboard.stop(self.job)
-            elif not self._asked:
-                self.folder.ask(self.folder.STOP)
-        self._asked = True
 
     def kill(self, _: int) -> None:
         """End the job."""
@@ -96,84 +108,93 @@ class ClusterRun:
         """Do nothing: the thread has ended with the run."""
 
     def _follow(self) -> None:
-        info = RunInfo(self.folder.experiment, self.folder.name, self.folder.path, self.folder.location, {}, 1)
-        self._events.send(RunStarted(info))
-        position, deadline = 0, time.monotonic() + RECONNECT_S
-        while True:
-            try:
-                state = self.dashboard.state(self.job)  # before the events, so that none sent earlier is missed
-                content = self._read_events(position)
-                deadline = time.monotonic() + RECONNECT_S
-                for line in content.splitlines(keepends=True):
-                    if line.endswith(b"\n"):  # otherwise it is being written
-                        position += len(line)
-                        self._events.send(event := self._decode(line))
-                        if isinstance(event, RunEnded):
-                            return
-                if state.ended:
-                    return self._events.send(self._end_of_job(state))
-            except Exception as error:  # the iterator would wait forever
-                if time.monotonic() > deadline or not isinstance(error, MlxError | OSError):
-                    return self._events.send(RunEnded(LOST, {}, error=self._lost(error)))
-            time.sleep(POLL_S * (1 if self.folder.uri is None else 4))
+        *_, experiment, name = split_options(self.folder)[0].split("/")
+        self._events.send(RunStarted(RunInfo(experiment, name, Path(self.folder), self.folder, {}, 1)))
+        lines, values = Lines(self.key), dict[str, bytes]()
 
-    def _read_events(self, position: int) -> bytes:
-        """Return the events that follow those at the first bytes of the file."""
+        def read(text: str) -> None:
+            for line in lines.feed(text, values):
+                self._events.send(event := self._decode(line, values))
+                if isinstance(event, RunEnded):
+                    raise _FollowedError
+
         try:
-            with storage_at(self.folder.location).open(events_name(self.job)) as stream:
-                stream.seek(position)
-                content: bytes = stream.read()
-                return content
-        except FileNotFoundError:  # the run has not begun
-            return b""
+            self._events.send(self._end_of_job(self.dashboard.follow(self.job, read)))
+        except _FollowedError:
+            return
+        except Exception as error:  # the iterator would wait forever
+            self._events.send(RunEnded(LOST, {}, error=self._lost(error)))
 
-    def _decode(self, line: bytes) -> Event:
-        """Return an event in the file. Values that functions return are read from their own files.
+    def _decode(self, line: bytes, values: dict[str, bytes]) -> Event:
+        """Return an event, given the values that functions have returned, by rank.
 
         Raises:
             ValueError: it is not an event.
         """
         found = from_json(line, {})
         if found.get("kind") == END:
-            record = records.load_record(self.folder)
             error = MlxError(str(found["error"])) if found.get("error") else None
-            best = record.get("best")
-            return RunEnded(str(found.get("status")), record.get("metrics") or {}, best, error)
+            return RunEnded(str(found.get("status")), found.get("metrics") or {}, found.get("best"), error)
         event = decode(line)
         if isinstance(event, FunctionReturned) and not event.problem:
-            name = returned_name(self.job, event.rank)
             try:
-                value = read_value(self.folder.read(name))
+                value = read_value(values.pop(str(event.rank)))
             except UnknownClassError as error:
                 return replace(event, problem=f"what rank {event.rank} returned cannot be read here: {error}")
             except Exception as error:  # damaged or hostile: torch raises many types
-                raise ValueError(f"{join_path(self.folder.location, name)} does not hold a value") from error
+                raise ValueError(f"what rank {event.rank} returned is not a value") from error
             event = replace(event, pickled=base64.b64encode(pickle.dumps(value)).decode())
         return event
 
     def _end_of_job(self, state: Any) -> RunEnded:
-        """Return the end of a run whose job has ended without writing it."""
-        status = "STOPPED" if state.status == "STOPPED" else "FAILED"
+        """Return the end of a run whose job has ended without sending it."""
+        if state.status == "STOPPED":
+            return RunEnded("STOPPED", {})
         lines = self.dashboard.log(self.job).splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         text = errors[-1] if errors else f"{self.job} ended before the run did: {state.reason}"
-        record = records.load_record(self.folder)
-        if record.get("status") == "PENDING":
-            pending = records.Record(self.folder, record)
-            fields = {"error": text} if status == "FAILED" else {}
-            pending.withdraw() if records.REPLACED in record else pending.finish(status, **fields)
-        return RunEnded(status, {}, error=None if status == "STOPPED" else MlxError(text))
+        return RunEnded("FAILED", {}, error=MlxError(text))
 
     def _lost(self, error: Exception) -> ClusterError:
-        problem = f"lost the connection to {self.folder.title}, which may still train"
+        title = "/".join(split_options(self.folder)[0].rsplit("/", 2)[1:])
+        problem = f"lost the connection to {title}, which may still train"
         if not isinstance(error, MlxError | OSError):
-            problem = f"cannot read the events of {self.folder.title}, which may still train"
+            problem = f"cannot read the events of {title}, which may still train"
         lost = ClusterError(f"{problem}: {short_message(error)}")
-        lost.hint = f'Follow it again: reattach("{self.folder.title}", address="{self.dashboard.address.url}")'
+        lost.hint = f'Follow it again: reattach("{title}", address="{self.dashboard.address.url}")'
         return lost
 
 
-def _address(text: str) -> Any:
+class _FollowedError(Exception):
+    """The end of the run has arrived."""
+
+
+class Lines:
+    """Finds the lines and files that a job has sent as frames in its log.
+
+    Attributes:
+        reader: reads the frames.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.reader, self._rest = part("ray.frames").Reader(key), b""
+
+    def feed(self, text: str, files: dict[str, bytes]) -> Iterator[bytes]:
+        """Yield the lines that a part of the log completes, and add files to `files`.
+
+        Raises:
+            ClusterError: a frame is damaged, or there is too much of them.
+        """
+        for frame in self.reader.feed(text):
+            if frame.kind == "file":
+                files[frame.text] = files.get(frame.text, b"") + frame.data
+            if sum(map(len, files.values())) > MOST_BYTES:
+                raise ClusterError(f"the cluster has sent values of more than {size_text(MOST_BYTES)}")
+            *lines, self._rest = (self._rest + frame.data * (frame.kind == "out")).split(b"\n")
+            yield from lines
+
+
+def address_of(text: str) -> Any:
     """Return the address of a cluster.
 
     Raises:
@@ -184,23 +205,13 @@ def _address(text: str) -> Any:
     return part("ray.addresses").Address.parse(text, "address")
 
 
-@contextlib.contextmanager
-def storage_there(address: str, typed: str | None = None) -> Iterator[bool]:
-    """Within the block, the storage of this process is that of the cluster, if only that has it. Yield True if so.
+def is_elsewhere(typed: str | None = None) -> bool:
+    """Return True if this machine lacks the folder of the storage, which the cluster may have.
 
     `typed` is the path in the arguments of the call, if there is one.
     """
-    path, before = typed or Settings.read().storage or conf_value("cfg.storage_path") or "", os.environ.get(STORAGE)
-    root = part("ray.cluster_storage").reached(path, _address(address).url)
-    if root == path:
-        yield False
-        return
-    os.environ[STORAGE] = root
-    try:
-        yield True
-    finally:
-        os.environ.pop(STORAGE)
-        os.environ.update({} if before is None else {STORAGE: before})
+    path = Settings.read().storage or typed or conf_value("cfg.storage_path") or ""
+    return path.startswith("/") and not Settings.read().job and not Path(path).exists()
 
 
 def launch(job: RunJob, address: str) -> ClusterRun:
@@ -212,44 +223,111 @@ def launch(job: RunJob, address: str) -> ClusterRun:
     """
     if job.request.fast or job.request.checkpoint:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
-    overrides = job.request.overrides
-    path, others = part("ray.cluster_storage").split_path(overrides)
-    with storage_there(address, path) as there:
-        kept = others if there else overrides
-        return _launch(replace(job, request=replace(job.request, overrides=kept)), address)
+    typed = part("ray.remote").typed_storage(job.request.overrides)
+    if is_elsewhere(typed):
+        return launch_there(job, address, typed)
+    return submit(job.module, job.name, job.function, job.request, address)
 
 
-def _launch(job: RunJob, address: str) -> ClusterRun:
-    lines = list[str]()
-    experiment = getattr(project_module(job.module, Path.cwd()), job.name)
-    where = _address(address)
+def submit(module: str, name: str, function: str, request: Request, address: str) -> ClusterRun:
+    """Submit the job of a run on a machine that sees the storage.
+
+    Raises:
+        ClusterError: the cluster cannot run it; nothing was written.
+    """
+    lines, key = list[str](), f"mlx-{uuid.uuid4().hex}"
+    experiment, where = getattr(project_module(module, Path.cwd()), name), address_of(address)
+    title = function or f"{module}.{name}"
     try:
-        launch = part("ray.launch").prepare(
-            Path.cwd(), where, lambda: load_bound_config(experiment, job.request, job.title), write=lines.append
+        launched = part("ray.launch").prepare(
+            Path.cwd(), where, lambda: load_bound_config(experiment, request, title), write=lines.append
         )
     except ClusterError as error:
         failed = [": ".join(line.split(None, 2)[1:]) for line in lines if line.startswith("FAIL")]
         raise ClusterError("\n".join(failed) or str(error)) from None
-    driver = ["-m", cluster_job.__name__, job.module, job.name, job.function]
-    submitted = launch.submit_run(driver, function=job.function)
-    return ClusterRun(submitted.dashboard, submitted.id, submitted.run, job.function)
+    driver = ["-m", JOB, key, module, name, function]
+    submitted = launched.submit_run(driver, function=function, key=key)
+    return ClusterRun(submitted.dashboard, submitted.id, key, submitted.facts["folder"], function)
+
+
+def launch_there(
+    job: RunJob,
+    address: str,
+    typed: str,
+    *,
+    folder: Path | None = None,
+    values: Mapping[str, Any] = MappingProxyType({}),
+    resume: str | None = None,
+) -> ClusterRun:
+    """Submit the job of a run from the cluster, because only that has the storage.
+
+    Args:
+        job: the run.
+        address: address of the cluster.
+        typed: path in the arguments of the call, if there is one.
+        folder: a folder with the inputs of a function.
+        values: settings of the function to compare with those of the run to resume.
+        resume: that run.
+
+    Raises:
+        ClusterError: the cluster cannot run it; nothing was written.
+    """
+    where, key, facts = address_of(address), f"mlx-{uuid.uuid4().hex}", provenance(())
+    dashboard, upload = part("ray.launch").connect(where, Path.cwd())
+    files = [*(folder / inputs.INPUTS).iterdir()] if folder is not None else []
+    asked: dict[str, Any] = {
+        "module": job.module,
+        "name": job.name,
+        "function": job.function,
+        "words": job.request.words,
+    }
+    asked |= {"values": dict(values), "resume": resume, "url": where.url}
+    added = {str(SENT / ASKED): json.dumps(asked).encode()}
+    added[LAUNCHED_FILE] = json.dumps({name: facts[name] for name in ("command", "git")}).encode()
+    size = sum(size for _, size in upload.files) + sum(file.stat().st_size for file in files)
+    if size > (most := part("ray.preflight").LIMIT_BYTES):
+        text = f"the function, its datasets and the working directory have {size_text(size)}"
+        raise UsageError(f"{text}, and a cluster accepts {size_text(most)}; read large data from files of the cluster")
+    added |= {str(SENT / inputs.INPUTS / file.name): file.read_bytes() for file in files}
+    storage = Settings.read().storage or typed or conf_value("cfg.storage_path") or ""
+    environment = {KEY: key, LAUNCHED: LAUNCHED_FILE, "MLX_STORAGE": storage}
+    command = ["python", "-u", "-m", JOB, LAUNCH]
+    spec = part("ray.jobs").JobSpec(command, upload, environment, {"mlx": "command"}, added=added)
+    name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()
+    dashboard.submit(name, spec)
+    state = dashboard.follow(name, lambda text: answers.extend(lines.feed(text, {})))
+    dashboard.forget(name)
+    if not answers:
+        raise ClusterError(f"the launch on {where.url} failed: {lines.reader.other or state.reason}")
+    match from_json(answers[-1], {}):
+        case {"job": str(submitted), "key": str(key), "folder": str(run)}:
+            return ClusterRun(dashboard, submitted, key, run, job.function)
+        case {"error": str(text), "hint": str(hint)}:
+            error = ClusterError(text)
+            error.hint = hint
+            raise error
+    raise ClusterError(f"the launch on {where.url} has sent a damaged answer")
 
 
 def find(run: str | Path, address: str) -> ClusterRun:
     """Return a run that was launched on a cluster.
 
     Raises:
-        UsageError: there is no such run, or it has no job.
-        ClusterError: the cluster does not answer, refuses the token, or does not know the job.
+        UsageError: the cluster has no such run, or several in different storages.
+        ClusterError: the cluster does not answer, or refuses the token.
     """
-    where = _address(address)
-    with storage_there(address):
-        folder = resolve_run(part("ray.cluster_storage").reached(str(run), where.url))
-    job = (records.load_record(folder).get("job") or {}).get("id")
-    if job is None:
-        raise UsageError(f"{folder.title} does not run on a cluster; read it with open_run({folder.title!r})")
+    where, text = address_of(address), str(run).rstrip("/")
+    experiment, _, name = text.rpartition("/")
     dashboard = part("ray.dashboard").Dashboard.connect(where)
-    metadata = dashboard.state(job).metadata
-    if "function" not in metadata:
-        raise UsageError(f"{folder.title} was started by a command; follow it: mlx xp logs -f {folder.title}")
-    return ClusterRun(dashboard, job, folder, metadata["function"])
+    found = {}
+    for facts in sorted(dashboard.jobs(), key=lambda facts: facts.get("start_time") or 0):
+        known = facts.get("metadata") or {}
+        folder = known.get("folder", "")
+        if "key" in known and (folder == text or (known["experiment"], known["run"]) == (experiment, name)):
+            found[folder] = ClusterRun(dashboard, facts["submission_id"], known["key"], folder, known["function"])
+    if len(found) > 1:
+        raise UsageError(f"{where.url} has several runs {text}; name its folder: {', '.join(found)}")
+    if not found:
+        cure = "its job is forgotten, or was started by a command: mlx xp logs -f follows that"
+        raise UsageError(f"{where.url} has no run {text} to reattach to; {cure}")
+    return found.popitem()[1]

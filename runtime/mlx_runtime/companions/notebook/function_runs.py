@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,6 @@ from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, ov
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
-from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
@@ -39,6 +39,9 @@ Results = list[dict[str, Any]]
 
 OWN = ("num_epochs", "restore_checkpoint_path", "start_epoch", "start_workers")
 """Settings that `Trainer` sets itself."""
+
+FIXED = ("dataset_files", "fold")
+"""Settings that must be those of a run to resume."""
 
 RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
 """Keyword arguments of `Trainer.run_iterator`."""
@@ -154,8 +157,8 @@ class Trainer:
         backend: `torch`; `jax` or `tensorflow`, whose collectives are set up besides those of torch; or the import path
             of a class of another package.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`. Each run uploads the working
-            directory and trains as a job there. If this machine lacks the folder of the storage, it is that of the
-            cluster's head node.
+            directory and trains as a job there. If this machine lacks the folder of the storage, it is a folder of the
+            cluster: the run is launched from there.
         settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
             `gpus_per_worker=2`, `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name
             of the function.
@@ -217,9 +220,8 @@ class Trainer:
         """Call a function on every worker, and return its return values, by rank.
 
         Args:
-            function: takes `config`, or no argument. Workers import it by name, so define it at the top level of a
-                module or a `%%mlx` cell, or of the script above its first run. Without a config, it is called without
-                an argument if possible.
+            function: takes `config`, or no argument. It is pickled by cloudpickle, with what it uses of the script or
+                the session that defines it. Without a config, it is called without an argument if possible.
             config: numbers, text, None, and lists and dicts of these; stored in the run's conf.yaml.
             folds: cross-validate: call `run` with `fold=(0, folds)`, `(1, folds)`, …, and return a list of the results.
             options: those of `run_iterator`.
@@ -313,12 +315,22 @@ class Trainer:
         if self._address is None:
             raise UsageError("launch needs a cluster: Trainer(address='http://HEAD:8265')")
         options: dict[str, Any] = {"dataset": dataset, "fold": fold, "checkpoint": checkpoint, "resume": resume}
-        return self._launched(self._address, function, config, **options)[1].folder.location
+        return self._launched(self._address, function, config, **options)[1].folder
 
-    def _launched(self, address: str, *arguments: Any, **options: Any) -> tuple[RunJob, ClusterRun]:
-        with own_words(), cluster_runs.storage_there(address, self.settings.get("storage_path")):
-            job = self._job(*arguments, **options)  # stores datasets there
-            return job, cluster_runs.launch(job, address)
+    def _launched(self, address: str, *arguments: Any, resume: str | None, **options: Any) -> tuple[RunJob, ClusterRun]:
+        cluster_runs.address_of(address)
+        typed = self.settings.get("storage_path", "")
+        if not cluster_runs.is_elsewhere(typed):
+            job = self._job(*arguments, resume=resume, **options)
+            with own_words():
+                return job, cluster_runs.launch(job, address)
+        with own_words(), tempfile.TemporaryDirectory() as folder:
+            path, values = run_settings(self.settings, *arguments, root=folder, **options)
+            job = run_job(path, values, resume)
+            compared = {name: values[name] for name in ("name", "definitions", *FIXED) if name in values}
+            return job, cluster_runs.launch_there(
+                job, address, typed, folder=Path(folder), values=compared, resume=resume
+            )
 
     def _job(
         self, function: Callable[..., Any], config: dict[str, Any] | None, *, resume: str | None, **options: Any
@@ -416,7 +428,6 @@ class Trainer:
         """
         if cls is None:
             return
-        end_import()
         if not isinstance(cls, type):
             raise UsageError(f"start({cls!r:.60}) takes a class, and then the arguments of its constructor")
         if self._cfg.engine == "local":
@@ -481,16 +492,15 @@ def reattach(
     Leaving the loop stops the run, as for an iterator that started it.
 
     Args:
-        run: `name/run_003`, or the path or URI of its folder.
+        run: `name/run_003`, or the path or URI of its folder on the cluster.
         address: dashboard of its cluster.
         callbacks: those of `Trainer.run_iterator`, or listeners of `mlx_runtime.run` for an experiment.
         show: the same as for `mlx_runtime.run`.
 
     Raises:
-        UsageError: there is no such run, or it is not one of these.
-        ClusterError: the cluster does not answer, refuses the token, or does not know the job.
+        UsageError: the cluster does not know such a run.
+        ClusterError: the cluster does not answer, or refuses the token.
     """
-    end_import()
     remote = cluster_runs.find(run, address)
     job = RunJob("", "", Request(), (), remote.function)
     if remote.function:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from mlx_runtime import companions
-from mlx_runtime.companions.notebook import inputs, scripts
+from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.arrays import as_tensors, checkpoint_values
 from mlx_runtime.companions.notebook.backends import with_backend
 from mlx_runtime.companions.notebook.shards import FunctionShard, Shards
@@ -33,7 +33,7 @@ from mlx_runtime.importing import after_import
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.loop.optimization import prepare_models
 from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.storage.files import size_text
+from mlx_runtime.storage.files import size_text, storage_root
 
 CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
 """Steps that all workers must take together, in words for errors."""
@@ -47,9 +47,9 @@ class FunctionConfig(TrainConfig):
     """Settings of a run that calls a function.
 
     Attributes:
-        function: import path of the function, like `src.training.train_func`.
-        source: source of its module, if it was defined in a cell or an interactive session.
-        variables: variables of that module that hold secrets, read from the environment, by name.
+        function: path of the function, like `src.training.train_func`, or `__main__.train_func` in a script or cell.
+        function_file: name of its file in `inputs`.
+        definitions: what it uses of `__main__`: each name with a digest, like `Net 1a2b3c4d`.
         backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
         checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
@@ -60,8 +60,8 @@ class FunctionConfig(TrainConfig):
     """
 
     function: str = ""
-    source: str = ""
-    variables: dict[str, Any] = field(default_factory=dict)
+    function_file: str = field(default="", metadata={"resumable": True})  # pickled again, if it was removed
+    definitions: list[str] = field(default_factory=list)
     backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
     checkpoint: dict[str, Any] | None = None
@@ -71,16 +71,14 @@ class FunctionConfig(TrainConfig):
     num_epochs: int = 0
 
 
-def load_function(cfg: TrainConfig) -> Callable[..., Any] | None:
-    """Import the function of a run in this process; None for the settings of other runs.
+def load_function(cfg: TrainConfig) -> None:
+    """Check the function of a run before it begins, in the process of its driver; not for the settings of other runs.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError, StorageError: workers cannot load it.
     """
-    function: Callable[..., Any] | None = (
-        scripts.load(cfg.function, cfg.source, cfg.variables) if isinstance(cfg, FunctionConfig) else None
-    )
-    return function
+    if isinstance(cfg, FunctionConfig):
+        inputs.check_function(storage_root(cfg.storage_path), cfg.function, cfg.function_file)
 
 
 class FunctionExperiment(BaseModule):
@@ -101,10 +99,10 @@ class FunctionExperiment(BaseModule):
         self._session.counts_updates = False  # each call of `report` is a step
         if "ray" in companions.COMPANIONS:
             after_import("ray.train", lambda: companions.part("ray.private").call_functions(sys.modules[__name__]))
-        path = self.cfg.function
-        function = scripts.load(path, self.cfg.source, self.cfg.variables)
+        path, root = self.cfg.function, self._session.context.folder.root
+        function = inputs.load_function(root, path, self.cfg.function_file)
         if self.cfg.checkpoint_file and self.saved.restored is None:
-            self.saved.restored = inputs.load_state(self._session.context.folder.root, self.cfg.checkpoint_file)
+            self.saved.restored = inputs.load_state(root, self.cfg.checkpoint_file)
         _running = self
         try:
             value = function(self.cfg.config) if takes_config(function, self.cfg.config) else function()

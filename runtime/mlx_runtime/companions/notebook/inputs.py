@@ -1,16 +1,16 @@
-"""Datasets and start states of training functions on their way to workers: files in the storage.
+"""Training functions on their way to workers, with datasets and start states: files in the storage.
 
-<storage>/.inputs/<SHA-256 of its content>    a pickled dataset, or a checkpoint
+<storage>/.inputs/<SHA-256 of its content>    a pickled function or dataset, or a checkpoint
 
 conf.yaml of a run has only the SHA-256, so a file is checked before it is unpickled. Files stay until they are removed
 with `mlx data rm`; a run that is resumed without them fails, and says how to store them again.
 """
 
+import contextlib
 import re
 import sys
 import tempfile
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +18,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.companions import part
-from mlx_runtime.companions.notebook import scripts, sources
+from mlx_runtime.companions.notebook import pickles
 from mlx_runtime.companions.notebook.arrays import checkpoint_values
-from mlx_runtime.companions.notebook.ray_rows import read_rows
-from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.companions.notebook.pickles import Captured
+from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
 from mlx_runtime.storage.files import join_path, storage_at, storage_errors
 from mlx_runtime.storage.publishing import HashingWriter, sha256_of
 
@@ -30,6 +31,8 @@ INPUTS = ".inputs"
 
 STREAM = "ray:"
 """Beginning of the names of files with a Ray Dataset."""
+
+ROWS = "for others, pass a list of its rows: dataset.take_all()"
 
 TAKES = "it takes a torch Dataset with __getitem__ and __len__, a Dataset of Ray Data, or a dict of these by name"
 
@@ -67,7 +70,7 @@ def load(root: str, sha256: str, read: Callable[[BinaryIO], Any]) -> Any:
     if not re.fullmatch("[0-9a-f]{64}", sha256):
         raise StorageError(f"{sha256!r:.80} is not the SHA-256 of a file of a run")
     place = join_path(root, INPUTS)
-    cure = "call trainer.run with the same dataset= or checkpoint= again to store it"
+    cure = "call trainer.run with the same function, dataset= or checkpoint= again to store it"
     with storage_errors(f"cannot read {join_path(place, sha256)}; {cure}"):
         stream = storage_at(place).open(sha256)
     with stream:
@@ -84,11 +87,10 @@ def named(dataset: Any, workers: int, *, streams: bool = True) -> dict[str, Any]
     Args:
         dataset: the argument.
         workers: number of workers.
-        streams: whether workers may read Datasets of Ray Data themselves. Otherwise, and if other clusters cannot make
-            them again, their rows are read here.
+        streams: whether workers can read Datasets of Ray Data: only those of Ray can, and no folds of them.
 
     Raises:
-        UsageError: one of them is not a dataset, has no length or too few rows, or cannot be read.
+        UsageError: one of them is not a dataset that workers can read, or has no length or too few rows.
     """
     if isinstance(dataset, Mapping) and not dataset:
         raise UsageError(f"dataset is empty; {TAKES}")
@@ -97,10 +99,13 @@ def named(dataset: Any, workers: int, *, streams: bool = True) -> dict[str, Any]
         if not isinstance(name, str) or not name.isidentifier():
             raise UsageError(f"dataset has the name {name!r}; names are words, like 'train' and 'val'")
         title = f"dataset[{name!r}]" if isinstance(dataset, Mapping) else "dataset"
-        if is_stream(item) and not (streams and item.has_serializable_lineage()):
-            datasets[name] = item = read_rows(item, title)
         if not is_stream(item):
             _check_rows(title, item, workers)
+        elif not streams:
+            raise UsageError(f"{title} is a Dataset of Ray Data, which the engine ray reads, without folds; {ROWS}")
+        elif not item.has_serializable_lineage():
+            cure = "write them to files with write_parquet(path), and pass ray.data.read_parquet(path)"
+            raise UsageError(f"{title} is a Dataset of Ray Data with its rows in memory; {cure}")
     return datasets
 
 
@@ -122,13 +127,55 @@ def is_stream(dataset: Any) -> bool:
     return ray_data is not None and isinstance(dataset, ray_data.Dataset)
 
 
-def store_datasets(root: str, datasets: Mapping[str, Any], module: sources.FunctionModule | None) -> dict[str, str]:
-    """Store datasets, and return the names of their files.
+def store_function(root: str, captured: Captured) -> str:
+    """Store a function with what it uses, and return the name of its file.
 
-    Args:
-        root: the storage.
-        datasets: datasets by name.
-        module: module of a function of a session, to which the classes of the datasets are added.
+    Raises:
+        UsageError: it cannot be sent to workers.
+    """
+    return store(root, captured.write)
+
+
+def check_function(root: str, path: str, file: str) -> None:
+    """Check that workers can read a function. One of a module is imported; others are not unpickled.
+
+    Raises:
+        ConfigError: it cannot be imported, or another version of Python has pickled it.
+    """
+    load(root, file, pickles.check_version)
+    if not path.startswith(f"{pickles.MAIN}.") and "<" not in path:  # like `src.training.make.<locals>.f`
+        with _import_errors(path):
+            object_at(path)
+
+
+def load_function(root: str, path: str, file: str) -> Callable[..., Any]:
+    """Return a function from its file, in the process of a worker.
+
+    Raises:
+        ConfigError: a module that it needs cannot be imported, or another version of Python has pickled it.
+    """
+    with _import_errors(path):
+        function: Callable[..., Any] = load(root, file, pickles.read_function)
+        return function
+
+
+@contextlib.contextmanager
+def _import_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, AttributeError, NameError) as error:
+        raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
+
+
+def is_stored(root: str, file: str) -> bool:
+    """Return True if the storage has a file of this name."""
+    place = join_path(root, INPUTS)
+    with storage_errors(f"cannot read {place}"):
+        return storage_at(place).size_bytes(file) is not None
+
+
+def store_datasets(root: str, datasets: Mapping[str, Any], captured: Captured) -> dict[str, str]:
+    """Store datasets, and return the names of their files. The definitions that they use are added to `captured`.
 
     Raises:
         UsageError: a dataset cannot be sent to workers.
@@ -140,21 +187,20 @@ def store_datasets(root: str, datasets: Mapping[str, Any], module: sources.Funct
 
         def write(file: Any, title: str = title, content: Any = content) -> None:
             try:
-                _Pickler(file, module).dump(content)
-            except MlxError:
-                raise
+                used = pickles.dump(content, file, pickles.ByName)
             except Exception as error:  # pickling can raise anything
                 kind, why = type(content).__name__, short_message(error)
                 cure = "open files and connections in __getitem__, and define functions at the top level of a module"
                 raise UsageError(f"{title}, a {kind}, cannot be sent to workers: {why}; {cure}") from None
+            captured.add_used(used)
 
         files[name] = STREAM * is_stream(dataset) + store(root, write)
     return files
 
 
 def load_dataset(root: str, file: str) -> Any:
-    """Return a dataset from its file, in the process of a worker."""
-    return load(root, file.removeprefix(STREAM), lambda stream: _Unpickler(stream, {}).load())
+    """Return a dataset from its file, in the process of a worker that has loaded the function."""
+    return load(root, file.removeprefix(STREAM), pickles.read)
 
 
 def store_state(root: str, state: Mapping[str, Any]) -> str:
@@ -171,25 +217,6 @@ def load_state(root: str, sha256: str) -> dict[str, Any]:
     """Return a stored checkpoint, with its tensors on the CPU."""
     state: dict[str, Any] = load(root, sha256, lambda stream: torch.load(stream, map_location="cpu", weights_only=True))
     return state
-
-
-class _Pickler(sources.Pickler):
-    """A pickler that refers to classes and functions of a script or session by the names that workers import."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        if not isinstance(obj, type | types.FunctionType) or obj.__module__ not in ("__main__", sources.MODULE):
-            return None
-        if self.module is not None:
-            return f"{sources.MODULE}.{super().persistent_id(obj)}"
-        script = scripts.name_script(obj.__qualname__)
-        if script is None or not obj.__qualname__.isidentifier():
-            raise ValueError(f"{obj.__qualname__} is not at the top level of a file that workers import")
-        return f"{script}.{obj.__qualname__}"
-
-
-class _Unpickler(sources.Unpickler):
-    def persistent_load(self, pid: str) -> Any:
-        return scripts.load(pid)
 
 
 class Lineage:

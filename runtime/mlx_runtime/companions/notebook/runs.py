@@ -10,12 +10,11 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
-from mlx_runtime.companions.notebook import cluster_runs, scripts
+from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.background import RunJob, work
 from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.links import RunProcess
-from mlx_runtime.companions.notebook.sources import MODULE
 from mlx_runtime.companions.notebook.standby import get_server
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import Request
@@ -108,8 +107,8 @@ def run(
         show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
             too.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`, after an upload of the working
-            directory, as by `mlx train launch`. If this machine lacks the folder of the storage, it is that of the
-            cluster's head node.
+            directory, as by `mlx train launch`. If this machine lacks the folder of the storage, it is a folder of the
+            cluster: the run is launched from there.
 
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.
@@ -131,32 +130,25 @@ def require_list(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def importable(thing: Any) -> tuple[str, str]:
-    """Return the names of the module and of the class or function, by which workers import it.
-
-    The module of a function in a cell or an interactive session is `sources.MODULE`, which has no file.
+    """Return the names of the module and of the class or function. Workers import classes by these names.
 
     Raises:
         UsageError: workers cannot import it.
     """
-    scripts.end_import()
-    scripts.show_own_frames()
     if not isinstance(thing, type) and not inspect.isfunction(thing):
         raise UsageError(f"{thing!r:.60} is neither a class nor a function")
     module, name = thing.__module__, thing.__qualname__
     if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
         cure = 'in a notebook, call it in a cell without %%mlx; elsewhere, below if __name__ == "__main__"'
         raise UsageError(f"{module} starts a run while it is imported, as workers would do again; {cure}")
-    script = (scripts.name_script(name) or MODULE) if module == "__main__" and inspect.isfunction(thing) else None
-    if module == "__main__" and script is None:
+    if module == "__main__" and isinstance(thing, type):
         where, cure = "a script", "move it to a file in src/"
         if in_notebook():
             where, cure = "cells without %%mlx", "add %%mlx to its cell, after %load_ext mlx_runtime"
         raise UsageError(f"workers cannot import {name} from {where}; {cure}")
-    if not name.isidentifier() and script == MODULE:
-        raise UsageError(f"{name} cannot be sent to workers; define it with def at the top level of a cell")
-    if not name.isidentifier():
-        raise UsageError(f"workers cannot import {script or module}.{name}; define it at the top level of a module")
-    return script or module, name
+    if not name.isidentifier() and isinstance(thing, type):
+        raise UsageError(f"workers cannot import {module}.{name}; define it at the top level of a module")
+    return module, name
 
 
 class RunIterator(Generic[Item]):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from ray import tune
 
-from mlx_runtime.companions.notebook.functions import FunctionConfig, load_function
-from mlx_runtime.companions.notebook.sources import ENVIRONMENT
+from mlx_runtime.companions.notebook.functions import FunctionConfig
 from mlx_runtime.runs.queries.reader import open_run
 from mlx_runtime.workers.placement import JOB_FLAG, uses_gpus
 
@@ -36,14 +35,10 @@ def tune_trainable(
         start: starts a run with settings like these.
     """
     project = Path.cwd()
-    secrets = {name: text for name, text in os.environ.items() if name in settings.get("secrets", ())}
-    variables = {name.removeprefix(ENVIRONMENT): text for name, text in secrets.items()}
 
     def trainable(config: dict[str, Any]) -> None:
         os.chdir(project if project.is_dir() else os.environ["TUNE_ORIG_WORKING_DIR"])  # Tune has left it
         os.environ.pop(JOB_FLAG, None)  # of the job; this run belongs to a trial
-        os.environ.update(secrets)
-        load_function(FunctionConfig(function=path, source=settings.get("source", ""), variables=variables))
         values = {**settings, "config": config}
         if (checkpoint := tune.get_checkpoint()) is not None:
             with checkpoint.as_directory() as folder:

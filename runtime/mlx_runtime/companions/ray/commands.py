@@ -161,9 +161,9 @@ def data_launch(resume: bool, overrides: tuple[str, ...], **settings: Any) -> No
 
 def _refuse_elsewhere(overrides: Sequence[str], ray_address: str | None) -> None:
     """Raise ElsewhereError if only the cluster has the storage: then the command runs there."""
-    from mlx_runtime.companions.ray.cluster_storage import split_path
+    from mlx_runtime.companions.ray.remote import typed_storage
 
-    path = split_path(overrides)[0] or Settings.read().storage or lookup.conf_value("cfg.storage_path") or ""
+    path = typed_storage(overrides) or Settings.read().storage or lookup.conf_value("cfg.storage_path") or ""
     with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
         lookup.refuse_elsewhere(path)
 

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from mlx_runtime.companions.jobs.launching import JobState
@@ -35,7 +35,6 @@ Timeout = float | tuple[float, float]
 
 ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
-DOWNLOAD_S = 86_400  # maximum time for a file of a node; by default, Ray ends a download after 30 s
 STATE_S = 20.0  # timeout of a request that the dashboard passes on to actors
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # maximum silence of a cluster while following a log
@@ -209,32 +208,6 @@ class Dashboard:
     def jobs(self) -> list[dict[str, Any]]:
         """Return the facts that the cluster knows about each job."""
         return list(self._request("GET", "jobs/", STATE_S, refusal=f"{self.address.url} cannot list its jobs").json())
-
-    def job_facts(self, job: str) -> dict[str, Any] | None:
-        """Return what the cluster knows about a job, or None if it does not know it."""
-        answer = self._request("GET", f"jobs/{job}")
-        return dict(answer.json()) if answer.status_code == 200 else None
-
-    def put_package(self, name: str, content: bytes) -> None:
-        """Store a package that a job reads."""
-        refusal = f"{self.address.url} rejected a request"
-        self._request("PUT", f"packages/gcs/{name}", TRANSFER_S, refusal=refusal, data=content)
-
-    def log_file(self, node: str, file: str, target: IO[bytes]) -> int:
-        """Copy a file in the log folder of a node to an open file. Return its size: 0 if there is no such file.
-
-        Ray sometimes answers with an empty file instead of an error.
-        """
-        import requests
-
-        query = urlencode({"node_id": node, "filename": file, "lines": -1, "timeout": DOWNLOAD_S})
-        with self._request("GET", f"v0/logs/file?{query}", TRANSFER_S, stream=True) as answer:
-            if answer.status_code != 200:
-                return 0
-            try:
-                return sum(target.write(chunk) for chunk in answer.iter_content(1 << 20))
-            except requests.RequestException as error:
-                raise ClusterError(f"{self.address.url} stopped sending: {short_message(error)}") from error
 
     def node_log(self, node: str, file: str, lines: int) -> str:
         """Return the last lines of a file in the log folder of a node."""

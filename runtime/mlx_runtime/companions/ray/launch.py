@@ -13,11 +13,10 @@ from mlx_runtime.companions.jobs.checks import Checks, check_config, check_secre
 from mlx_runtime.companions.jobs.launching import ClaimingLaunch, pending, typed_name
 from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.cluster_storage import cluster_of, path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.composition import storage_override
-from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RUN, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
@@ -84,23 +83,11 @@ class Launch(ClaimingLaunch):
         from mlx_runtime.driver.arguments import Request
 
         config = self.config
-        origin = path_there(config.origin.location) if config.origin else None
-        if (
-            config.origin
-            and origin != config.origin.location
-            and self.dashboard.address.url != cluster_of(config.origin)
-        ):
-            raise UsageError(f"{config.origin.location} is on another cluster than {self.dashboard.address.url}")
+        origin = config.origin.location if config.origin else None
         run = config.run or self._claim(RUN)
         before = drivers.refuse_living(run) if config.run else {}
-        overrides = config.overrides
-        if config.origin and origin:  # `--from RUN@CHECKPOINT` has added the path of the checkpoint
-            overrides = tuple(item.replace(config.origin.location, origin) for item in overrides)
-        request = Request(overrides, origin=origin, claimed=path_there(run.location))
+        request = Request(config.overrides, origin=origin, claimed=run.location)
         return self._submit_driver(run, before, [*driver, *request.words], metadata)
-
-    def _location(self, folder: RunFolder) -> str:
-        return path_there(folder.location)
 
     def _submit_driver(
         self,
@@ -113,11 +100,12 @@ class Launch(ClaimingLaunch):
         """Submit the driver of a claimed run, or of a sweep, and record that it is pending."""
         config = self.config
         attempt, is_data = run.attempts() + 1, "output" in fields
-        there = path_there(run.location)
+        there = run.location
         title = f"data-{run.experiment}-{run.name}" if is_data else f"{run.experiment}-{run.name}"
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
         known = {"id": job, "address": self.dashboard.address.url}
-        metadata = {"mlx": "data" if is_data else "train", "experiment": run.experiment, "run": run.name, **metadata}
+        kind = "data" if is_data else "train"
+        metadata = {"mlx": kind, "experiment": run.experiment, "run": run.name, "folder": there, **metadata}
         if self.retries:
             command = ["-m", "mlx_runtime.companions.ray.supervision", str(self.retries), there, *command]
         with pending(run, before, config.overrides, job=known, **fields):
@@ -135,10 +123,10 @@ class Launch(ClaimingLaunch):
     def submit_data_job(self) -> SubmittedJob:
         """Create the record of a data job, and submit it."""
         jobs, cfg = companions.part("jobs.datajob"), self.config.cfg
-        root, path = storage_root(cfg.storage_path), path_there(jobs.output_path(cfg))
+        root, path = storage_root(cfg.storage_path), jobs.output_path(cfg)
         resumed = jobs.interrupted(self.config, path) if cfg.resume else None
         before = drivers.refuse_living(resumed) if resumed else {}
-        command = ["main.py", *self.config.overrides, storage_override(path_there(root))]
+        command = ["main.py", *self.config.overrides, storage_override(root)]
         folder = resumed or claim_run(join_path(root, jobs.JOBS), cfg.name)
         return self._submit_driver(folder, before, command, {}, output=path)
 

@@ -14,7 +14,6 @@ from mlx_runtime.companions.jobs.checks import Check
 from mlx_runtime.companions.ray import probe
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.autoscaler import Room
-from mlx_runtime.companions.ray.cluster_storage import path_there
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.start import refuse_no_task
@@ -90,7 +89,7 @@ def check_nodes(
     content = uuid.uuid4().hex
     file = f".probe-{content}"
     extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
-    question: dict[str, Any] = {"root": path_there(root), "file": file, "content": content}
+    question: dict[str, Any] = {"root": root, "file": file, "content": content}
     question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s}
     question |= {"workers": 0, "gpus": None} if tasks else _group(cfg)
     environment, command = {probe.QUESTION: json.dumps(question)}, ["python", "-m", probe.__name__]

@@ -27,7 +27,6 @@ from mlx_runtime.companions.jobs.checks import require
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.cluster_storage import split_path
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import check_upload
@@ -71,6 +70,12 @@ class _EndedError(Exception):
         self.frame = frame
 
 
+def typed_storage(overrides: Sequence[str]) -> str:
+    """Return the path in the last `cfg.storage_path=` of overrides, empty without one."""
+    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
+    return typed[-1].partition("=")[2].strip("'\"") if typed else ""
+
+
 def runs_there(words: Sequence[str]) -> bool:
     """Return True for commands that can run on a cluster."""
     group, command = [*words, "", ""][:2]
@@ -87,7 +92,7 @@ def run(words: Sequence[str], url: str | None) -> int:
             f"and for mlx data {', '.join(DATA)}; leave it out of mlx {' '.join(words[:2])}"
         )
     address = Address.parse(url, "--on")
-    storage = split_path(words)[0] or Settings.read().storage
+    storage = typed_storage(words) or Settings.read().storage
     from_conf = not storage
     if from_conf:
         storage = conf_value("cfg.storage_path")

@@ -5,6 +5,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +13,14 @@ from mlx_runtime.companions.notebook.functions import FunctionExperiment
 from mlx_runtime.companions.notebook.runs import importable, require_list
 from mlx_runtime.companions.sweeps.controller import Listener
 from mlx_runtime.companions.sweeps.definition import Definition, plan
-from mlx_runtime.companions.sweeps.functions import function_overrides
+from mlx_runtime.companions.sweeps.functions import function_overrides, keep_function
 from mlx_runtime.companions.sweeps.results import FUNCTIONS, SweepResult
 from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
 from mlx_runtime.companions.sweeps.terminal import engine_for
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.loop.experiment import BaseModule
+from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import storage_root
 from mlx_runtime.workers.local import warm_up
@@ -106,6 +108,9 @@ def sweep(
     if resume is not None:
         cfg = checked.config.cfg
         folder = find_sweep(resume, storage_root(cfg.storage_path), cfg.name)
+        if cls is FunctionExperiment:
+            stored = records.load_record(folder)["definition"]["overrides"]
+            definition = replace(definition, overrides=keep_function(words, stored, folder.title))
         checked = resumed_plan(cls, folder, definition, force=False, large=True)
         if finished_trials(checked, retry_failed=False) is not None:
             return _successful(folder)

@@ -1,10 +1,10 @@
 """Sweeps of training functions: the experiment that calls one, and its config as overrides."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.companions.notebook.calls import override, run_settings
+from mlx_runtime.companions.notebook.calls import changed_definitions, override, run_settings
 from mlx_runtime.companions.notebook.function_runs import Trainer
 from mlx_runtime.config.composition import parse_overrides
 from mlx_runtime.errors import UsageError
@@ -37,6 +37,20 @@ def function_overrides(function: Callable[..., Any], config: Any, settings: Mapp
     _, values = run_settings(trainer.settings, function, dict(config), dataset=settings.get("dataset"))
     fixed = [override(f"cfg.{name}", value) for name, value in values.items()]
     return (*fixed, *(f"{key}={text}" for key, text in varying.items()))
+
+
+def keep_function(words: Sequence[str], stored: Sequence[str], title: str) -> tuple[str, ...]:
+    """Return the overrides of a sweep to resume, with its stored function: the same pickled again has other bytes.
+
+    Raises:
+        UsageError: a definition that the function uses was edited.
+    """
+    before, now = ({item.partition("=")[0]: item for item in found} for found in (stored, words))
+    lists: list[Any] = [parse_overrides([found["++cfg.definitions"]])[0].value() for found in (before, now)]
+    if changed := changed_definitions(*lists):
+        names = ", ".join(changed)
+        raise UsageError(f"{title} was started with another definition of {names}; undo the edits, or start a new one")
+    return tuple((now | {key: before[key] for key in now if key == "++cfg.function_file"}).values())
 
 
 def _varying(key: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

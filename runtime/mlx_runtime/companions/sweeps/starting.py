@@ -69,7 +69,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     if definition.experiment:
         experiment = object_at(definition.experiment)
     found = plan(experiment, definition, **how)
-    load_function(found.config.cfg)  # the files of imported modules are compared
+    load_function(found.config.cfg)  # the files that it imports are compared
     changes = differences(stored, found.definition)
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
     if found.definition.folds != stored.folds:

@@ -121,7 +121,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     with conf_of(experiment) as conf:
         request = replace(Request.parse(job.overrides), claimed=job.run)
         config = replace(load_config(experiment, request, conf), sweep=job.facts)
-    load_function(config.cfg)  # its errors come before the run begins, and its module is stored with the run
+    load_function(config.cfg)  # its errors come before the run begins
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
         own = gpus_of_worker(job.gpus, max(1, config.cfg.start_workers))

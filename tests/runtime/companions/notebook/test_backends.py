@@ -7,7 +7,6 @@ import subprocess
 import sys
 import venv
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,29 +167,15 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def of_script(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
-    """`of_script("resumed", ...)` returns what the script finds, by name."""
-
-    def found(*names: str) -> Found:
-        folder = tmp_path_factory.mktemp("jax")
-        (folder / "script.py").write_text(JAX)
-        (folder / "other.py").write_text(OTHER)
-        shutil.copy(ROOT / "docs" / "examples" / "extending" / "more_mlx" / "addresses.py", folder)
-        done = python(folder, "script.py", *names)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-
-    return found
-
-
-@pytest.fixture(scope="module")
-def local(of_script: Callable[..., Found]) -> Found:
-    return of_script("resumed", "other")
-
-
-@pytest.fixture(scope="module")
-def interrupted(of_script: Callable[..., Found]) -> Found:
-    return of_script("replaced", "stopped")
+def local(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the script finds, by name."""
+    folder = tmp_path_factory.mktemp("jax")
+    (folder / "script.py").write_text(JAX)
+    (folder / "other.py").write_text(OTHER)
+    shutil.copy(ROOT / "docs" / "examples" / "extending" / "more_mlx" / "addresses.py", folder)
+    done = python(folder, "script.py", "resumed", "other", "replaced", "stopped")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.examples
@@ -215,17 +200,17 @@ def test_a_class_of_another_package_is_set_up_before_the_function_and_torn_down_
     assert re.fullmatch(r"127\.0\.0\.1:(\d+),127\.0\.0\.1:(?!\1\b)\d+", torn_down[0])
 
 
-@pytest.mark.kills
-def test_lost_workers_are_replaced(interrupted: Found) -> None:
-    returned, failures = interrupted["replaced"]
+@pytest.mark.examples
+def test_lost_workers_are_replaced(local: Found) -> None:
+    returned, failures = local["replaced"]
     assert [values[:3] for values in returned] == [[rank, 2, [6.0, 6.0]] for rank in (0, 1)]
     assert returned[0][3] < 3  # from a checkpoint
     assert failures == 1
 
 
-@pytest.mark.kills
-def test_a_stopped_run_disconnects_all_workers(interrupted: Found) -> None:
-    statuses, torn_down = interrupted["stopped"]
+@pytest.mark.examples
+def test_a_stopped_run_disconnects_all_workers(local: Found) -> None:
+    statuses, torn_down = local["stopped"]
     assert statuses == ["STOPPED", 0, "STOPPED", 0]
     assert len(torn_down) == 2
 

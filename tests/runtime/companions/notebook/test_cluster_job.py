@@ -1,13 +1,16 @@
-"""The events of a run on a cluster, written by its job, and read by another machine."""
+"""The events of a run on a cluster, sent by its job in its log, and read by another machine."""
 
 import base64
 import collections
 import enum
 import importlib
+import io
+import json
 import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,39 +22,44 @@ from torch import nn
 from mlx_runtime import Trainer, reattach
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.notebook import cluster_runs
-from mlx_runtime.companions.notebook.cluster_job import EventFile, events_name, returned_name
+from mlx_runtime.companions.notebook.cluster_job import send_event
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
+from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
-from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded, RunInfo, RunStarted
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded
 
 pytestmark = pytest.mark.process
 
 
+KEY, FOLDER = "mlx-key", "/ceph/runs/train/run_001"
+
+
 class Cluster:
-    """A dashboard that knows one job.
+    """A dashboard that knows one job, and its log.
 
     Args:
-        state: state of the job; None means that the cluster does not answer.
+        log: the log.
+        state: last state of the job; None means that the cluster does not answer any more.
     """
 
-    def __init__(self, state: JobState | None) -> None:
-        self._state = state
+    def __init__(self, log: str = "", state: JobState | None = None) -> None:
+        self._log, self._state = log, state
 
-    def state(self, job: str) -> JobState:
+    def follow(self, job: str, write: Callable[[str], object]) -> JobState:
+        for start in range(0, len(self._log), 1000):
+            write(self._log[start : start + 1000])
         if self._state is None:
             raise ClusterError("http://head:8265 does not answer")
         return self._state
 
     def log(self, job: str) -> str:
-        return "error: cfg.function is 'train.f', which cannot be imported\nmore\n"
+        return self._log
 
     class address:  # noqa: N801
         url = "http://head:8265"
 
 
-RUNNING = JobState("RUNNING", "", None)
+FAILED = JobState("FAILED", "exit code 1", 1)
 
 
 class Hostile:
@@ -98,9 +106,9 @@ class HostileNet(Net):
         return Net, (self.shape, "touched")
 
 
-def follow(folder: RunFolder, cluster: Cluster) -> list[Event]:
+def follow(cluster: Cluster) -> list[Event]:
     """Return the events that another machine receives, up to the end."""
-    _, run = ClusterRun(cluster, "job", folder).start(None)
+    _, run = ClusterRun(cluster, "job", KEY, FOLDER).start(None)
     events: list[Event] = []
     deadline = time.monotonic() + 30
     while run.ended is None:
@@ -110,74 +118,84 @@ def follow(folder: RunFolder, cluster: Cluster) -> list[Event]:
     return [*events[1:], run.ended]
 
 
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`log(*events)` returns the log of a job that sends these events, among other output."""
+    monkeypatch.setenv("MLX_ON", KEY)
+
+    def sent(*events: Event) -> str:
+        monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+        for event in events:
+            send_event(event)
+        return f"of the user\n{sys.__stdout__.getvalue()}more\n"
+
+    return sent
+
+
+def file_frame(rank: int, content: bytes) -> str:
+    frame = {"kind": "file", "path": str(rank), "data": base64.b64encode(content).decode()}
+    return f"{KEY} {json.dumps(frame)}\n"
+
+
+def saved(value: Any) -> bytes:
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
 def returned(rank: int, value: Any) -> FunctionReturned:
     return FunctionReturned(rank, 2, base64.b64encode(pickle.dumps(value)).decode())
 
 
-def problem(folder: RunFolder) -> str:
+def problem(text: str) -> str:
     """Return the reason why another machine does not receive the value of rank 0."""
-    event, _ = follow(folder, Cluster(JobState("FAILED", "", 1)))
+    event, _ = follow(Cluster(text, FAILED))
     assert isinstance(event, FunctionReturned)
     assert not event.pickled
     return event.problem
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    folder = claim_run(str(tmp_path), "train")
-    records.Record(folder, status="RUNNING", metrics={"loss": 1.0})
-    return folder
-
-
-def write(folder: RunFolder, *events: Event) -> None:
-    info = RunInfo(folder.experiment, folder.name, folder.path, folder.location, {}, 1)
-    with EventFile("job").open() as file:
-        for event in (RunStarted(info), *events):
-            file.handle(event)
-
-
-def test_reports_values_and_the_end_arrive(run: RunFolder) -> None:
-    value = {"loss": 0.5, "weights": torch.ones(2), "names": ("a", None)}
+def test_reports_values_and_the_end_arrive(log: Callable[..., str]) -> None:
+    value = {"loss": 0.5, "weights": torch.ones(20_000), "names": ("a", None)}  # in several frames
     report, error = FunctionReport(({"loss": 1.0}, {"loss": 2.0})), WorkerLoopError("it broke")
-    write(run, report, returned(1, value), returned(0, {1, 2}), RunEnded("FAILED", {}, error=error))
-    first, second, third, end = follow(run, Cluster(RUNNING))
+    ended = RunEnded("FAILED", {"loss": 1.0}, {"epoch": 1}, error=error)
+    first, second, third, end = follow(Cluster(log(report, returned(1, value), returned(0, {1, 2}), ended)))
     assert first == report
     assert isinstance(second, FunctionReturned)
     found = pickle.loads(base64.b64decode(second.pickled))
-    assert (second.rank, found.pop("weights").tolist(), found) == (1, [1, 1], {"loss": 0.5, "names": ("a", None)})
+    assert (second.rank, found.pop("weights").sum(), found) == (1, 20_000, {"loss": 0.5, "names": ("a", None)})
     assert isinstance(third, FunctionReturned)
     assert pickle.loads(base64.b64decode(third.pickled)) == {1, 2}
     assert isinstance(end, RunEnded)
-    assert (end.status, end.metrics, str(end.error)) == ("FAILED", {"loss": 1.0}, "it broke")
+    assert (end.status, end.metrics, end.best, str(end.error)) == ("FAILED", {"loss": 1.0}, {"epoch": 1}, "it broke")
 
 
 @pytest.mark.parametrize("line", ["not JSON", '{"kind": "RunStarted"}', '{"kind": "FunctionReport", "values": [1]}'])
-def test_lines_that_are_no_events_end_the_connection(run: RunFolder, line: str) -> None:
-    (run.path / events_name("job")).write_text(f"{line}\n")
-    (end,) = follow(run, Cluster(RUNNING))
+def test_lines_that_are_no_events_end_the_connection(line: str) -> None:
+    frame = {"kind": "out", "data": base64.b64encode(f"{line}\n".encode()).decode()}
+    (end,) = follow(Cluster(f"{KEY} {json.dumps(frame)}\n", FAILED))
     assert isinstance(end, RunEnded)
     assert (end.status, type(end.error)) == (cluster_runs.LOST, ClusterError)
 
 
-def test_a_returned_value_never_runs_code(run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_returned_value_never_runs_code(
+    log: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    write(run, returned(0, 1))
-    torch.save(Hostile(), run.path / returned_name("job", 0))
-    assert problem(run).startswith("what rank 0 returned cannot be read here: it contains builtins.getattr; return")
-    assert not Path("touched").exists()
-    (run.path / returned_name("job", 0)).write_bytes(pickle.dumps(Hostile()))
-    (end,) = follow(run, Cluster(RUNNING))
+    event = f"{KEY} {log(returned(0, 1)).partition(KEY)[2].partition(KEY)[2].strip()}\n"  # without its own file
+    assert problem(file_frame(0, saved(Hostile())) + event).startswith(
+        "what rank 0 returned cannot be read here: it contains builtins.getattr; return"
+    )
+    (end,) = follow(Cluster(file_frame(0, pickle.dumps(Hostile())) + event, FAILED))
     assert isinstance(end, RunEnded)
     assert end.status == cluster_runs.LOST
-    assert "returned-job-0.pt does not hold a value" in str(end.error)
+    assert "what rank 0 returned is not a value" in str(end.error)
     assert not Path("touched").exists()
 
 
-def test_a_returned_model_arrives_as_it_was(run: RunFolder) -> None:
+def test_a_returned_model_arrives_as_it_was(log: Callable[..., str]) -> None:
     net, x = Net(Shape(Kind.SMALL, 3)).eval(), torch.randn(4, 3)
     net(x).sum().backward()
-    write(run, returned(0, {"net": net, "loss": 0.5}))
-    event, _ = follow(run, Cluster(JobState("FAILED", "", 1)))
+    event, _ = follow(Cluster(log(returned(0, {"net": net, "loss": 0.5})), FAILED))
     assert isinstance(event, FunctionReturned)
     found = pickle.loads(base64.b64decode(event.pickled))
     assert (type(found["net"]), found["net"].shape, found["loss"]) == (Net, net.shape, 0.5)
@@ -185,27 +203,29 @@ def test_a_returned_model_arrives_as_it_was(run: RunFolder) -> None:
     assert [weight.requires_grad for weight in found["net"].parameters()] == [True] * 4
 
 
-def test_reading_a_model_calls_no_constructor(run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reading_a_model_calls_no_constructor(
+    log: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    write(run, returned(0, 1))
-    file = run.path / returned_name("job", 0)
-    torch.save(HostileNet(Shape(Kind.SMALL, 3)), file)
+    content = saved(HostileNet(Shape(Kind.SMALL, 3)))
     with torch.serialization.safe_globals([Net, Shape, Kind]):
-        torch.load(file, weights_only=True)
+        torch.load(io.BytesIO(content), weights_only=True)
     assert Path("touched").exists(), "otherwise this file is harmless"
     Path("touched").unlink()
-    assert "what rank 0 returned cannot be read here: it calls a constructor; return numbers" in problem(run)
+    event = f"{KEY} {log(returned(0, 1)).partition(KEY)[2].partition(KEY)[2].strip()}\n"
+    text = problem(file_frame(0, content) + event)
+    assert "what rank 0 returned cannot be read here: it calls a constructor; return numbers" in text
     assert not Path("touched").exists()
 
 
 def test_a_model_of_a_module_that_is_not_imported_is_refused(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    log: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "other_nets.py").write_text("from torch import nn\n\nclass Other(nn.Linear): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    write(run, returned(0, importlib.import_module("other_nets").Other(2, 2)))
+    text = log(returned(0, importlib.import_module("other_nets").Other(2, 2)))
     del sys.modules["other_nets"]
-    assert "it contains other_nets.Other; import other_nets first, or return numbers, text" in problem(run)
+    assert "it contains other_nets.Other; import other_nets first, or return numbers, text" in problem(text)
     assert "other_nets" not in sys.modules
 
 
@@ -217,25 +237,21 @@ def test_a_model_of_a_module_that_is_not_imported_is_refused(
         (Unsaved(), "it has a lock; return numbers"),
     ],
 )
-def test_other_values_are_not_sent_back(run: RunFolder, value: Any, reason: str) -> None:
-    write(run, FunctionReturned(0, 1, base64.b64encode(pickle.dumps(value)).decode()))
-    assert problem(run).startswith(f"what rank 0 returned was not sent back: {reason}")
+def test_other_values_are_not_sent_back(log: Callable[..., str], value: Any, reason: str) -> None:
+    assert problem(log(returned(0, value))).startswith(f"what rank 0 returned was not sent back: {reason}")
 
 
 @pytest.mark.parametrize("address", ["", 8265, "auto", "ftp://head"])
-def test_an_address_that_is_none_is_refused(run: RunFolder, address: Any) -> None:
+def test_an_address_that_is_none_is_refused(address: Any) -> None:
     cure = "is not the address of a cluster; write http://HEAD:8265"
     with pytest.raises(UsageError, match=f"address is {address!r}, which {cure}"):
-        reattach(run.location, address=address)
-    with pytest.raises(UsageError, match="train/run_001 does not run on a cluster; read it with open_run"):
-        reattach(run.location, address="http://head:8265")
+        reattach("train/run_001", address=address)
     with pytest.raises(UsageError, match="launch needs a cluster: Trainer"):
         Trainer().launch(print)
 
 
-def test_a_silent_cluster_is_a_lost_connection(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_runs, "RECONNECT_S", 0.1)
-    (end,) = follow(run, Cluster(None))
+def test_a_silent_cluster_is_a_lost_connection() -> None:
+    (end,) = follow(Cluster())
     assert isinstance(end, RunEnded)
     assert isinstance(end.error, MlxError)
     assert (end.status, end.error.hint) == (
@@ -244,12 +260,31 @@ def test_a_silent_cluster_is_a_lost_connection(run: RunFolder, monkeypatch: pyte
     )
 
 
-@pytest.mark.parametrize("status", ["PENDING", "RUNNING"])
-def test_the_end_of_a_job_is_the_end_of_its_run(run: RunFolder, status: str) -> None:
-    records.Record(run, status=status)
-    (end,) = follow(run, Cluster(JobState("FAILED", "exit code 1", 1)))
+def test_the_end_of_a_job_is_the_end_of_its_run() -> None:
+    (end,) = follow(Cluster("error: cfg.function is 'train.f', which cannot be imported\nmore\n", FAILED))
     assert isinstance(end, RunEnded)
-    error = "cfg.function is 'train.f', which cannot be imported"
-    assert (end.status, str(end.error)) == ("FAILED", error)
-    record = records.load_record(run)
-    assert (record["status"], record.get("error")) == (("FAILED", error) if status == "PENDING" else (status, None))
+    assert (end.status, str(end.error)) == ("FAILED", "cfg.function is 'train.f', which cannot be imported")
+    (end,) = follow(Cluster("", JobState("STOPPED")))
+    assert (end.status, end.error) == ("STOPPED", None)
+
+
+def test_a_run_is_found_among_the_jobs_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[dict[str, Any]] = []
+    found = Cluster()
+    found.jobs = lambda: jobs  # type: ignore[attr-defined]
+    monkeypatch.setattr(Dashboard, "connect", lambda where: found)
+    address = "http://head:8265"
+    with pytest.raises(UsageError, match="head:8265 has no run train/run_001 to reattach to; its job is forgotten"):
+        cluster_runs.find("train/run_001", address)
+    known = {"experiment": "train", "run": "run_001", "function": "f", "key": KEY, "folder": FOLDER}
+    jobs += [
+        {"submission_id": "resumed", "start_time": 2, "metadata": known | {"key": "new"}},
+        {"submission_id": "first", "start_time": 1, "metadata": known},
+        {"submission_id": "command", "start_time": 3, "metadata": {"experiment": "train", "run": "run_001"}},
+    ]
+    run = cluster_runs.find("train/run_001", address)
+    assert (run.job, run.key, run.folder, run.function) == ("resumed", "new", FOLDER, "f")
+    jobs.append({"submission_id": "of another", "start_time": 4, "metadata": known | {"folder": "/nfs/train/run_001"}})
+    assert cluster_runs.find(FOLDER, address).job == "resumed"
+    with pytest.raises(UsageError, match=f"several runs train/run_001; name its folder: {FOLDER}, /nfs/train"):
+        cluster_runs.find("train/run_001", address)

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from mlx_runtime import Trainer, open_run
 from mlx_runtime.companions.hub.detection import find
 from mlx_runtime.companions.notebook import inputs
+from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.sections import Elastic
 
@@ -258,7 +259,7 @@ class TestOnWorkers:
     def test_what_workers_cannot_do_is_told_in_one_line(self, found: Found) -> None:
         _, text = found["large"]
         assert text == (
-            "script.large returned a Tensor on rank 0 of 68.0 MB, and 64.0 MB is the maximum; save it with "
+            "__main__.large returned a Tensor on rank 0 of 68.0 MB, and 64.0 MB is the maximum; save it with "
             "save_checkpoint, and read it from trainer.latest_checkpoint"
         )
         assert found["without"][1].splitlines()[0] == (
@@ -277,6 +278,9 @@ class TestOnWorkers:
 
 def named() -> None:
     """Do nothing."""
+
+
+CAPTURED = Captured(named)
 
 
 class WithoutLength(Dataset[int]):
@@ -327,20 +331,22 @@ def test_wrong_datasets_are_refused(
 class TestFiles:
     def test_equal_datasets_have_one_file(self, tmp_path: Path) -> None:
         datasets = [TensorDataset(torch.arange(8).float()), TensorDataset(torch.arange(8).float())]
-        one, other = (inputs.store_datasets(str(tmp_path), {"train": item}, None) for item in datasets)
+        one, other = (inputs.store_datasets(str(tmp_path), {"train": item}, CAPTURED) for item in datasets)
         assert one == other
         assert len(list((tmp_path / ".inputs").iterdir())) == 1
         assert inputs.load_dataset(str(tmp_path), one["train"])[3] == datasets[0][3]
 
     def test_a_changed_file_is_not_unpickled(self, tmp_path: Path) -> None:
-        file = inputs.store_datasets(str(tmp_path), {"train": [1, 2]}, None)["train"]
+        file = inputs.store_datasets(str(tmp_path), {"train": [1, 2]}, CAPTURED)["train"]
         path = tmp_path / ".inputs" / file
         path.write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path / "executed") + b"'\ntR.")
         with pytest.raises(StorageError, match=rf"{file} is damaged: remove it, then call trainer.run with the same"):
             inputs.load_dataset(str(tmp_path), file)
         assert not (tmp_path / "executed").exists()
         path.unlink()
-        with pytest.raises(StorageError, match=rf"^cannot read .*{file}; call trainer.run with the same dataset="):
+        with pytest.raises(
+            StorageError, match=rf"^cannot read .*{file}; call trainer.run with the same function, dataset="
+        ):
             inputs.load_dataset(str(tmp_path), file)
         with pytest.raises(StorageError, match=r"^'../other' is not the SHA-256 of a file"):
             inputs.load_dataset(str(tmp_path), "../other")
@@ -374,150 +380,57 @@ STREAMS = """
 import json, os, ray
 import pandas as pd
 import ray.data
-from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, save_checkpoint, world_rank
-from mlx_runtime.companions.notebook import ray_rows
+from mlx_runtime import MlxError, Trainer, get_dataset_shard
 
 
 def read(config):
     shard = get_dataset_shard()
     loader = shard.iter_torch_batches(batch_size=8)
     epochs = [[batch["id"].tolist() for batch in loader] for _ in range(2)]
-    return epochs, len(loader), len(list(shard)), len(shard), [row["id"].item() for row in get_dataset_shard("val")]
+    return epochs, len(loader), len(list(shard)), len(shard)
 
 
-def rows(config):
-    loader = get_dataset_shard().iter_torch_batches(batch_size=2)
-    seen, start = [], (load_checkpoint() or {"epoch": 0})["epoch"]
-    for epoch in range(start, 2):
-        for step, batch in enumerate(loader):
-            seen.append([epoch, batch["id"].tolist(), batch["name"], str(batch["pair"].dtype), batch["pair"].tolist()])
-            if config["fails"] and (epoch, step) == (1, 0):
-                save_checkpoint(epoch=epoch)
-                raise ValueError("on purpose")
-    return seen, len(loader)
-
-
-def folded(config):
-    return [sorted(row["id"].item() for row in get_dataset_shard(name)) for name in ("train", "val")]
-
-
-def refused(**options):
+def refused(engine="auto", **options):
     try:
-        trainer.run(read, {}, **options)
+        Trainer(num_workers=2, engine=engine).run(read, {}, **options)
     except MlxError as error:
-        return [type(error).__name__, str(error)]
+        return str(error)
 
 
-def fail(row):
-    raise ValueError("on purpose")
-
-
-def items(engine):
-    made = [{"id": row, "name": f"row {row}", "pair": [row, row + 0.5]} for row in range(11)]
-    dataset = ray.data.from_items(made, override_num_blocks=3).map(lambda row: row)
-    trainer = Trainer(num_workers=2, engine=engine, name=engine)
-    whole = trainer.run(rows, {"fails": False}, dataset=dataset)
-    try:
-        trainer.run(rows, {"fails": True}, dataset=dataset)
-    except MlxError:
-        pass
-    return whole, trainer.run(rows, {"fails": False}, dataset=dataset, resume="run_002")
-
-
-if __name__ == "__main__":
-    ray.init(address="local", include_dashboard=False)  # not the cluster of another test
-    trainer = Trainer(num_workers=2)
-    val = ray.data.from_items([{"id": row} for row in range(4)])
-    pd.DataFrame({"id": range(50)}).to_csv("rows.csv", index=False)
-    table = pd.DataFrame({"id": range(8), "day": pd.Timestamp("2026-01-01"), "gap": [None, *"abcdefg"]})
-    found = {
-        "stream": trainer.run(read, {}, dataset={"train": ray.data.read_csv(os.path.abspath("rows.csv")), "val": val}),
-        "engines": [items("local"), items("ray")],
-        "local": Trainer(num_workers=2, engine="local").run(
-            read, {}, dataset={"train": ray.data.range(50), "val": ray.data.range(4)}
-        ),
-        "folds": trainer.run(folded, {}, dataset=ray.data.range(12), folds=3),
-        "refused": [
-            refused(dataset=ray.data.from_items([1])),
-            refused(dataset={"val": ray.data.from_items([1]).filter(lambda row: False)}),
-            refused(dataset=ray.data.from_items([1]).map(fail)),
-            refused(dataset=ray.data.from_pandas(table[["id", "day"]])),
-            refused(dataset=ray.data.from_pandas(table[["id", "gap"]])),
-            refused(dataset=ray.data.from_items([[1], [2, 3]])),
-        ],
-    }
-    ray_rows.MOST_BYTES = 1000
-    found["large"] = refused(dataset=ray.data.from_items(list(range(200))))
-    print(json.dumps(found))
+ray.init(address="local", include_dashboard=False)  # not the cluster of another test
+pd.DataFrame({"id": range(50)}).to_csv("rows.csv", index=False)
+rows = ray.data.read_csv(os.path.abspath("rows.csv"))
+found = {
+    "refused": [
+        refused(dataset={"val": ray.data.from_items([{"id": row} for row in range(4)])}),
+        refused("local", dataset=rows),
+        refused(dataset=rows, fold=(0, 2)),
+    ],
+    "stream": Trainer(num_workers=2).run(read, {}, dataset=rows),
+}
+print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def of_ray(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = tmp_path_factory.mktemp("ray_datasets")
-    (folder / "script.py").write_text(STREAMS)
-    done = python(folder, "script.py")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder}
-
-
 @pytest.mark.cluster
-class TestDatasetsOfRayData:
-    @pytest.mark.parametrize(("name", "engine"), [("stream", "ray"), ("local", "local")])
-    def test_those_of_files_are_read_by_workers_of_ray_or_stored(self, of_ray: Found, name: str, engine: str) -> None:
-        (one, *sizes, val), (other, *_, other_val) = of_ray[name]
-        for epoch in (0, 1):
-            assert sorted(itertools.chain(*one[epoch], *other[epoch])) == list(range(50))
-        assert one[0] != one[1]
-        assert sizes == [4, 25, 25]
-        assert sorted(val + other_val) == list(range(4))
-        run = {"stream": "run_001", "local": "run_002"}[name]
-        cfg = open_run(of_ray["folder"] / "runs" / "read" / run).config["cfg"]
-        assert cfg["engine"] == engine
-        streams = {key for key, file in cfg["dataset_files"].items() if file.startswith("ray:")}
-        assert streams == ({"train"} if name == "stream" else set())
-
-    def test_those_in_memory_are_stored_once_for_both_engines(self, of_ray: Found) -> None:
-        files = set()
-        for engine, (whole, rest) in zip(("local", "ray"), of_ray["engines"], strict=True):
-            assert [steps for _, steps in whole] == [3, 3]
-            for epoch in (0, 1):
-                seen = [batch for worker, _ in whole for number, *batch in worker if number == epoch]
-                ids = [row for batch, *_ in seen for row in batch]
-                assert sorted(ids) == list(range(11))
-                assert ids != sorted(ids)
-                for batch, names, dtype, pairs in seen:
-                    assert (names, dtype) == ([f"row {row}" for row in batch], "torch.float64")
-                    assert pairs == [[row, row + 0.5] for row in batch]
-            for (one, _), (resumed, _) in zip(whole, rest, strict=True):
-                assert one[4:] == resumed  # the second epoch, from its second step
-            cfg = open_run(of_ray["folder"] / "runs" / engine / "run_002").config["cfg"]
-            files.add(cfg["dataset_files"]["train"])
-            assert cfg["engine"] == engine
-        assert of_ray["engines"][0] == of_ray["engines"][1]
-        (file,) = files
-        assert (of_ray["folder"] / "runs" / ".inputs" / file).is_file()
-
-    def test_folds_split_stored_rows(self, of_ray: Found) -> None:
-        held = [row for workers in of_ray["folds"] for _, val in workers for row in val]
-        assert sorted(held) == list(range(12))
-        assert {len(train) for workers in of_ray["folds"] for train, _ in workers} == {4}
-
-    def test_rows_that_cannot_be_stored_are_refused_in_one_line(self, of_ray: Found) -> None:
-        cure = "; convert it with map_batches, or drop it with drop_columns"
-        neither = "neither numbers of one shape nor text"
-        few, empty, failing, dates, gaps, ragged = of_ray["refused"]
-        assert failing[1].startswith("dataset cannot be read: ValueError: on purpose")
-        assert "\n" not in failing[1]
-        assert [few, empty, dates, gaps, ragged, of_ray["large"]] == [
-            ["UsageError", text]
-            for text in (
-                "dataset has 1 rows, fewer than the 2 workers of Trainer(num_workers=2)",
-                "dataset['val'] has no rows",
-                f"dataset: column 'day' holds datetime64, {neither}{cure}",
-                f"dataset: column 'gap' holds float, str, {neither}{cure}",
-                f"dataset: column 'item' holds ndarray, {neither}{cure}",
-                "dataset has more than 1.0 kB, the maximum for rows in memory; write it to files with "
-                "write_parquet(path), and pass ray.data.read_parquet(path)",
-            )
-        ]
+def test_datasets_of_ray_data_are_read_by_workers_of_ray(python: Mlx, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STREAMS)
+    done = python(tmp_path, "script.py")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    (one, *sizes), (other, *_) = found["stream"]
+    for epoch in (0, 1):
+        assert sorted(itertools.chain(*one[epoch], *other[epoch])) == list(range(50))
+    assert one[0] != one[1]
+    assert sizes == [4, 25, 25]
+    cfg = open_run(tmp_path / "runs" / "read" / "run_001").config["cfg"]
+    assert cfg["engine"] == "ray"
+    assert cfg["dataset_files"]["train"].startswith("ray:")
+    elsewhere = (
+        "dataset is a Dataset of Ray Data, which the engine ray reads, without folds; for others, pass a list of "
+    )
+    assert found["refused"] == [
+        "dataset['val'] is a Dataset of Ray Data with its rows in memory; write them to files with "
+        "write_parquet(path), and pass ray.data.read_parquet(path)",
+        *[f"{elsewhere}its rows: dataset.take_all()"] * 2,
+    ]

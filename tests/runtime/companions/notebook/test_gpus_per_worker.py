@@ -1,7 +1,6 @@
 """Workers with several GPUs each, on a node of Ray whose GPUs are only numbers."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,52 +43,52 @@ class Looker:
         return look()
 
 
-if __name__ == "__main__":
-    group.RayWorker = LookingWorker
+def seen(gpus):
     job, found = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001")), {}
-    for name, use_gpu in (("without", False), ("runs", None)):
-        cfg = TrainConfig(start_workers=2, gpus_per_worker=GPUS, use_gpu=use_gpu)
+    for name, use_gpu in (("without", False), ("runs", None))[gpus == 2 :]:
+        cfg = TrainConfig(start_workers=2, gpus_per_worker=gpus, use_gpu=use_gpu)
         with engine.OnRay.connect(cfg, "") as cluster:
             workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)
             while workers.poll():
                 time.sleep(0.1)
             workers.close()
         found[name] = [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]
-    trainer = Trainer(num_workers=2, engine="ray", gpus_per_worker=GPUS)
+    trainer = Trainer(num_workers=2, engine="ray", gpus_per_worker=gpus)
     trainer.start(Looker)
     found["actors"] = trainer.execute(Looker.look)
     trainer.shutdown()
-    print(json.dumps(found))
+    return found
+
+
+if __name__ == "__main__":
+    group.RayWorker = LookingWorker
+    print(json.dumps([seen(1), seen(2)]))
 """
 
 
-@pytest.fixture(scope="module")
-def node(environment: dict[str, str]) -> Iterator[RayCluster]:
-    with RayCluster(environment) as made:
-        made.add(cpus=2, gpus=4)
-        made.wait(1)
-        yield made
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_ray_gives_each_worker_its_own(gpus: int, node: RayCluster, python: Mlx, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.replace("GPUS", str(gpus)).replace("FOLDER", repr(str(tmp_path))))
-    done = python(tmp_path, "script.py", MLX_IN_JOB="1", RAY_ADDRESS=f"127.0.0.1:{node.port}")
+def test_ray_gives_each_worker_its_own(python: Mlx, tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("FOLDER", repr(str(tmp_path))))
+    with RayCluster(environment) as node:
+        node.add(cpus=2, gpus=4)
+        node.wait(1)
+        done = python(tmp_path, "script.py", MLX_IN_JOB="1", RAY_ADDRESS=f"127.0.0.1:{node.port}")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("without") == [[[], "", 0], [[], "", 0]]
-    for name, workers in found.items():
-        assert [resources for _, _, resources in workers] == [gpus, gpus]
-        assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
-        own = [list(map(str, owns)) for owns, _, _ in workers]
-        shared = [[gpu for owns in own for gpu in owns]] * 2  # NCCL copies between visible GPUs
-        each = own if gpus > 1 or name == "actors" else shared
-        assert [visible.split(",") for _, visible, _ in workers] == each
+    one, two = json.loads(done.stdout.splitlines()[-1])
+    assert one.pop("without") == [[[], "", 0], [[], "", 0]]
+    for gpus, found in ((1, one), (2, two)):
+        for name, workers in found.items():
+            assert [resources for _, _, resources in workers] == [gpus, gpus]
+            assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
+            own = [list(map(str, owns)) for owns, _, _ in workers]
+            shared = [[gpu for owns in own for gpu in owns]] * 2  # NCCL copies between visible GPUs
+            each = own if gpus > 1 or name == "actors" else shared
+            assert [visible.split(",") for _, visible, _ in workers] == each
 
 
 def look() -> None: ...
 
 
-def test_a_trial_of_ray_tune_needs_all_of_them() -> None:
+def test_a_trial_of_ray_tune_needs_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the function is stored there
     trainable = Trainer(num_workers=2, gpus_per_worker=2, use_gpu=True).to_tune_trainable(look)
     assert vars(trainable)["_resources"].required_resources == {"CPU": 2, "GPU": 4}

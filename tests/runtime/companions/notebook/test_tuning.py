@@ -14,7 +14,7 @@ SCRIPT = """
 import json
 import ray
 from ray import tune
-from mlx_runtime import Trainer, load_checkpoint, report, save_checkpoint
+from mlx_runtime import Trainer, get_dataset_shard, load_checkpoint, report, save_checkpoint
 
 
 def train_func(config):
@@ -26,14 +26,24 @@ def train_func(config):
             raise ValueError("on purpose")
 
 
-if __name__ == "__main__":
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    trainable = Trainer(num_workers=1).to_tune_trainable(train_func)
-    again = tune.RunConfig(failure_config=tune.FailureConfig(max_failures=1))
-    results = tune.Tuner(trainable, param_space={"x": tune.grid_search([1.0, 3.0])}, run_config=again).fit()
-    best = results.get_best_result("score", "max")
-    found = {name: best.metrics[name] for name in ("score", "start", "run", "checkpoint_path", "training_iteration")}
-    print("FOUND", json.dumps(found | {"config": best.config, "errors": results.num_errors}))
+def training_func(config):  # the example of the guide to Ray SGD
+    shard = get_dataset_shard()
+    for _ in range(config["num_epochs"]):
+        report(output=config["input"] * len(shard))
+
+
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+trainable = Trainer(num_workers=1).to_tune_trainable(train_func)
+again = tune.RunConfig(failure_config=tune.FailureConfig(max_failures=1))
+results = tune.Tuner(trainable, param_space={"x": tune.grid_search([1.0, 3.0])}, run_config=again).fit()
+best = results.get_best_result("score", "max")
+found = {name: best.metrics[name] for name in ("score", "start", "run", "checkpoint_path", "training_iteration")}
+
+trainable = Trainer(backend="torch", num_workers=2).to_tune_trainable(training_func, dataset=list(range(8)))
+space = {"num_epochs": 2, "input": tune.grid_search([1, 3])}
+example = tune.Tuner(trainable, param_space=space).fit().get_best_result(metric="output", mode="max")
+found |= {"example": [example.config, example.metrics["output"]]}
+print("FOUND", json.dumps(found | {"config": best.config, "errors": results.num_errors}))
 """
 
 
@@ -45,6 +55,7 @@ def test_a_tuner_of_ray_finds_the_best_config_and_continues_failed_trials(python
     found = json.loads(line.removeprefix("FOUND "))
     assert (found["score"], found["config"], found["training_iteration"], found["errors"]) == (6.0, {"x": 3.0}, 2, 0)
     assert found["start"] == 1
+    assert found["example"] == [{"num_epochs": 2, "input": 3}, 12]
     run = open_run(found["run"])
     assert (run.record["status"], run.record["latest"]["path"]) == ("SUCCEEDED", found["checkpoint_path"])
     assert Path(found["run"]).parent == (tmp_path / "runs" / "train_func")

@@ -259,7 +259,7 @@ import json, sys, time
 import torch
 
 from mlx_runtime import MlxError, Trainer, accelerate, get_dataset_shard, load_checkpoint, reattach, report, world_rank
-from mlx_runtime.companions.notebook import cluster_runs
+from mlx_runtime.companions.ray import dashboard
 
 
 class Rows(torch.utils.data.Dataset):
@@ -270,7 +270,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.tensor(row)
 
 
-url, action = sys.argv[1:] if __name__ == "__main__" else ("http://127.0.0.1:1", "")
+url, action = sys.argv[1:]
 trainer = Trainer(address=url, name="remote")
 
 
@@ -278,11 +278,8 @@ def train(config):
     for epoch in range(config["epochs"]):
         report(loss=epoch + world_rank())
         time.sleep(config["pause_s"])
-    rows, own = [], []
-    if config.get("reads"):
-        rows = [row.item() for row in get_dataset_shard()]
-        own = [row["id"].item() for row in get_dataset_shard("val")]
-    return {"rank": world_rank(), "weights": torch.ones(2), "rows": rows, "own": own}
+    rows = [row.item() for row in get_dataset_shard()] if config.get("reads") else []
+    return {"rank": world_rank(), "weights": torch.ones(2), "rows": rows}
 
 
 class Net(torch.nn.Linear):
@@ -306,17 +303,12 @@ def refused(call):
 
 found = {}
 if action == "train":
-    import ray.data
-
-    ray.init(address="local", num_cpus=1, include_dashboard=False)  # its objects are on this machine only
-    datasets = {"train": Rows(), "val": ray.data.from_items([{"id": row} for row in range(6)])}
     running = Trainer(2, address=url, name="remote").run_iterator(
-        train, {"epochs": 3, "pause_s": 0.2, "reads": True}, dataset=datasets
+        train, {"epochs": 3, "pause_s": 0.2, "reads": True}, dataset=Rows()
     )
     found["losses"] = [[item["loss"] for item in results] for results in running]
     found["values"] = [[item["rank"], item["weights"].tolist()] for item in running.get_returns()]
-    for name in ("rows", "own"):
-        found[name] = sorted(row for item in running.get_returns() for row in item[name])
+    found["rows"] = sorted(row for item in running.get_returns() for row in item["rows"])
     found["record"] = running.result().run.record["status"]
     again = reattach("remote/run_001", address=url)
     found["again"] = [[item["loss"] for item in results] for results in again], len(again.get_returns())
@@ -337,12 +329,11 @@ elif action == "model":
 elif action == "refused":
     found["run"] = refused(lambda: trainer.run(train, {"epochs": 1, "pause_s": 0}))
 elif action == "lose":
-    cluster_runs.RECONNECT_S = 2.0
+    dashboard.RECONNECT_S = 2.0
     running = reattach("remote/run_002", address=url)
     found["lost"] = refused(lambda: [print("reported", file=sys.stderr, flush=True) for _ in running])
     found["status"] = running.status
-if __name__ == "__main__":
-    print(json.dumps(found))
+print(json.dumps(found))
 """
 
 
@@ -391,7 +382,6 @@ class TestFunctionsFromAnotherMachine:
         assert found["losses"] == losses
         assert found["values"] == [[0, [1.0, 1.0]], [1, [1.0, 1.0]]]
         assert found["rows"] == list(range(8))
-        assert found["own"] == list(range(6))
         assert (found["record"], found["again"]) == ("SUCCEEDED", [losses, 2])
 
     def test_models_arrive_at_the_function_and_come_back(self, calls: Any) -> None:

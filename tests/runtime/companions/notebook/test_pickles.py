@@ -1,0 +1,322 @@
+"""Functions on their way to workers: what is sent, what is refused, what a resumed run refuses, and a real kernel."""
+
+import io
+import linecache
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Mlx
+
+from mlx_runtime import open_run
+from mlx_runtime.companions.notebook import inputs, pickles
+from mlx_runtime.companions.notebook.pickles import Captured
+from mlx_runtime.errors import ConfigError, UsageError
+
+CELLS = """
+from __future__ import annotations
+import functools, os.path, re, threading, xml.dom.minidom
+from dataclasses import dataclass
+import torch
+from torch.nn import functional as F
+
+SIZE = 3  # of a batch
+NAMES = {"b": [1.5, None], "a": ("${HOME}",), "nan": float("nan")}
+rows = torch.arange(6.0).reshape(2, 3).T
+
+
+class Empty(list):
+    pass
+
+
+@dataclass
+class Options:
+    steps: Undefined = SIZE
+
+
+options = Options(2)
+
+
+@functools.lru_cache
+def square(x):
+    return x * x
+
+
+double = lambda x: square(x) / x * 2
+
+
+def train(config):
+    size = len(NAMES)  # shadows nothing
+    log = "local, not the file"
+    empty = Empty([xml.dom.minidom.parseString("<a/>").documentElement.tagName, log])
+    return empty, options.steps, double(4), NAMES["a"], F.relu(-rows).sum().item(), rows.stride(), os.path.sep, size
+"""
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """`session(cells)` returns the names of a session, as `__main__`, that has executed cells, and keeps their text."""
+
+    def execute(cells: str, *, kept: bool = True) -> dict[str, Any]:
+        module = types.ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", module)
+        filename = f"<cell {hash(cells)}>"
+        if kept:
+            linecache.cache[filename] = (len(cells), None, cells.splitlines(keepends=True), filename)
+        exec(compile(cells, filename, "exec"), vars(module))
+        return vars(module)
+
+    return execute
+
+
+def sent(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function as a worker gets it, whose `__main__` is its own."""
+    captured.write(file := io.BytesIO())
+    file.seek(0)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    return pickles.read_function(file)
+
+
+@pytest.mark.pure
+class TestFunctions:
+    def test_a_function_works_as_in_its_session(self, session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = session(CELLS)
+        captured = Captured(names["train"])
+        here = names["train"]({})
+        there = sent(captured, monkeypatch)({})
+        assert there == here == (["a", "local, not the file"], 2, 8.0, ("${HOME}",), 0.0, (1, 3), "/", 3)
+        assert type(there[0]) is vars(sys.modules["__main__"])["Empty"]  # so that it can be pickled by name
+
+    def test_another_session_has_the_same_digests_whatever_else_it_has_defined(self, session: Any) -> None:
+        digests = Captured(session(CELLS)["train"]).digests
+        assert set(digests) >= {"train", "NAMES", "Empty", "options", "Options", "double", "square", "rows"}
+        more = "\nunused = open(__file__) if 0 else re\n"
+        assert Captured(session(CELLS.replace("# of a", "# of each") + more)["train"]).digests == digests
+        edits = {
+            "Options": ("SIZE = 3", "SIZE = 4"),
+            "rows": ("(6.0)", "(6)"),
+            "double": ("* 2", ""),
+            "square": ("x * x", "x ** 2"),
+            "Empty": ("(list):\n    pass", "(list):\n    size = 2"),
+        }
+        for name, (old, new) in edits.items():
+            edited = Captured(session(CELLS.replace(old, new))["train"]).digests
+            assert {key.partition(".")[0] for key in edited if edited[key] != digests[key]} == {name}
+
+    def test_closures_and_lambdas_are_sent_with_their_values(self, session: Any, monkeypatch: Any) -> None:
+        cells = "def make(scale):\n    return lambda x, by=3: x * scale * by\nf, g = make(2), make(4)"
+        names = session(cells, kept=False)
+        one, other = Captured(names["f"]), Captured(names["g"])
+        changed = [key for key in one.digests if one.digests[key] != other.digests[key]]
+        assert changed == ["make.<locals>.<lambda>.scale"]
+        assert sent(one, monkeypatch)(5) == 30
+
+    @pytest.mark.parametrize(
+        ("cell", "message"),
+        [
+            (
+                "import threading\nlock = threading.Lock()\ndef g(): lock.acquire()\ndef f(): g()",
+                "f uses lock, a lock, which cannot be sent to workers: cannot pickle '_thread.lock' object; create it "
+                "in the function",
+            ),
+            (
+                "import torch\nx = torch.empty(2, device='meta')\ndef f(): return [x]",  # like one on a GPU
+                "f uses x, a Tensor, which cannot be sent to workers: a tensor is on meta; create it in the function",
+            ),
+            *(
+                (
+                    f"{cell}\ndef f(): return x",
+                    "f uses x, which may hold a secret, and would be stored with the run; read it in the function, "
+                    "like os.environ['NAME']",
+                )
+                for cell in (
+                    "x = ['https://user:pass-9f8e@example.com']",
+                    "x = {'Authorization': 'Bearer abcdefgh12345678XYZ'}",
+                    "from types import SimpleNamespace\nx = SimpleNamespace(api_key='plain-9f8e7d')",
+                )
+            ),
+            (
+                "TOKEN = 'hf_abcdefghijklmnopqrst0123456'\ndef g(): return TOKEN\ndef f(): g()",
+                "f uses TOKEN, which may hold a secret, and would be stored with the run; read it in the function, "
+                "like os.environ['NAME']",
+            ),
+        ],
+    )
+    def test_what_cannot_be_sent_is_named(self, session: Any, cell: str, message: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            Captured(session(cell)["f"])
+        assert str(caught.value) == message
+
+    def test_other_variables_are_no_secrets(self, session: Any) -> None:
+        cell = """
+import torch
+pad_token, max_tokens, key = "[PAD]", 512, "weight"
+rows = torch.arange(6.0)
+path = "/data/imagenet-1k/train"
+token = "hf_abcdefghijklmnopqrst0123456"
+def f(config): return pad_token, max_tokens, key, rows.sum().item(), path, config.token
+"""
+        assert "token" not in Captured(session(cell)["f"]).digests
+
+    def test_a_pickle_of_another_version_of_python_is_refused(self, tmp_path: Path, session: Any) -> None:
+        captured = Captured(session("def f(): pass")["f"])
+        file = inputs.store_function(str(tmp_path), captured)
+        inputs.check_function(str(tmp_path), "__main__.f", file)
+        old = inputs.store(str(tmp_path), lambda stream: stream.write(b"3.9\ncos\nsystem\n(S'exit'\ntR."))
+        for read in (inputs.check_function, inputs.load_function):
+            with pytest.raises(ConfigError, match="was pickled by Python 3.9, and this is 3"):
+                read(str(tmp_path), "__main__.f", old)
+
+
+SCRIPT = """
+import collections, sys
+import torch
+from torch import nn
+from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, report, save_checkpoint
+
+Sample = collections.namedtuple("Sample", "x y")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(1, 16)
+
+    def forward(self, x):
+        return self.fc1(x)
+
+
+class Losses(list):
+    pass
+
+
+class Rows:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        return Sample(float(row), 0.0)
+
+
+def train_func(config):
+    model, losses = Net(), Losses()
+    for epoch in range((load_checkpoint() or {"epoch": -1})["epoch"] + 1, 3):
+        if epoch == 2 and config["fails"]:
+            raise ValueError("on purpose")
+        (batch,) = get_dataset_shard().iter_torch_batches(batch_size=2)
+        losses.append(model(batch.x.float()[:, None]).square().mean().item())
+        report(loss=losses[-1])
+        save_checkpoint(epoch=epoch)
+    return losses
+
+
+trainer = Trainer(backend="torch", num_workers=2, loader="workers=1")
+trainer.start()
+try:
+    first, second = trainer.run(train_func, {"fails": sys.argv[1] == "fail"}, dataset=Rows(), resume="auto")
+    print(len(first), type(first) is Losses, len(second))
+except MlxError as error:
+    print(error)
+trainer.shutdown()
+"""
+
+
+@pytest.mark.examples
+def test_a_script_without_a_guard_trains_fails_refuses_an_edit_and_resumes(python: Mlx, tmp_path: Path) -> None:
+    """runs/.inputs/ has the function, once, and the dataset."""
+    script = tmp_path / "scripts" / "my-train.py"
+    script.parent.mkdir()
+
+    def run(text: str, argument: str) -> str:
+        script.write_text(text)
+        done = python(tmp_path, "scripts/my-train.py", argument)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    failed = run(SCRIPT, "fail")
+    assert "ValueError: on purpose (raised on rank" in failed
+    assert "scripts/my-train.py:" in failed
+    (folder,) = (tmp_path / "runs" / "train_func").glob("run_*")
+    refused = run(SCRIPT.replace("nn.Linear(1, 16)", "nn.Linear(1, 8)"), "train")
+    assert refused == (
+        "train_func/run_001 was started with another definition of Net; undo the edits, or leave out resume= to start "
+        f"a new run, from its checkpoint with checkpoint='{folder}/checkpoints/epoch_0002'\n"
+    )
+    assert run(SCRIPT + "\n# a comment\n", "train") == "1 True 1\n"  # one epoch was left
+    run_of_both = open_run(str(folder))
+    assert run_of_both.record["status"] == "SUCCEEDED"
+    assert len(run_of_both.metrics()) == 3
+    assert len(list((tmp_path / "runs" / ".inputs").iterdir())) == 2
+
+
+FIRST = """
+import torch
+from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint
+
+rows = torch.ones(4, 1)
+
+
+class Losses(list):
+    pass
+
+
+def train_func(config):
+    losses = Losses()
+    for epoch in range((load_checkpoint() or {"epoch": -1})["epoch"] + 1, 3):
+        if epoch == 2 and config["fails"]:
+            raise ValueError("on purpose")
+        losses.append(rows.sum().item() + epoch)
+        report(loss=losses[-1])
+        save_checkpoint(epoch=epoch)
+    return losses
+
+
+def attempt(**config):
+    try:
+        (value,) = trainer.run(train_func, config, show=False, resume=resume)
+        print(type(value) is Losses, value)
+    except MlxError as error:
+        print(error)
+
+
+trainer = Trainer()
+"""
+
+
+@pytest.fixture
+def printed_by(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[list[str]], list[str]]:
+    """`printed_by(cells)` executes cells in a kernel of their own, and returns what they have printed."""
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def run(cells: list[str]) -> list[str]:
+        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
+        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        return [item.text for cell in notebook.cells for item in cell.outputs if item.get("name") == "stdout"]
+
+    return run
+
+
+KERNELS = (
+    [FIRST, "resume = None\nattempt(fails=True)"],
+    [FIRST, "resume = 'latest'\nrows = rows * 2", "attempt(fails=False)", "rows = rows / 2", "attempt(fails=False)"],
+)
+
+
+@pytest.mark.examples
+def test_cells_train_and_another_kernel_resumes_them_unless_they_were_edited(
+    printed_by: Callable[[list[str]], list[str]],
+) -> None:
+    failed, edited, resumed = (text for cells in KERNELS for text in printed_by(cells))
+    assert "ValueError: on purpose (raised on rank 0)" in failed
+    assert 'raise ValueError("on purpose")' in failed  # the line of the cell
+    assert edited.startswith("train_func/run_001 was started with another definition of rows; undo the edits, or ")
+    assert resumed == "True [6.0]\n"  # the last of three epochs
