@@ -84,7 +84,7 @@ def run_settings(
     captured = Captured(function)
     if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
         values.setdefault("storage_path", storage)
-    root = root or storage_root(Settings.read().storage or values.get("storage_path", "runs"))
+    root = root or storage_root(values.get("storage_path") or Settings.read().storage or "runs")
     streams = fold is None and settings.get("engine", "auto") != "local"
     datasets = {} if dataset is None else inputs.named(dataset, settings["start_workers"], streams=streams)
     if fold is not None:

@@ -25,7 +25,7 @@ from mlx_runtime.config.projects import project_module
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
-from mlx_runtime.runs.queries.lookup import conf_value
+from mlx_runtime.runs.queries.lookup import storage_path
 from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import from_json
@@ -205,12 +205,12 @@ def address_of(text: str) -> Any:
     return part("ray.addresses").Address.parse(text, "address")
 
 
-def is_elsewhere(typed: str | None = None) -> bool:
+def is_elsewhere(typed: str) -> bool:
     """Return True if this machine lacks the folder of the storage, which the cluster may have.
 
-    `typed` is the path in the arguments of the call, if there is one.
+    `typed` is the path in the arguments of the call, empty if there is none.
     """
-    path = Settings.read().storage or typed or conf_value("cfg.storage_path") or ""
+    path = storage_path(typed) or ""
     return path.startswith("/") and not Settings.read().job and not Path(path).exists()
 
 
@@ -264,7 +264,7 @@ def launch_there(
     Args:
         job: the run.
         address: address of the cluster.
-        typed: path in the arguments of the call, if there is one.
+        typed: path in the arguments of the call, empty if there is none.
         folder: a folder with the inputs of a function.
         values: settings of the function to compare with those of the run to resume.
         resume: that run.
@@ -289,8 +289,7 @@ def launch_there(
         text = f"the function, its datasets and the working directory have {size_text(size)}"
         raise UsageError(f"{text}, and a cluster accepts {size_text(most)}; read large data from files of the cluster")
     added |= {str(SENT / inputs.INPUTS / file.name): file.read_bytes() for file in files}
-    storage = Settings.read().storage or typed or conf_value("cfg.storage_path") or ""
-    environment = {KEY: key, LAUNCHED: LAUNCHED_FILE, "MLX_STORAGE": storage}
+    environment = {KEY: key, LAUNCHED: LAUNCHED_FILE, "MLX_STORAGE": storage_path(typed) or ""}
     command = ["python", "-u", "-m", JOB, LAUNCH]
     spec = part("ray.jobs").JobSpec(command, upload, environment, {"mlx": "command"}, added=added)
     name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()

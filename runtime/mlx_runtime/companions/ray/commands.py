@@ -163,7 +163,7 @@ def _refuse_elsewhere(overrides: Sequence[str], ray_address: str | None) -> None
     """Raise ElsewhereError if only the cluster has the storage: then the command runs there."""
     from mlx_runtime.companions.ray.remote import typed_storage
 
-    path = typed_storage(overrides) or Settings.read().storage or lookup.conf_value("cfg.storage_path") or ""
+    path = lookup.storage_path(typed_storage(overrides)) or ""
     with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
         lookup.refuse_elsewhere(path)
 

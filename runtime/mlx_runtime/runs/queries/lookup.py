@@ -20,9 +20,17 @@ RUNS = "runs"
 """The default storage, if conf.yaml does not name another."""
 
 
+def storage_path(typed: str = "") -> str | None:
+    """Return the storage of a command with a typed path, if there is one: each source replaces those after it.
+
+    They are the typed path, `MLX_STORAGE`, and the conf.yaml of the working directory.
+    """
+    return typed or Settings.read().storage or conf_value("cfg.storage_path")
+
+
 def storage_root() -> str:
     """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`."""
-    path = Settings.read().storage or conf_value("cfg.storage_path")
+    path = storage_path()
     if path is None and not Path(RUNS).is_dir():
         raise UsageError("which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER")
     path = RUNS if path is None else path

@@ -529,8 +529,12 @@ class TestBeforeARun:
         Trainer(storage_path="given").run_iterator(named)
         monkeypatch.setenv("MLX_STORAGE", "everywhere")
         Trainer().run_iterator(named)
+        Trainer(storage_path="typed").run_iterator(named)
         stored = [[item for item in job.request.overrides if "storage_path" in item] for job in jobs]
-        assert stored == [["++cfg.storage_path='elsewhere'"], ["++cfg.storage_path='given'"], []]
+        assert stored == [
+            [f"++cfg.storage_path='{path}'"] if path else [] for path in ("elsewhere", "given", "", "typed")
+        ]
+        assert {path.parts[0] for path in Path().glob("*/.inputs/*")} == {"elsewhere", "given", "everywhere", "typed"}
 
 
 VALUES = (
