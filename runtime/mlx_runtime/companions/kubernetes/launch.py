@@ -129,8 +129,7 @@ class KubeLaunch:
 
 def pod_storage(storage_path: str) -> str:
     """Return the storage as the pods see it: a URI or an absolute folder stays, a relative one is that of the claim."""
-    path = Settings.read().storage or storage_path
-    return storage_root(path) if is_uri(path) or Path(path).is_absolute() else MOUNT
+    return storage_root(storage_path) if is_uri(storage_path) or Path(storage_path).is_absolute() else MOUNT
 
 
 def prepare(

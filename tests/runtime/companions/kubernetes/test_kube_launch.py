@@ -81,7 +81,7 @@ class TestPrinted:
 
     def test_a_sweep(self, launch: Launch) -> None:
         words = ("optimizers.adam.lr=1e-3,1e-2", "--parallel", "2", "--name", "lr", "cfg.storage_path=s3://bucket/a")
-        done = launch("--sweep", *IMAGE, "--dry-run", *words)
+        done = launch("--sweep", *IMAGE, "--dry-run", *words, MLX_STORAGE="s3://bucket/b")  # an override replaces it
         assert done.returncode == 0, done.stderr
         found = yaml.safe_load(done.stdout)
         assert problems(found) == []
