@@ -300,6 +300,12 @@ def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     return facts | (json.loads(Path(file).read_bytes()) if file else {"git": _git()}) | this_process()
 
 
+def launch_facts() -> bytes:
+    """Return the content of `LAUNCHED_FILE`: the origin of a run that another machine will launch for this one."""
+    facts = provenance(())
+    return json.dumps({name: facts[name] for name in ("command", "git")}).encode()
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

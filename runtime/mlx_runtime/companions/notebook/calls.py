@@ -27,6 +27,9 @@ from mlx_runtime.storage.files import storage_root
 MOST_VALUES = 1000
 """Maximum number of values in a config, because it is recorded and passed on as an override."""
 
+FIXED = {"dataset_files": "dataset", "fold": "fold"}
+"""Settings that must be those of a run to resume, and the arguments that set them."""
+
 MOST_WORKERS = 1000
 """Maximum of `num_workers=(4, inf)` on a cluster, where a group grows as long as there is room."""
 
@@ -169,7 +172,7 @@ def kept_settings(resume: str | None, values: Mapping[str, Any], root: str) -> d
     run = named_run("latest" if resume == "auto" else resume, root, name)
     found = Run(run)
     before: dict[str, Any] = found.config["cfg"]
-    for key, title in (("dataset_files", "dataset"), ("fold", "fold")):
+    for key, title in FIXED.items():
         if key in values and _plain(before.get(key)) != _plain(values[key]):
             cure = f"leave out {title}= to resume it with its own, or resume= to start a new run"
             raise UsageError(f"{run.title} was started with another {title}; {cure}")

@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,7 @@ from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.background import load_bound_config
 from mlx_runtime.companions.notebook.calls import kept_settings, override
 from mlx_runtime.companions.notebook.cluster_runs import ASKED, END, KEY, LAUNCH, SENT, submit
-from mlx_runtime.companions.notebook.functions import FunctionConfig, load_function
+from mlx_runtime.companions.notebook.functions import FunctionConfig
 from mlx_runtime.companions.notebook.returned import write_value
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.driver.arguments import Request
@@ -55,14 +54,10 @@ def _send_line(line: bytes) -> None:
 
 def _send_value(event: FunctionReturned) -> FunctionReturned:
     """Send a value as a file. Return the event without the value."""
-    frames, problem = part("ray.frames"), ""
+    problem = ""
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "value")
-            write_value(pickle.loads(base64.b64decode(event.pickled)), file)
-            content = file.read_bytes()
-        for start in range(0, len(content), frames.CHUNK_BYTES):
-            frames.send(kind="file", path=str(event.rank), data=content[start : start + frames.CHUNK_BYTES])
+        content = write_value(pickle.loads(base64.b64decode(event.pickled)))
+        part("ray.frames").send_file(str(event.rank), content)
     except MlxError as error:
         problem = f"what rank {event.rank} returned was not sent back: {error}"
     return FunctionReturned(event.rank, event.world_size, "", problem)
@@ -81,8 +76,7 @@ def main(key: str, module: str, name: str, function: str, *words: str) -> None:
     os.environ[KEY] = key
     experiment = getattr(project_module(module, Path.cwd()), name)
     config = load_bound_config(experiment, Request.parse(words), function or f"{module}.{name}")
-    load_function(config.cfg)  # report its errors before the run begins
-    if isinstance(config.cfg, FunctionConfig):  # returned values name its classes
+    if isinstance(config.cfg, FunctionConfig):  # report its errors before the run begins; values name its classes
         inputs.load_function(root_of(config.cfg.storage_path), function, config.cfg.function_file)
     with connect(config.cfg) as cluster:
         fit(experiment, config, cluster, listeners=[send_event])

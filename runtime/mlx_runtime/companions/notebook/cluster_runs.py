@@ -26,7 +26,7 @@ from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, RunInfo, RunStarted, decode
 from mlx_runtime.runs.queries.lookup import storage_path
-from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, provenance
+from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, launch_facts
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import size_text, split_options
@@ -157,10 +157,7 @@ class ClusterRun:
 
     def _lost(self, error: Exception) -> ClusterError:
         title = "/".join(split_options(self.folder)[0].rsplit("/", 2)[1:])
-        problem = f"lost the connection to {title}, which may still train"
-        if not isinstance(error, MlxError | OSError):
-            problem = f"cannot read the events of {title}, which may still train"
-        lost = ClusterError(f"{problem}: {short_message(error)}")
+        lost = ClusterError(f"cannot follow {title}, which may still train: {short_message(error)}")
         lost.hint = f'Follow it again: reattach("{title}", address="{self.dashboard.address.url}")'
         return lost
 
@@ -272,7 +269,7 @@ def launch_there(
     Raises:
         ClusterError: the cluster cannot run it; nothing was written.
     """
-    where, key, facts = address_of(address), f"mlx-{uuid.uuid4().hex}", provenance(())
+    where, key = address_of(address), f"mlx-{uuid.uuid4().hex}"
     dashboard, upload = part("ray.launch").connect(where, Path.cwd())
     files = [*(folder / inputs.INPUTS).iterdir()] if folder is not None else []
     asked: dict[str, Any] = {
@@ -282,8 +279,7 @@ def launch_there(
         "words": job.request.words,
     }
     asked |= {"values": dict(values), "resume": resume, "url": where.url}
-    added = {str(SENT / ASKED): json.dumps(asked).encode()}
-    added[LAUNCHED_FILE] = json.dumps({name: facts[name] for name in ("command", "git")}).encode()
+    added = {str(SENT / ASKED): json.dumps(asked).encode(), LAUNCHED_FILE: launch_facts()}
     size = sum(size for _, size in upload.files) + sum(file.stat().st_size for file in files)
     if size > (most := part("ray.preflight").LIMIT_BYTES):
         text = f"the function, its datasets and the working directory have {size_text(size)}"

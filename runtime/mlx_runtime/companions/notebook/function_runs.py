@@ -17,7 +17,15 @@ from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.backends import backend_class, require_library
 from mlx_runtime.companions.notebook.background import RunJob
-from mlx_runtime.companions.notebook.calls import MOST_WORKERS, in_own_words, override, own_words, run_settings, sizes
+from mlx_runtime.companions.notebook.calls import (
+    FIXED,
+    MOST_WORKERS,
+    in_own_words,
+    override,
+    own_words,
+    run_settings,
+    sizes,
+)
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
@@ -39,9 +47,6 @@ Results = list[dict[str, Any]]
 
 OWN = ("num_epochs", "restore_checkpoint_path", "start_epoch", "start_workers")
 """Settings that `Trainer` sets itself."""
-
-FIXED = ("dataset_files", "fold")
-"""Settings that must be those of a run to resume."""
 
 RUN_OPTIONS = ("callbacks", "checkpoint", "dataset", "fold", "resume", "show")
 """Keyword arguments of `Trainer.run_iterator`."""

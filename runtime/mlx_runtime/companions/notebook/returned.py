@@ -1,14 +1,13 @@
-"""Return values of training functions on a cluster, in files that others may have written.
+"""Return values of training functions on a cluster, as bytes that others may have written.
 
-Files are read with `weights_only=True`. Objects of models are created as by pickle, but only of classes that are
-imported here, and without calls of their constructors, which could load other files.
+They are read with `weights_only=True`. Objects of models are created as by pickle, but only of classes that are
+imported here, and without calls of their constructors, which could load files.
 """
 
 import io
 import sys
 from dataclasses import is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,24 +26,26 @@ class UnknownClassError(MlxError):
     """A value has an object of a class that must not be read, or is not imported."""
 
 
-def write_value(value: Any, file: Path) -> None:
-    """Write a value on the CPU to a file.
+def write_value(value: Any) -> bytes:
+    """Return a value as bytes, on the CPU.
 
     Raises:
-        MlxError: a file cannot hold it, or `read_value` would refuse it.
+        MlxError: it cannot be written, or `read_value` would refuse it.
     """
     kept, refused = plain_entries({"value": value})
+    file = io.BytesIO()
     try:
         torch.save(value if refused else copy_to_cpu(kept["value"]), file)
-        read_value(file.read_bytes())
+        read_value(file.getvalue())
     except Exception as error:  # torch and the user's classes raise many types
         if isinstance(error, MlxError):
             raise
         raise MlxError(f"{short_message(error)}; return {KINDS}") from error
+    return file.getvalue()
 
 
 def read_value(content: bytes) -> Any:
-    """Return a value from the content of its file.
+    """Return a value from its bytes.
 
     Raises:
         UnknownClassError: it has an object of another class.
@@ -57,7 +58,7 @@ def read_value(content: bytes) -> Any:
             raise UnknownClassError(f"it contains {name}; return {KINDS}")
         raise UnknownClassError(f"it contains {name}; import {module} first, or return {KINDS}")
     creators = [(_Creator(item) if _is_model(item) else item, name) for name, item in found.items()]
-    classes = [(item, str(number)) for number, item in enumerate(found.values())]  # names that no file can contain
+    classes = [(item, str(number)) for number, item in enumerate(found.values())]  # names that no value can contain
     with torch.serialization.safe_globals([*creators, *classes]):
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
@@ -73,7 +74,7 @@ class _Creator:
 
 
 def _object_at(path: str) -> Any:
-    """Return the class or activation with an import path if a file may contain it, otherwise None."""
+    """Return the class or activation with an import path if a value may contain it, otherwise None."""
     module, _, name = path.rpartition(".")
     found = getattr(sys.modules.get(module), name, None)
     if not isinstance(found, type):

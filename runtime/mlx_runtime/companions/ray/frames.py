@@ -105,6 +105,12 @@ def send(**frame: Any) -> None:
         sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
+def send_file(path: str, content: bytes) -> None:
+    """Send a file, or the next part of it."""
+    for start in range(0, max(len(content), 1), CHUNK_BYTES):
+        send(kind="file", path=path, data=content[start : start + CHUNK_BYTES])
+
+
 def release(*, drop: bool = False) -> None:
     """Send the frames that were held back, or drop them, as an earlier job has sent the same."""
     global _held

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import getpass
 import itertools
-import json
 import os
 import re
 import signal
@@ -34,7 +33,7 @@ from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
 from mlx_runtime.runs.queries.lookup import conf_value
-from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, provenance
+from mlx_runtime.runs.records import LAUNCHED, LAUNCHED_FILE, launch_facts
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
@@ -105,8 +104,7 @@ def run(words: Sequence[str], url: str | None) -> int:
     variables |= {"MLX_DEBUG": "1"} if Settings.read().debug else {}
     upload, added = _upload(words), dict[str, bytes]()
     if words[1] == "launch":  # from there; the last address wins
-        facts = provenance(())
-        added = {LAUNCHED_FILE: json.dumps({name: facts[name] for name in ("command", "git")}).encode()}
+        added = {LAUNCHED_FILE: launch_facts()}
         variables[LAUNCHED] = LAUNCHED_FILE
         words = [*words[:2], f"--ray-address={address.url}", *words[2:]]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which stops the job

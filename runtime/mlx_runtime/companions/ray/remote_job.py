@@ -69,13 +69,8 @@ def _send_files(folder: Path) -> int:
         print(f"error: {problem} MB at most", file=sys.stderr)
         return 1
     for file in found:
-        _send(file.relative_to(folder).as_posix(), file.read_bytes())
+        frames.send_file(file.relative_to(folder).as_posix(), file.read_bytes())
     return 0
-
-
-def _send(path: str, content: bytes) -> None:
-    for start in range(0, max(len(content), 1), frames.CHUNK_BYTES):
-        frames.send(kind="file", path=path, data=content[start : start + frames.CHUNK_BYTES])
 
 
 def mirror(root: str) -> None:
@@ -89,7 +84,7 @@ def mirror(root: str) -> None:
                         stream.seek(sent.get(item.path, 0))
                         content = stream.read()
                     sent[item.path] = sent.get(item.path, 0) + len(content)
-                    _send(item.path, content)
+                    frames.send_file(item.path, content)
         time.sleep(MIRROR_S)
 
 

@@ -402,7 +402,7 @@ class TestFunctionsFromAnotherMachine:
         found = json.loads(out.splitlines()[-1])
         kind, text, hint = found["lost"]
         assert (kind, found["status"]) == ("ClusterError", "LOST")
-        assert text.startswith("lost the connection to remote/run_002, which may still train: http://127.0.0.1:")
+        assert text.startswith("cannot follow remote/run_002, which may still train: http://127.0.0.1:")
         assert hint.startswith('Follow it again: reattach("remote/run_002", address="http://127.0.0.1:')
         out, err = calls("follow").communicate(timeout=500)
         print(out, err)
