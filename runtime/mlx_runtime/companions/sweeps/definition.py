@@ -6,9 +6,9 @@ from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.companions.notebook.background import conf_of
-from mlx_runtime.companions.sweeps.folds import Fold, fold_rows
 from mlx_runtime.companions.sweeps.space import Space, check, fold_overrides, parse, trial_count
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.data.folds import Fold, fold_rows
 from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder

@@ -10,10 +10,10 @@ import numpy as np
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merge, plan
-from mlx_runtime.companions.sweeps.folds import rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState, read_trial
 from mlx_runtime.companions.sweeps.study import uses_optuna
 from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.runs import drivers, records, snapshots

@@ -29,7 +29,7 @@ from hub_server import Hub
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
+from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.snapshots import Upload
 

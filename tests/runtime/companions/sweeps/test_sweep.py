@@ -18,8 +18,8 @@ from faults import wait_for
 from mlx_runtime.companions.sweeps import starting, terminal
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
-from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState
+from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded, StopRequested
 from mlx_runtime.runs.folder import find_run
