@@ -129,10 +129,7 @@ def plan(experiment: type, asked: Definition, *, large: bool = False, split: boo
 
 def merge(stored: Definition, asked: Definition) -> Definition:
     """Return the definition of a sweep to resume, with changed fields from the command."""
-    given = asked.changed_fields()
-    if replace(stored, **given).as_json()["overrides"] != stored.as_json()["overrides"]:
-        given.setdefault("trials", 0)  # computed again for another space
-    return replace(stored, **given)
+    return replace(stored, **asked.changed_fields())
 
 
 def differences(stored: Definition, resumed: Definition) -> list[str]:
