@@ -10,11 +10,11 @@ from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import PreparedSet, Store
 from mlx_runtime.companions.ray.start import on_ray, start_ray
-from mlx_runtime.companions.sweeps.folds import with_held_out
 from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.constructors.declarations import Declaration
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.data.definitions import dataset_nodes, stream_names
+from mlx_runtime.data.folds import with_held_out
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import DatasetsPrepared, Event, Notice, PreparationProgress

@@ -6,7 +6,6 @@ have others.
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -29,7 +28,7 @@ from hub_server import Hub
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
+from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.snapshots import Upload
 
@@ -453,28 +452,20 @@ def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest
 
 
 class TestSweep:
-    """A sweep whose driver is a job: Ray places the drivers of its runs."""
+    """A sweep whose driver is a job: its trials start there, and their workers on the cluster."""
 
     SHORT = ("cfg.name=tuning", "tools.early_stopping.patience=1000")
 
-    def test_its_runs_share_the_cluster_and_a_lost_driver_is_replaced(
-        self, user: User, ray_cluster: RayCluster
-    ) -> None:
-        grid = ("optimizers.adam.lr=1e-3,1e-2,2e-2", "cfg.num_epochs=15", "cfg.start_workers=1")
+    def test_its_runs_share_the_cluster(self, user: User, ray_cluster: RayCluster) -> None:
+        grid = ("optimizers.adam.lr=1e-3,1e-2,2e-2", "cfg.num_epochs=3", "cfg.start_workers=1")
         words = (*self.SHORT, *grid, "--name", "shared", "--parallel", "2")
         done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       tuning-sweep_shared" in done.stdout.splitlines()
-        first = until(lambda: self.runs(user, "shared") and self.runs(user, "shared")[0])
-        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"))
-        os.kill(user.record(first, "tuning")["pid"], signal.SIGKILL)
         until(lambda: user.record("sweep_shared", "tuning")["status"] not in ("PENDING", "RUNNING"), 400)
         runs = [user.record(run, "tuning") for run in self.runs(user, "shared")]
         assert user.record("sweep_shared", "tuning")["status"] == "SUCCEEDED"
-        assert [(run["status"], run["attempt"], run["epoch"]) for run in runs] == [
-            ("SUCCEEDED", 2, 14),
-            *[("SUCCEEDED", 1, 14)] * 2,
-        ]
+        assert [(run["status"], run["epoch"], run.get("job")) for run in runs] == [("SUCCEEDED", 2, None)] * 3
         assert [run["sweep"]["values"] for run in runs] == [
             {"optimizers.adam.lr": lr} for lr in ("0.001", "0.01", "0.02")
         ]
@@ -484,7 +475,7 @@ class TestSweep:
 
     def test_one_that_is_stopped_continues_as_another_job(self, user: User, ray_cluster: RayCluster) -> None:
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
-        words = ("cfg.start_workers=0", "cfg.seed=0,1", "cfg.num_epochs=60", "--name=stopped")
+        words = ("cfg.start_workers=1", "cfg.seed=0,1", "cfg.num_epochs=60", "--name=stopped")
         done = user.types(*launch, *self.SHORT, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: len(self.runs(user, "stopped")) == 2)  # the cluster has CPUs for both
@@ -522,21 +513,6 @@ class TestSweep:
             assert (record["status"], record["epoch"]) == ("SUCCEEDED", 1)
             assert record["fold"] == {"fold": row["sweep"]["fold"], "folds": 2, "rows": held_out[row["sweep"]["fold"]]}
             assert record["engine"]["used"] == "ray"
-
-    def test_the_second_ctrl_c_kills_its_runs(self, user: User, ray_cluster: RayCluster) -> None:
-        """It is then STOPPED, like the sweep above, which resumes."""
-        launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
-        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=0", "cfg.num_epochs=60")
-        done = user.types(*launch, *words, "tools.early_stopping.patience=1000", "--parallel=1")
-        assert done.returncode == 0, done.stdout + done.stderr
-        until(lambda: user.has("run_001", "killed") and user.record("run_001", "killed").get("latest"))
-        pids = [user.record(name, "killed")["pid"] for name in ("sweep_001", "run_001")]
-        os.kill(pids[0], signal.SIGINT)
-        time.sleep(0.2)
-        os.kill(pids[0], signal.SIGINT)
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        records = [user.record(name, "killed") for name in ("sweep_001", "run_001")]
-        assert [record["status"] for record in records] == ["STOPPED"] * 2
 
     @staticmethod
     def runs(user: User, name: str) -> list[str]:
