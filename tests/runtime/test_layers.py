@@ -101,7 +101,6 @@ HOMES = {
     "plotly": {"companions.views.report"},
     "prometheus_client": {"companions.serving.http.counters"},
     "pyarrow": {
-        "companions.prepared.mapping",
         "companions.serving.http.arrow",
         "companions.serving.predictions.results",
         "companions.serving.predictions.tables",
@@ -112,7 +111,6 @@ HOMES = {
         "companions.notebook.actors",
         "companions.notebook.inputs",
         "companions.notebook.tuning",
-        "companions.prepared.mapping",
         "companions.ray",
         "companions.serving.cluster.replica",
         "companions.slurm.nodes",
