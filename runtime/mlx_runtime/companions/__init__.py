@@ -35,7 +35,7 @@ SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "sto
 
 COMPANIONS = {
     "fragments": Companion(("train clusterize",)),
-    "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
+    "hub": Companion(("xp push",), setting="mirror", scheme="hf"),
     "jobs": Companion(STORAGE),
     "kubernetes": Companion(jobs=Jobs(("kube",), "kubernetes.kubectl", "launch --kube", requeues=True)),
     "notebook": Companion(),

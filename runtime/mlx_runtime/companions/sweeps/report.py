@@ -1,16 +1,15 @@
-"""The web page of a sweep: a single file that can be opened offline, like the pages of runs. Mirrors include it."""
+"""The web page of a sweep: a single file that can be opened offline, like the pages of runs."""
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_runtime.companions.sweeps import charts
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.companions.views.report import known_facts, render
-from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.listing import AskJobs, summarize
-from mlx_runtime.runs.tables import format_duration, plural
+from mlx_runtime.runs.tables import format_duration
 
 PAGE = Path(__file__).parent / "pages" / "sweep.html"
 
@@ -33,25 +32,6 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
     )
 
 
-def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) -> str:
-    """Mirror a sweep that has ended: its best run, its table of trials and its page. Return a message for the user.
-
-    With folds, the run of the first fold is mirrored; see `mlx_runtime.companions.hub.pushing.push`.
-
-    Raises:
-        UsageError: No trial has recorded the metric.
-    """
-    from mlx_runtime.companions.hub import pushing
-    from mlx_runtime.companions.hub.contents import SweepSummary
-
-    result = SweepResult(folder)
-    best = result.best
-    comparison = (
-        f"This is trial {best.number} of {folder.title}, the best of {plural(len(result.trials), 'trial')} by "
-        f"{result.metric} ({result.mode}): {best.shown[result.metric]} in epoch {best.epoch}."
-    )
-    summary = SweepSummary(folder, comparison, _table(result, result.ranked()), render_sweep(result))
-    return pushing.push(best.started[0][0].folder, uri, announce, summary)
 
 
 def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:

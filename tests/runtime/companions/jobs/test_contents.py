@@ -184,9 +184,9 @@ def test_what_is_being_filled_is_refused(root: str) -> None:
 
 
 def test_what_is_being_read_is_refused(root: str) -> None:
-    put(root, {".prepared/Rows-1/0.npy": b"x", ".prepared/Rows-1/used-0123": b""})
+    put(root, {".prepared/Rows-1/0.npy": b"x", ".prepared/Rows-1/last_used": b""})
     for path in (".prepared", ".prepared/Rows-1"):
-        with pytest.raises(UsageError, match=r"Rows-1.* is being read"):
+        with pytest.raises(UsageError, match=r"Rows-1.* is in use, or was in the last five minutes"):
             refuse_in_use(path_in(root, path))
 
 

@@ -4,6 +4,7 @@ tests/template/test_notebook.py covers the most important cases in an inner ring
 """
 
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -199,7 +200,7 @@ def test_a_server_imports_the_libraries_of_an_experiment_but_not_its_code(
 
 MIRRORED = """
 import json, os
-os.environ.update(VARIABLES)
+os.environ.update(json.load(open("../variables.json")))
 from mlx_runtime import run
 from src.experiment import Experiment
 
@@ -217,7 +218,8 @@ def test_a_mirrored_run_continues_in_another_storage(
     script: Script, make_in: Callable[[str, Path], Path], tmp_path: Path
 ) -> None:
     with Hub() as server:
-        found = script(make_in("faults", tmp_path), MIRRORED.replace("VARIABLES", repr(server.variables())))
+        (tmp_path / "variables.json").write_text(json.dumps(server.variables()))
+        found = script(make_in("faults", tmp_path), MIRRORED)
         assert found == {"status": "SUCCEEDED", "attempt": 2}
         ends = [title.partition(",")[0] for title in server.commits("alice/faults")]
         assert "faults/run_001: STOPPED" in ends

@@ -122,5 +122,5 @@ def test_what_is_no_sweep_is_refused(found: dict[str, Any]) -> None:
         "overrides is the string 'optimizers.adam.lr'; write a list: ['optimizers.adam.lr']",
         "trials is 0; the minimum is 1",
         "cfg.hub.mirror=hf://alice/cells is for one run, but a sweep has many; leave it out, and mirror the best one "
-        "when the sweep has ended: mlx xp push cells/SWEEP hf://alice/cells",
+        "when the sweep has ended: mlx xp push cells RUN --to hf://alice/cells",
     ]

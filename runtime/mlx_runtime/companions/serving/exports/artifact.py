@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.companions.hub.screening import screen
+from mlx_runtime.companions.hub.detection import refuse_secrets
 from mlx_runtime.companions.serving.exports import instructions, origins, programs
 from mlx_runtime.companions.serving.exports.evidence import CHECK_S, SIZES, Evidence, collect, prove, too_slow
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
@@ -253,7 +253,7 @@ def _write_tokenizers(staged: Path, parts: Parts) -> dict[str, Any]:
 
 
 def _write_code(staged: Path, folder: RunFolder) -> bool:
-    """Unpack the stored code of a run without secrets. Return False if the run has none."""
+    """Unpack the stored code of a run. Return False if it has none; raise UsageError if it holds likely secrets."""
     try:
         unpacked = snapshots.unpack(folder)
     except UsageError:
@@ -263,7 +263,7 @@ def _write_code(staged: Path, folder: RunFolder) -> bool:
         for file in sorted(unpacked.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:
                 packed.write(file, file.relative_to(unpacked))
-    screen(archive)
+    refuse_secrets(archive, "the export")
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(staged / "code")
     archive.unlink()
