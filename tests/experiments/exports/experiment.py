@@ -56,8 +56,6 @@ class Encoder(nn.Module):
     def __init__(self, kind: str = "plain"):
         super().__init__()
         self.kind = kind
-        if kind == "file":
-            Path("letters.txt").read_text()
         self.embed = nn.Embedding(9, WIDTH)
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.drop = nn.Dropout()

@@ -20,7 +20,7 @@ from mlx_runtime.settings import Settings
 if TYPE_CHECKING:
     from mlx_runtime.companions.serving.cluster import client
 
-FORMATS = ("pt2", "safetensors", "onnx", "aoti")
+FORMATS = ("pt2", "safetensors", "onnx")
 
 port_option = click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, if there are several.")
 
@@ -55,7 +55,7 @@ def _columns(text: str | None) -> tuple[str, ...]:
     "--dataset",
     metavar="ROWS",
     type=word,
-    help="test, src.datasets.Digits(split=test), or a file. Default: predict or test.",
+    help="test, src.datasets.Others, or a file. Default: predict or test.",
 )
 @click.option(
     "-o",
@@ -63,7 +63,7 @@ def _columns(text: str | None) -> tuple[str, ...]:
     type=PAGE,
     default="predictions.parquet",
     show_default=True,
-    help="A .parquet, .jsonl, .csv, .npz or .npy file.",
+    help="A .parquet or .jsonl file.",
 )
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. Default: 1, or one per GPU.")
 @click.option(
@@ -124,7 +124,7 @@ def formats(context: click.Context, option: click.Parameter, values: tuple[str, 
     default=("pt2",),
     show_default=True,
     callback=formats,
-    metavar="pt2|safetensors|onnx|aoti",
+    metavar="pt2|safetensors|onnx",
     help="Repeat it, or separate names by commas. The weights are always written as safetensors.",
 )
 @code_option
