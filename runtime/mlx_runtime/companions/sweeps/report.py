@@ -32,8 +32,6 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
     )
 
 
-
-
 def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
     statuses = collections.Counter(trial.status for trial in result.trials)
     facts = {
