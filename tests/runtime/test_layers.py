@@ -77,6 +77,7 @@ ON_OTHERS = {
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
+    "anyio": {"companions.serving.http.application"},
     "botocore": {"companions.stores.object_store"},
     "click": {
         "cli",
@@ -99,10 +100,8 @@ HOMES = {
     "orjson": {"companions.serving.http.bodies"},
     "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},
-    "prometheus_client": {"companions.serving.http.counters"},
     "pyarrow": {
         "companions.prepared.mapping",
-        "companions.serving.http.arrow",
         "companions.serving.predictions.results",
         "companions.serving.predictions.tables",
         "companions.stores.object_store",
@@ -122,10 +121,11 @@ HOMES = {
     "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},
     "ruamel": {"config"},
     "sklearn": {"companions.sweeps.folds"},
+    "starlette": {"companions.serving.http.application", "companions.serving.http.bodies"},
     "tensorboard": {"tracking.trackers"},
     "tensorflow": {"companions.notebook.backends"},
     "transformers": {"companions.hub.pretrained"},
-    "uvicorn": {"companions.serving.http.connections", "companions.serving.http.server"},
+    "uvicorn": {"companions.serving.http.server"},
     "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},
 }
