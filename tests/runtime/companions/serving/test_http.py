@@ -6,6 +6,7 @@ import json
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -284,6 +285,24 @@ def test_values_are_counted_before_they_become_objects() -> None:
     with pytest.raises(HTTPException, match=f", of at most {MAX_VALUES:,}; send fewer rows") as raised:
         parse(schema, row % b",".join([b"[]"] * (MAX_VALUES // 5)), 1024, 32)
     assert raised.value.status_code == 413
+
+
+def test_a_body_that_is_expensive_to_parse_does_not_stop_others(serve: Serve) -> None:
+    client = serve(lambda batch: {"first": batch["v"][:, 0]}, Schema((Column("v", "float32", (None,)),)))
+    body = b'{"rows": [{"v": [%s, null]}]}' % b",".join([b"1"] * (MAX_VALUES // 2))
+    durations: dict[str, list[float]] = {"/predict": [], "/healthz": []}
+
+    def ask(method: str, path: str, status: int, body: bytes | None = None) -> None:
+        began = time.monotonic()
+        assert client.ask(method, path, body, Content_Type=JSON)[0] == status
+        durations[path].append(time.monotonic() - began)
+
+    ask("POST", "/predict", 422, body)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(ask, "POST", "/predict", 422, body) for _ in range(6)]
+        while not all(future.done() for future in waiting):
+            ask("GET", "/healthz", 200)
+    assert max(durations["/healthz"]) < durations["/predict"][0]
 
 
 def test_a_body_that_never_arrives_is_given_up(serve: Serve) -> None:
