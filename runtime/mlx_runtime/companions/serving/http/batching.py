@@ -33,16 +33,20 @@ class Batcher:
         self.rows = 0  # that wait or are being computed
         self._max_batch, self._max_wait_s = max_batch, max_wait_s
         self._busy_since: float | None = None
-        self._submitted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._fresh: list[Job] = []  # submitted in this turn of the event loop
+        self._submitted: queue.SimpleQueue[list[Job] | None] = queue.SimpleQueue()
         self._waiting: dict[Any, deque[Job]] = {}  # by shapes of the rows; only the thread uses it
         self._thread = threading.Thread(target=self._run, name="predict", daemon=True)
         self._thread.start()
 
     def submit(self, part: Part) -> "asyncio.Future[list[Any]]":
         """Return the future outputs of each row of a part by name, or its error. Cancel the future to drop the part."""
-        future: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Any]] = loop.create_future()
         self.rows += len(part.numbers)
-        self._submitted.put((part, future))
+        if not self._fresh:
+            loop.call_soon(self._hand_over)
+        self._fresh.append((part, future))
         return future
 
     @property
@@ -55,6 +59,11 @@ class Batcher:
         """End the thread: Python must not end while it uses torch, but a model that hangs is left alone."""
         self._submitted.put(None)
         self._thread.join(timeout_s)
+
+    def _hand_over(self) -> None:
+        """Wake the thread once for all requests that have arrived, instead of for a batch with the first of them."""
+        self._submitted.put(self._fresh)
+        self._fresh = []
 
     def _run(self) -> None:
         while self._collect():
@@ -74,17 +83,18 @@ class Batcher:
         while True:
             timeout_s = max(0.0, until - time.monotonic()) if self._waiting else None
             try:
-                job = self._submitted.get(timeout=timeout_s)
+                jobs = self._submitted.get(timeout=timeout_s)
             except queue.Empty:
                 return True
-            if job is None:
+            if jobs is None:
                 return False
             if not self._waiting:
                 until = time.monotonic() + self._max_wait_s
-            rows += len(job[0].numbers)
+            for part, future in jobs:
+                rows += len(part.numbers)
+                self._waiting.setdefault(part.shapes, deque()).append((part, future))
             if rows >= self._max_batch:
                 until = 0.0
-            self._waiting.setdefault(job[0].shapes, deque()).append(job)
 
     def _take(self) -> list[Job]:
         """Remove the parts of the next batch: those of equal shapes, longest waiting first."""
