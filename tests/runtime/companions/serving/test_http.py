@@ -28,6 +28,7 @@ from mlx_runtime.companions.serving.http.limits import Limits
 from mlx_runtime.companions.serving.http.server import Server
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
+from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.process
 
@@ -272,7 +273,15 @@ def test_limits_of_bodies(serve: Serve) -> None:
     assert client.ask("GET", "/predict")[0] == 405
     assert client.ask("GET", "/models/third/predict")[0] == 404
     status, _, body = client.ask("GET", "/predictions")
-    assert (status, body.startswith(b'{"error": "there is no \'/predictions\'; there are /, /healthz, ')) == (404, True)
+    assert status == 404
+    assert body.startswith(b'{"error": "there is no \'/predictions\'; there are /predict, /example, ')
+
+
+def test_a_port_in_use_is_refused_in_one_line(serve: Serve) -> None:
+    server = serve().server
+    line = f"cannot listen on 127.0.0.1:{server.port}: Address already in use; choose another --port"
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        Server(server.app, port=server.port)
 
 
 def test_values_are_counted_before_they_become_objects() -> None:

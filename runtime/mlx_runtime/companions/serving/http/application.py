@@ -70,16 +70,17 @@ class Application:
         self.batchers = {name: Batcher(model, limits.max_batch, limits.max_wait_s) for name, model in models.items()}
         self._held = 0  # bytes of bodies
         self._parsing = asyncio.Semaphore(1)
-        routes = [
+        routes = []
+        for prefix, name in [("", next(iter(models))), *((f"/models/{name}", name) for name in models)]:
+            example = json.dumps({"rows": [openapi.example_row(models[name].schema)]})
+            routes.append(Route(f"{prefix}/predict", partial(self._predict, name), methods=["POST"]))
+            routes.append(Route(f"{prefix}/example", _constant(example)))
+        routes += [
             Route("/", _constant(page.PAGE, page.HEADERS)),
             Route("/healthz", self._health),
             Route("/schema", _constant(json.dumps(openapi.models_document(models)))),
             Route("/openapi.json", _constant(json.dumps(openapi.openapi_document(models)))),
         ]
-        for prefix, name in [("", next(iter(models))), *((f"/models/{name}", name) for name in models)]:
-            example = json.dumps({"rows": [openapi.example_row(models[name].schema)]})
-            routes.append(Route(f"{prefix}/example", _constant(example)))
-            routes.append(Route(f"{prefix}/predict", partial(self._predict, name), methods=["POST"]))
         self._paths = ", ".join(route.path for route in routes)
         handlers: dict[Any, Any] = {HTTPException: self._refused, Exception: self._failed}
         self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._live)

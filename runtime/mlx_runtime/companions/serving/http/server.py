@@ -35,7 +35,7 @@ class Server:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=2048)
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]  # the address follows
             raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another --port") from error
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{in_url(host)}:{self.port}"
