@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from mlx_runtime.companions.serving.http.bodies import Part
-from mlx_runtime.companions.serving.predictor import PredictError, Predictor, as_array, part_of
+from mlx_runtime.companions.serving.predictor import PredictError, Predictor, as_array, part_of, user_line
 from mlx_runtime.data.batches import Batch
-from mlx_runtime.errors import located
 
 Job = tuple[Part, "asyncio.Future[list[Any]]"]
 
@@ -141,7 +140,8 @@ def answers(predictor: Predictor, batch: Batch, rows: int) -> list[Any]:
         return [dict(zip(outputs, values, strict=True)) for values in zip(*outputs.values(), strict=True)]
     except BaseException as error:
         if rows == 1:
-            return [error if isinstance(error, PredictError) else PredictError(located(error))]
+            known = isinstance(error, PredictError)
+            return [error if known else PredictError(f"predict failed: {user_line(error)}")]
         half = rows // 2
         first, second = part_of(batch, 0, half), part_of(batch, half, rows - half)
         return answers(predictor, first, half) + answers(predictor, second, rows - half)
