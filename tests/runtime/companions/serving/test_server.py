@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -99,10 +100,21 @@ def test_the_printed_command_answers_and_a_signal_stops_the_server(run: Run, scr
     with pytest.raises(urllib.error.URLError):
         ask(f"{url}/healthz")
 
-    process, lines = run("digits")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
+
+def test_under_nohup_a_server_outlives_its_terminal(trained: Path, environment: dict[str, str]) -> None:
+    command = ["nohup", sys.executable, "-m", "mlx_runtime", "serve", "run", "digits", "--port", "0"]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=trained, env=environment, **streams) as process:
+        assert process.stdout is not None
+        try:
+            url = url_of([process.stdout.readline(), process.stdout.readline()])
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert ask(f"{url}/healthz") == {"status": "ok"}
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
 
 
 def test_other_machines_need_a_token(run: Run, mlx: Mlx, trained: Path) -> None:

@@ -17,6 +17,7 @@ from mlx_runtime.companions.serving.http.server import Server
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.queries import lookup, reader
+from mlx_runtime.workers.stop_requests import hangup_ignored
 
 NAMED = re.compile(r"([A-Za-z0-9][\w.-]*)=(.+)", re.ASCII)
 
@@ -105,7 +106,8 @@ def run(
         server.request_stop()
 
     for number in SIGNALS:
-        signal.signal(number, stop)
+        if number != signal.SIGHUP or not hangup_ignored():
+            signal.signal(number, stop)
     server.start()
     for name, model in models.items():
         say(f"{name}  {model.title} on {model.device} reads {model.schema.text}")
