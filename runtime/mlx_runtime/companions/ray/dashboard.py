@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import addresses
@@ -198,22 +197,9 @@ class Dashboard:
             raise ClusterError(f"{self.address.url} cannot list the applications of Ray Serve: {_reason(answer)}")
         return dict(answer.json())
 
-    def resources(self) -> tuple[dict[str, tuple[float, float]], list[dict[str, float]]]:
-        """Return how much of each resource, like `CPU`, is used and exists, and the demands that wait for a node."""
-        answer = self._request("GET", "cluster_status", STATE_S, refusal=f"{self.address.url} has no status").json()
-        report = answer["data"]["clusterStatus"]["loadMetricsReport"] or {}
-        usage = {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
-        return usage, [demand for demand, _ in report.get("resourceDemand", ())]
-
     def jobs(self) -> list[dict[str, Any]]:
         """Return the facts that the cluster knows about each job."""
         return list(self._request("GET", "jobs/", STATE_S, refusal=f"{self.address.url} cannot list its jobs").json())
-
-    def node_log(self, node: str, file: str, lines: int) -> str:
-        """Return the last lines of a file in the log folder of a node."""
-        query = urlencode({"node_id": node, "filename": file, "lines": lines})
-        path, refusal = f"v0/logs/file?{query}", f"{self.address.url} has no {file} of that node"
-        return self._request("GET", path, TRANSFER_S, refusal=refusal).text
 
     async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
         """Write a log after its first `skip` characters, until the connection ends.
