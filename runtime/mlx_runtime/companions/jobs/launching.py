@@ -154,10 +154,12 @@ class SubmittedJob:
             if state.ended or begun or time.monotonic() >= deadline:
                 break
             time.sleep(0.3)
+        if self.run is None:
+            return str(state)  # with the reason for which it waits
         if state.ended and state.exit_code:
             log = last_lines(self.client.log(self.id), FAILED_LOG_LINES)
             raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())
-        return str(state) if state.ended or begun else "PENDING"
+        return state.status if state.ended or begun else "PENDING"
 
 
 class Launch(abc.ABC):

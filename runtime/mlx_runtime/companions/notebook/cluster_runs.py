@@ -289,8 +289,8 @@ def launch_there(
     spec = part("ray.jobs").JobSpec(command, upload, environment, {"mlx": "command"}, added=added)
     name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()
     dashboard.submit(name, spec)
+    dashboard.forget_ended("mlx-launch-")
     state = dashboard.follow(name, lambda text: answers.extend(lines.feed(text, {})))
-    dashboard.forget(name)
     if not answers:
         raise ClusterError(f"the launch on {where.url} failed: {lines.reader.other or state.reason}")
     match from_json(answers[-1], {}):

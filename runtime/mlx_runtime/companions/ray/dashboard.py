@@ -67,7 +67,7 @@ class Dashboard:
             if answer.status_code in UNAUTHORIZED:
                 raise _unauthorized_error(where, token_source)
             version = str(answer.json()["ray_version"])
-        except (KeyError, TypeError, ValueError) as error:  # the last of `json`
+        except (requests.JSONDecodeError, KeyError, TypeError) as error:
             hint = f"Its default port is {DASHBOARD_PORT}"
             raise ClusterError(f"{where} answers, but is not a Ray dashboard", hint) from error
         except requests.RequestException as error:
@@ -115,18 +115,13 @@ class Dashboard:
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise ClusterError(f"the job {job} failed: {reason}")
 
-    def forget(self, job: str) -> None:
-        """Remove an ended job from the list of jobs, if the cluster answers."""
-        with contextlib.suppress(ClusterError):
-            self._request("DELETE", f"jobs/{job}")
-
     def forget_ended(self, prefix: str) -> None:
         """Remove earlier jobs whose ids begin like this from the list of jobs: the user has not submitted them."""
         with contextlib.suppress(ClusterError):  # it may be too busy to list its jobs
             for facts in self.jobs():
                 ended = facts.get("end_time") or 0
                 if (facts.get("submission_id") or "").startswith(prefix) and 0 < ended < (time.time() - KEPT_S) * 1000:
-                    self.forget(facts["submission_id"])
+                    self._request("DELETE", f"jobs/{facts['submission_id']}")
 
     def state(self, job: str, deadline: float = 0.0) -> JobState:
         """Return the state of a job. Raises if the cluster does not know it, or does not answer by the deadline."""

@@ -80,8 +80,7 @@ class Supervisor:
             self._died += end.next == "retry"
             self._requeued += end.next == "requeue"
             exhausted = self._died > self._retries or self._requeued > MAX_REQUEUES
-            preempted = end.code == TERMINATED
-            why = "the run was preempted" if preempted else f"the driver {exit_reason(code)}"
+            why = "the run was preempted" if end.status == "STOPPED" else f"the driver {exit_reason(code)}"
             if self._stopping or exhausted or end.next == "done":
                 return self._close(end, why)
             self._short = 1 if time.monotonic() - started > STEADY_S else self._short + 1

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -109,7 +110,7 @@ class Busy(BaseHTTPRequestHandler):
         type(self).asked += "job" in self.path
         if "job" in self.path and self.asked % 3:
             return
-        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED"}).encode()
+        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED", "message": "Job finished."}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -179,6 +180,33 @@ def test_a_check_that_fails_is_told_soon(
         dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{cluster.server_port}", "here"))
         with pytest.raises(ClusterError, match=message):
             dashboard.ask("mlx-check", JobSpec(["true"], Upload.of(tmp_path)), marker="mlx ", timeout_s=3600)
+
+
+def test_only_jobs_of_earlier_commands_are_removed_from_the_list() -> None:
+    now, removed = time.time() * 1000, list[str]()
+    ends = {"mlx-check-1": now - 120_000, "mlx-check-2": now - 1_000, "mlx-check-3": None, "digits-1": now - 120_000}
+
+    class Handler(Busy):
+        def do_GET(self) -> None:
+            content = json.dumps([{"submission_id": job, "end_time": end} for job, end in ends.items()]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_DELETE(self) -> None:
+            removed.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        Dashboard(Address(f"http://127.0.0.1:{server.server_port}", "here"), "2.60", {}, None, 0.0).forget_ended(
+            "mlx-check-"
+        )
+        server.shutdown()
+    assert removed == ["/api/jobs/mlx-check-1"]
 
 
 class Asked(HTTPServer):
