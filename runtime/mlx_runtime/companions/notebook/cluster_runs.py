@@ -157,9 +157,8 @@ class ClusterRun:
 
     def _lost(self, error: Exception) -> ClusterError:
         title = "/".join(split_options(self.folder)[0].rsplit("/", 2)[1:])
-        lost = ClusterError(f"cannot follow {title}, which may still train: {short_message(error)}")
-        lost.hint = f'Follow it again: reattach("{title}", address="{self.dashboard.address.url}")'
-        return lost
+        hint = f'Follow it again: reattach("{title}", address="{self.dashboard.address.url}")'
+        return ClusterError(f"cannot follow {title}, which may still train: {short_message(error)}", hint)
 
 
 class _FollowedError(Exception):
@@ -244,7 +243,7 @@ def submit(module: str, name: str, function: str, request: Request, address: str
         raise ClusterError("\n".join(failed) or str(error)) from None
     driver = ["-m", JOB, key, module, name, function]
     submitted = launched.submit_run(driver, function=function, key=key)
-    return ClusterRun(submitted.dashboard, submitted.id, key, submitted.facts["folder"], function)
+    return ClusterRun(submitted.client, submitted.id, key, submitted.facts["folder"], function)
 
 
 def launch_there(
@@ -290,17 +289,15 @@ def launch_there(
     spec = part("ray.jobs").JobSpec(command, upload, environment, {"mlx": "command"}, added=added)
     name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()
     dashboard.submit(name, spec)
+    dashboard.forget_ended("mlx-launch-")
     state = dashboard.follow(name, lambda text: answers.extend(lines.feed(text, {})))
-    dashboard.forget(name)
     if not answers:
         raise ClusterError(f"the launch on {where.url} failed: {lines.reader.other or state.reason}")
     match from_json(answers[-1], {}):
         case {"job": str(submitted), "key": str(key), "folder": str(run)}:
             return ClusterRun(dashboard, submitted, key, run, job.function)
         case {"error": str(text), "hint": str(hint)}:
-            error = ClusterError(text)
-            error.hint = hint
-            raise error
+            raise ClusterError(text, hint)
     raise ClusterError(f"the launch on {where.url} has sent a damaged answer")
 
 
