@@ -161,9 +161,3 @@ def defined_names(node: ast.stmt) -> Iterator[str]:
     for item in [item for target in targets for item in ast.walk(target)]:
         if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
             yield item.id
-
-
-def first_line(node: ast.stmt) -> int:
-    """Return the number of the first line of a statement, including its decorators."""
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(item.lineno for item in decorators)])
