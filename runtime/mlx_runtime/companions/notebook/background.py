@@ -186,7 +186,7 @@ class BackgroundRun(RunProcess):
 def libraries(path: str) -> list[str]:
     """Return the installed modules from which the files in the package of a class or function have imported."""
     package = path.partition(".")[0]
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == package]
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
     found = set()
     for value in [value for module in modules if hasattr(module, "__file__") for value in vars(module).values()]:
         if isinstance(value, type | FunctionType):

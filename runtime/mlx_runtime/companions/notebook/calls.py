@@ -22,7 +22,7 @@ from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_root
 
-MOST_TEXT = 10_000
+MOST_TEXT = 20_000
 """Maximum length of a config, because it is recorded and passed on as an override."""
 
 FIXED = {"dataset_files": "dataset", "fold": "fold"}

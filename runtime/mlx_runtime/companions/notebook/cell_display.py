@@ -6,7 +6,17 @@ import time
 from collections import deque
 from html import escape
 
-from mlx_runtime.events import EpochEnded, Event, RunEnded, RunStarted, StepProgress, WarningNotice, WorkerOutput
+from mlx_runtime.events import (
+    EpochEnded,
+    Event,
+    Notice,
+    RunEnded,
+    RunStarted,
+    StepProgress,
+    WarningNotice,
+    WorkerOutput,
+    WorkersStarted,
+)
 from mlx_runtime.tracking.console import EpochTable
 
 ROWS = 15
@@ -14,6 +24,8 @@ ROWS = 15
 
 WIDTH = 120
 """Maximum number of characters of a row."""
+
+WARNING = "warning: "
 
 REDRAW_S = 0.5
 """Minimum time between two drawings while it trains."""
@@ -37,7 +49,7 @@ class CellDisplay:
         self._title, self._state, self._drawn_at = "", "", 0.0
         self._table, self._header = EpochTable(), ""
         self._rows: deque[tuple[str, str]] = deque(maxlen=ROWS)  # each with its header
-        self._warnings: dict[str, None] = {}
+        self._notices: dict[str, None] = {}
 
     def handle(self, event: Event) -> None:
         match event:
@@ -53,8 +65,10 @@ class CellDisplay:
                 lines = list(self._table.lines(event, WIDTH))
                 self._header = "\n".join(line for line, is_header in lines if is_header) or self._header
                 self._rows += [(self._header, line) for line, is_header in lines if not is_header]
-            case WarningNotice(text):
-                self._warnings[f"warning: {text}"] = None
+            case Notice(text):
+                self._notices[f"{WARNING}{text}" if isinstance(event, WarningNotice) else text] = None
+            case WorkersStarted():
+                self._notices = {text: None for text in self._notices if text.startswith(WARNING)}  # of the start
             case RunEnded(status):
                 self._state = status
             case _:
@@ -67,5 +81,5 @@ class CellDisplay:
         lines = [f"<b>{escape(self._title)}</b> {escape(self._state)}"]
         for header, rows in itertools.groupby(self._rows, key=lambda row: row[0]):
             lines += [f"<b>{escape(header)}</b>", *(escape(row) for _, row in rows)]
-        lines += map(escape, self._warnings)
+        lines += map(escape, self._notices)
         self._cell.update(self._html(f"<pre>{chr(10).join(lines)}</pre>"))

@@ -57,6 +57,7 @@ class Block:
     is_import: bool
     names: frozenset[str]  # that it defines
     uses: frozenset[str]  # names in it
+    needs: frozenset[str]  # those that it uses when it is executed, and not only in bodies of functions
 
 
 class CellModule:
@@ -108,7 +109,8 @@ class CellModule:
 def insert_cell(blocks: Sequence[Block], text: str) -> list[Block]:
     """Return the blocks of a module with those of a cell, which replace earlier definitions of the same names.
 
-    The cell comes last, so that it can use all others. Blocks that use what it defines follow it, unless it uses them.
+    The cell comes last, so that it can use all others. Blocks that need what it replaces follow it; so do blocks that
+    use what it defines, unless it uses them.
 
     Raises:
         SyntaxError: the cell is not Python.
@@ -117,13 +119,14 @@ def insert_cell(blocks: Sequence[Block], text: str) -> list[Block]:
     new = [block for block in _split(text) if block.text not in imported]
     texts, names = {block.text for block in new}, {name for block in new for name in block.names}
     used = {name for block in new for name in block.uses}
-    before, after, changed = [], [], set(names)
+    before, after, changed, gone = [], [], set(names), set[str]()
     for block in blocks:
         if block.text in texts or (block.names and block.names <= names):
-            continue
-        if block.uses & changed and not block.names & used:
+            gone |= block.names
+        elif block.needs & gone or (block.uses & changed and not block.names & used):
             after.append(block)
             changed |= block.names
+            gone |= block.names
         else:
             before.append(block)
     return [*before, *new, *after]
@@ -144,13 +147,29 @@ def _split(text: str) -> Iterator[Block]:
     lines, end = re.split(r"\r\n?|\n", text), 0
     for group in groups:
         begin, end = end, group[-1].end_lineno or 0
-        found = [item for node in group for item in ast.walk(node) if isinstance(item, ast.Name)]
+        walked = [item for node in group for item in ast.walk(node)]
         yield Block(
             "\n".join(lines[begin:end]).strip(),
             is_import=all(isinstance(node, ast.Import | ast.ImportFrom) for node in group),
             names=frozenset(name for node in group for name in defined_names(node)),
-            uses=frozenset(item.id for item in found if isinstance(item.ctx, ast.Load)),
+            uses=frozenset(item.id for item in walked if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Load)),
+            needs=frozenset(name for node in group for name in needed_names(node)),
         )
+
+
+def needed_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement uses when it is executed."""
+    parts = [node]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts += [part.args, *part.decorator_list, *filter(None, [part.returns])]
+        elif isinstance(part, ast.Lambda):
+            parts.append(part.args)
+        else:
+            parts += ast.iter_child_nodes(part)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
+            yield part.id
 
 
 def defined_names(node: ast.stmt) -> Iterator[str]:

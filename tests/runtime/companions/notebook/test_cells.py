@@ -39,6 +39,8 @@ def test_definitions_come_before_the_cells_that_use_them() -> None:
     assert module(USE, "class Other: ...", other) == ["class Other: ...", other], "it is defined in a later cell"
     experiment = "class Experiment(Base):\n    models: Models"
     assert module(NET, USE, experiment, wider) == [wider, USE, experiment], "what uses Models follows, too"
+    base, leaf = "class Node:\n    def leaf(self):\n        return Leaf()", "class Leaf(Node): ..."
+    assert module(base, leaf, f"{base}  # again") == [f"{base}  # again", leaf], "a body is executed later"
 
 
 def test_the_latest_definition_of_a_name_counts() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ def problem(text: str) -> str:
 
 
 def test_reports_values_and_the_end_arrive(log: Callable[..., str]) -> None:
-    value = {"loss": 0.5, "weights": torch.ones(20_000), "names": ("a", None)}  # in several frames
+    value = {"loss": np.float64(0.5), "weights": torch.ones(20_000), "names": ("a", None)}  # in several frames
     report, error = FunctionReport(({"loss": 1.0}, {"loss": 2.0})), WorkerLoopError("it broke")
     ended = RunEnded("FAILED", {"loss": 1.0}, {"epoch": 1}, error=error)
     first, second, third, end = follow(Cluster(log(report, returned(1, value), returned(0, {1, 2}), ended)))

@@ -453,7 +453,7 @@ class TestBeforeARun:
         with pytest.raises(UsageError, match=r"is not a function"):
             trainer.run(print)
         with pytest.raises(
-            UsageError, match=r"config is longer than 10,000 characters: put data into a file, and its path"
+            UsageError, match=r"config is longer than 20,000 characters: put data into a file, and its path"
         ):
             trainer.run(training.counting, {"rows": list(range(5000))})
         with pytest.raises(UsageError, match=r"cfg.config.layers\[0\] has the key '_target_', which names an object"):
