@@ -6,6 +6,7 @@ process, and any process that reaches the dashboard can follow it.
 
 import base64
 import contextlib
+import io
 import json
 import multiprocessing
 import pickle
@@ -17,10 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.background import RunJob, load_bound_config
-from mlx_runtime.companions.notebook.returned import UnknownClassError, read_value
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, short_message
@@ -57,7 +59,7 @@ LOST = "LOST"
 
 @dataclass
 class ClusterRun:
-    """A run on a cluster, in place of the server and the process of a run on this machine.
+    """A run on a cluster, in place of the process of a run on this machine.
 
     Args:
         dashboard: the cluster.
@@ -73,13 +75,13 @@ class ClusterRun:
     folder: str
     function: str = ""
 
-    def start(self, _: object) -> tuple[int, "ClusterRun"]:
+    def follow(self) -> "ClusterRun":
         """Follow the run in a thread, which ends with this process."""
         self.ended: RunEnded | None = None
         self.events, self._events = multiprocessing.Pipe(duplex=False)
         self._asked = False
         threading.Thread(target=self._follow, name="cluster run", daemon=True).start()
-        return 0, self
+        return self
 
     def read(self) -> Iterator[Event]:
         """Yield the events that have arrived, except the end of the run, which `ended` holds."""
@@ -97,15 +99,9 @@ class ClusterRun:
             with contextlib.suppress(ClusterError):  # the connection will be lost
                 self.dashboard.stop(self.job)
 
-    def kill(self, _: int) -> None:
+    def kill(self) -> None:
         """End the job."""
         self.ask("", again=True)
-
-    def exit_code(self, _: int) -> None:
-        """Return None: the end of a job is an event."""
-
-    def release(self, _: int) -> None:
-        """Do nothing: the thread has ended with the run."""
 
     def _follow(self) -> None:
         *_, experiment, name = split_options(self.folder)[0].split("/")
@@ -138,9 +134,7 @@ class ClusterRun:
         event = decode(line)
         if isinstance(event, FunctionReturned) and not event.problem:
             try:
-                value = read_value(values.pop(str(event.rank)))
-            except UnknownClassError as error:
-                return replace(event, problem=f"what rank {event.rank} returned cannot be read here: {error}")
+                value = torch.load(io.BytesIO(values.pop(str(event.rank))), map_location="cpu", weights_only=True)
             except Exception as error:  # damaged or hostile: torch raises many types
                 raise ValueError(f"what rank {event.rank} returned is not a value") from error
             event = replace(event, pickled=base64.b64encode(pickle.dumps(value)).decode())
