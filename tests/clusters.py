@@ -226,5 +226,5 @@ def cluster(environment: Mapping[str, str], token: str | None = None, raylets: i
     with RayCluster(environment, token) as made:
         for number in range(raylets):
             made.add(cpus=2, labels={"node": f"node_{number}", "bandwidth": "100"}, **{f"node{number}": 1.0})
-        made.wait(raylets)
+            made.wait(number + 1)
         yield made
