@@ -213,7 +213,7 @@ def launch(job: RunJob, address: str) -> ClusterRun:
     """
     if job.request.fast or job.request.checkpoint:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
-    typed = part("ray.remote").typed_storage(job.request.overrides)
+    typed = part("ray.commands").typed_storage(job.request.overrides)
     if is_elsewhere(typed):
         return launch_there(job, address, typed)
     return submit(job.module, job.name, job.function, job.request, address)

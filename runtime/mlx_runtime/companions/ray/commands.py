@@ -171,10 +171,14 @@ def refuse_unknown(words: Sequence[str]) -> None:
         refuse_options(rest, f"mlx {words[0]} launch")
 
 
+def typed_storage(overrides: Sequence[str]) -> str:
+    """Return the path in the last `cfg.storage_path=` of overrides, empty without one."""
+    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
+    return typed[-1].partition("=")[2].strip("'\"") if typed else ""
+
+
 def _refuse_elsewhere(overrides: Sequence[str], ray_address: str | None) -> None:
     """Raise ElsewhereError if only the cluster has the storage: then the command runs there."""
-    from mlx_runtime.companions.ray.remote import typed_storage
-
     path = lookup.storage_path(typed_storage(overrides)) or ""
     with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
         lookup.refuse_elsewhere(path)

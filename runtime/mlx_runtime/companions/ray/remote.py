@@ -26,7 +26,7 @@ from mlx_runtime.companions.jobs.checks import require
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.commands import refuse_unknown
+from mlx_runtime.companions.ray.commands import refuse_unknown, typed_storage
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import check_upload
@@ -65,12 +65,6 @@ class _EndedError(Exception):
     def __init__(self, frame: frames.Frame) -> None:
         super().__init__(frame)
         self.frame = frame
-
-
-def typed_storage(overrides: Sequence[str]) -> str:
-    """Return the path in the last `cfg.storage_path=` of overrides, empty without one."""
-    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
-    return typed[-1].partition("=")[2].strip("'\"") if typed else ""
 
 
 def runs_there(words: Sequence[str]) -> bool:
