@@ -248,7 +248,7 @@ class TestWhatLeaves:
         assert f"is unfinished: {self.PLACES}" in following.finish(60)[-1].text
         assert set(server.files("alice/digits")) == {".gitattributes", "mirror.json"}
         places = self.PLACES.replace("digits", "other")
-        with pytest.raises(UsageError, match=f"{places}.* zip -d code.zip src/tools.py$"):
+        with pytest.raises(UsageError, match=f"{places}.* zip -u code.zip src/tools.py$"):
             pushing.push(training.folder, "hf://alice/other")
         (training.folder.path / "code.zip").unlink()
         training.folder.conf.write_text(f"{CONF}tools:\n  api: {{token: {WORDS}, key: '${{oc.env:KEY}}'}}\n")
