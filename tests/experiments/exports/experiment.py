@@ -68,7 +68,7 @@ class Encoder(nn.Module):
             hidden = hidden + torch.zeros(int(ids.shape[0]), 1, 1)
         if self.kind == "branch" and hidden.sum() > 0:
             hidden = 2 * hidden
-        if self.kind == "few" and ids.shape[0] > 2:
+        if self.kind == "many" and ids.shape[0] > 100:
             hidden = hidden + 1
         if self.kind == "numpy":
             hidden = torch.from_numpy(hidden.numpy() * 2)
@@ -81,8 +81,8 @@ class Encoder(nn.Module):
             return self.recurrent(packed)[1][-1]
         if self.kind == "dishonest" and torch.compiler.is_exporting():
             hidden = hidden * 1.01
-        if self.kind == "nan":
-            hidden = hidden / 0
+        if self.kind == "nan":  # for texts of one length only
+            hidden = hidden / (ids.shape[1] - 4)
         return hidden.sum(1) / mask.sum(1, keepdim=True)
 
 

@@ -215,7 +215,7 @@ def _tensor_of(value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind not in "biuf":
             raise TypeError
-        return torch.from_numpy(np.ascontiguousarray(value))
+        return torch.from_numpy(np.asarray(value, order="C"))  # np.ascontiguousarray would make scalars vectors
     if not isinstance(value, list | tuple | bool | int | float):
         raise TypeError
     if isinstance(value, float):

@@ -17,7 +17,7 @@ from conftest import Mlx, edit
 from safetensors.torch import load_file
 
 from mlx_runtime import load_export, open_run
-from mlx_runtime.companions.serving.exports import proof
+from mlx_runtime.companions.serving.exports import evidence, proof
 from mlx_runtime.companions.serving.exports.artifact import export
 from mlx_runtime.companions.serving.exports.evidence import held_out, widened
 from mlx_runtime.companions.serving.schema import Column, RowError, Schema
@@ -102,7 +102,7 @@ def test_a_loaded_export_answers_like_the_run(here: Path) -> None:
         expected = run.predict(answers.schema.stack([answers.schema.row(row)]))
         assert torch.equal(found["label"][number : number + 1], expected["label"])
         assert torch.allclose(found["scores"][number : number + 1], expected["scores"], atol=1e-6)
-    assert load_export(NAME)(answers.schema.example_rows())["label"].shape == (3,)
+    assert answers(answers.schema.example_rows())["label"].shape == (3,)
     with pytest.raises(RowError, match="numbers is missing; expected float32"):
         answers([{"ids": [1], "mask": [True]}])
 
@@ -190,14 +190,14 @@ CANNOT_BE_EXPORTED = {
     "numpy": "predict cannot be exported: RuntimeError: .numpy() is not supported for tensor subclasses. at "
     "src/experiment.py:74: hidden = torch.from_numpy(hidden.numpy() * 2)\nwrite it with operations of torch on "
     "tensors, without NumPy, and without attributes that predict changes",
-    "few": "the exported program (pt2) fails with 1 row: ",
+    "many": f"predict cannot be exported: the program would be right for at most 100 rows only\n{BATCH}",
     "random": "predict returns different values of 'label' each time, because it draws random numbers, so that the "
     'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]',
-    "nan": "predict returns only NaN or infinity in 'scores', for 64 rows of test: nothing can be compared; choose "
-    "another --checkpoint",
+    "nan": "predict returns only NaN or infinity in 'scores' for 1 row of ids (4,), mask (4,), numbers (4,): nothing "
+    "can be compared; choose another --checkpoint, or let predict return numbers for such rows",
     "strings": "predict reads 'text', a column of strings, which programs cannot read; tokenize it in ray_map_batches "
     "or collate of the dataset, and let predict read the tokens",
-    "dishonest": "the exported program (pt2) differs from predict with ",
+    "dishonest": "the exported program (pt2) differs from predict with 3 rows of ids (",
 }
 """Messages by kind of encoder."""
 
@@ -216,42 +216,48 @@ def test_a_model_that_cannot_be_exported_is_located(here: Path, mlx: Mlx, kind: 
     assert [file.name for file in here.iterdir() if "run_002" in file.name] == []
 
 
-def test_a_check_that_takes_too_long_is_stopped(here: Path, mlx: Mlx) -> None:
-    done = mlx(here, "xp", "export", "exports", "-o", "late", "--timeout", "0.1")
-    line = "the check of the export took more than 0.1 s; allow more with --timeout 0.2"
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.endswith(f"error: {line}\n")
+def test_a_check_that_takes_too_long_is_stopped(here: Path) -> None:
+    with pytest.raises(MlxError, match=r"took more than 0.1 s; allow more with --timeout 0.2"):
+        export(resolve_run("exports", "run_001"), Path("late"), timeout_s=0.1)
     assert not (here / "late").exists()
 
 
 class Sorted(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of one length, followed by a longer and a shorter one."""
+    """Rows of one length, two shorter ones, and one that cannot be read."""
 
     def __len__(self) -> int:
-        return 102
+        return 103
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == 102:
+            raise OSError("no such scan")
         return {"ids": torch.full((5 if index < 100 else index - 97,), index), "x": torch.ones(2)}
 
 
 @pytest.mark.pure
-def test_outputs_are_compared_on_rows_of_all_lengths() -> None:
+@pytest.mark.parametrize(
+    ("limit", "value", "found"), [("SEARCHED", 103, [3, 4]), ("SHAPES", 1, [3]), ("SEARCH_S", 0.0, [])]
+)
+def test_outputs_are_compared_on_rows_of_all_lengths(
+    limit: str, value: float, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise a program that fixes the length of the first rows would pass."""
+    monkeypatch.setattr(evidence, limit, value)
     experiment: Any = SimpleNamespace(cfg=SimpleNamespace(seed=0), datasets=SimpleNamespace(test=Sorted()))
     nodes = {"datasets": {"test": {"_target_": "torch.utils.data.Dataset"}}}
     schema = Schema((Column("ids", "int64", (5,)), Column("x", "float32", (2,))))
     source, batches = held_out(experiment, nodes, schema)
     assert source == "test"
-    assert [list(batch["ids"].shape) for batch in batches] == [[1, 5], [2, 5], [7, 5], [64, 5], [1, 3], [1, 4]]
-    assert [column.shape for column in widened(schema, batches).columns] == [(None,), (2,)]
+    sizes = [[1, 5], [2, 5], [7, 5], [64, 5], *([1, length] for length in found)]
+    assert [list(batch["ids"].shape) for batch in batches] == sizes
+    assert [column.shape for column in widened(schema, batches).columns] == [(None if found else 5,), (2,)]
 
 
-def test_code_with_a_secret_is_not_exported(here: Path, mlx: Mlx) -> None:
+def test_code_with_a_secret_is_not_exported(here: Path) -> None:
     with zipfile.ZipFile(here / "runs/exports/run_001/code.zip", "a") as archive:
         archive.writestr("src/keys.py", 'API_KEY = "sk-ant-abcdef1234567890"\n')
-    done = mlx(here, "xp", "export", "exports", "-o", "secret", "--format", "safetensors")
-    assert done.returncode == 2
-    assert "error: src/keys.py:1 would take a likely secret to the export. Read it from the environment" in done.stderr
+    with pytest.raises(UsageError, match=r"^src/keys.py:1 would take a likely secret to the export. Read it from the"):
+        export(resolve_run("exports", "run_001"), Path("secret"), formats=["safetensors"])
     assert not (here / "secret").exists()
 
 
@@ -285,7 +291,8 @@ def test_the_proof_hides_the_package_and_notices_other_outputs(here: Path, tmp_p
 
     other = outputs | {"label": outputs["label"] + 1}
     problem = prove(here / NAME, tmp_path, [[batch, other]])["problem"]
-    assert problem == "the exported program (pt2) differs from predict with 3 rows: label differs in 3 values"
+    rows = proof.title_of(batch)
+    assert problem == f"the exported program (pt2) differs from predict with {rows}: label differs in 3 values"
 
 
 def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:

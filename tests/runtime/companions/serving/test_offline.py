@@ -81,6 +81,15 @@ class Broken(Digits):
         return super().__getitem__(index)
 
 
+class Bright(Digits):
+    """A row that the schema refuses but predict answers, followed by one that predict refuses."""
+
+    def __init__(self):
+        super().__init__(split="test")
+        self.images[1] = float("nan")
+        self.images[2] = 99
+
+
 class Unlike(Digits):
     def __init__(self):
         super().__init__(split="test")
@@ -183,13 +192,11 @@ def test_each_number_of_workers_and_kind_of_dataset_gives_the_same_bytes(
     np.testing.assert_allclose(probabilities(one), expected["probabilities"], rtol=1e-4, atol=1e-6)
     stream = quick("stream.parquet", dataset="src.more.Stream", batch_size=8)
     assert stream.read_bytes() == one.read_bytes()
-    for workers in (2, 3):
-        output = tmp_path / f"{workers}.parquet"
-        options = ("--workers", str(workers), "--batch-size", "8", "-o", str(output), "--quiet")
-        dataset = "test" if workers == 2 else "src.more.Stream"
-        done = mlx(trained, "train", "predict", "--dataset", dataset, *options)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert output.read_bytes() == one.read_bytes()
+    output = tmp_path / "three.parquet"
+    options = ("--workers", "3", "--batch-size", "8", "-o", str(output), "--quiet")
+    done = mlx(trained, "train", "predict", "--dataset", "src.more.Stream", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert output.read_bytes() == one.read_bytes()
 
 
 def test_files_of_rows_give_the_same_outputs(
@@ -328,6 +335,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
         {"dataset": "src.more.Broken"},
         DatasetError,
         r"cannot be read: ValueError: no such scan \(while reading sample 13 ",
+    ),
+    "a row of a dataset": (
+        {"dataset": "src.more.Bright"},
+        PredictError,
+        r"src.more.Bright: row 2: predict failed: ValueError: too bright",
     ),
     "no rows": ({"dataset": "src.more.Empty"}, UsageError, "has no rows; .* was not written"),
     "a stream of Ray": ({"dataset": "src.more.OnCluster"}, UsageError, "is a stream of Ray Data.*write_parquet"),

@@ -13,14 +13,14 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from mlx_runtime.companions.serving.predictions import offline
+from mlx_runtime.companions.serving.predictions import offline, tables
 from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
 from mlx_runtime.companions.serving.predictions.results import array_of, join, table_of, write_part
 from mlx_runtime.companions.serving.predictions.sources import select
 from mlx_runtime.companions.serving.predictions.tables import FileRows, Rows
 from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import Column, RowError
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import MlxError, StorageError, UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -36,7 +36,8 @@ def parquet_file(path: Path, **columns: Any) -> Path:
 
 
 def lines(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    path.write_text(text, errors="surrogateescape")
     return path
 
 
@@ -95,8 +96,15 @@ def test_rows_of_different_shapes_are_lists(tmp_path: Path) -> None:
 
 
 BAD_ROWS = {
-    "not JSON": ("{", "PATH: JSON parse error: Missing a name for object member. in row 2, counted from line 1"),
-    "a list": ("[1]", "PATH: JSON parse error: "),
+    "not JSON": ("{", "PATH: line 4 is not JSON: Expecting property name enclosed in double quotes"),
+    "a list": ("[1]", "PATH: line 4 is not a JSON object"),
+    "null": ("null", "PATH: line 4 is not a JSON object"),
+    "two values": ("{} null", "PATH: line 4 is not JSON: Extra data"),
+    "deep": (
+        '{"z": ' + 50_000 * "[" + 50_000 * "]" + "}",
+        "PATH: line 4 is not JSON: maximum recursion depth exceeded",
+    ),
+    "not UTF-8": ('{"label": "\udce9"}', "PATH: line 4 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
     "text": ({"image": "x"}, "PATH: JSON parse error: Column(/image) changed"),
     "missing": ({"label": 1}, "PATH: row 2: image is null; expected float32 (1, 2, 3)"),
     "a shape": ({"image": [[[1.0]]]}, "PATH: row 2: image has shape (1, 1, 1); expected float32 (1, 2, 3)"),
@@ -115,14 +123,74 @@ def test_a_row_that_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+KEPT = {
+    "texts like dates": (["2024-05-01", "2024-05-02T10:00:00Z", "c"], ["2024-05-01", "2024-05-02T10:00:00Z", "c"]),
+    "numbers": ([1, 2, 2.5], [1.0, 2.0, 2.5]),
+    "nulls first": ([None, None, "a"], [None, None, "a"]),
+    "objects": ([{"a": 1}, {"a": 1, "b": [2]}, {}], [{"a": 1, "b": None}, {"a": 1, "b": [2]}, {"a": None, "b": None}]),
+    "no common type": ([1, "a"], "have no common type"),
+    "rounded": ([2**53 + 1, 0.5], "have no common type: Integer value 9007199254740993"),
+    "nothing": ([{}], "out.parquet: Cannot write struct type 'id' .*; leave it out of --keep, or write .jsonl"),
+    "too large": ([2**64], "have no common type: Python int too large"),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@pytest.mark.parametrize("name", KEPT)
+def test_values_to_keep_are_copied_unchanged(
+    name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their types may differ between lines that are parsed together, between batches, and between blocks."""
+    values, expected = KEPT[name]
+    monkeypatch.setattr(tables, "LINES_BYTES", chunk)
+    rows = [{"count": 1, "id": value, "other": other} for value, other in zip(values, ["x", 2, []], strict=False)]
+    path = lines(tmp_path / "rows.jsonl", rows)
+
+    def kept(*parts: tuple[int, int]) -> Any:
+        found = [rows.kept for rows in read(path, [Column("count", "int64")], parts, ["id"])]
+        blocks = [[table_of({"x": torch.ones(len(item["id"]))}, item)] for item in found]
+        return parquet.read_table(joined(tmp_path, ".parquet", *blocks, keep=["id"]))["id"].to_pylist()
+
+    for parts in ([(0, 3)], [(0, 1), (1, 2)][: len(values)]):
+        if isinstance(expected, str):
+            with pytest.raises(UsageError, match=expected):
+                kept(*parts)
+        else:
+            assert kept(*parts) == expected
+
+
+def test_the_files_of_a_folder_may_differ_in_types(tmp_path: Path) -> None:
+    names = pa.array(["a", "b"])
+    parquet_file(tmp_path / "0.parquet", height=[1, 2], id=names.dictionary_encode())
+    parquet_file(tmp_path / "1.parquet", height=[2.5, 3.0], id=names)
+    for hidden in (".2.parquet", "_delta_log/2.parquet"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        parquet_file(tmp_path / hidden, version=[1])
+    (rows,) = read(tmp_path, NUMBERS[:1], [(0, 9)], keep=["id"])
+    assert rows.columns["height"].tolist() == [1, 2, 2.5, 3]
+    assert rows.kept["id"].to_pylist() == ["a", "b", "a", "b"]
+    parquet_file(tmp_path / "2.parquet", height=["high"], id=["c"])
+    with pytest.raises(UsageError, match=f"{tmp_path}: values of a column have no common type: .*height"):
+        read(tmp_path, NUMBERS[:1], [(0, 9)])
+    parquet_file(tmp_path / "2.parquet", width=[1])
+    with pytest.raises(UsageError, match=r"2.parquet lacks height \(float32\); its columns are width"):
+        read(tmp_path, NUMBERS[:1], [(0, 9)])
+
+
 def test_values_of_csv_and_parquet_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    for value, message in (("1,2.5", "conversion error to int64: invalid value '2.5'"), ("x,2", "to double.* 'x'")):
+    for value, message in (
+        ("1,2.5", "column count: Row #3: .* int64: invalid value '2.5'"),
+        ("x,2", "column height: .* 'x'"),
+    ):
         (tmp_path / "rows.csv").write_text(f"height,count,text,wet\n1,2,a,true\n{value},a,true\n")
-        with pytest.raises(UsageError, match=rf"cannot read .*rows.csv: In CSV column #.: .*{message}"):
+        with pytest.raises(UsageError, match=rf"cannot read .*rows.csv: In CSV {message}"):
             read(tmp_path / "rows.csv", NUMBERS, [(0, 2)])
     path = parquet_file(tmp_path / "rows.parquet", image=[*IMAGES[:8].tolist(), None])
     with pytest.raises(RowError, match=r"rows.parquet: row 8: image is null"):
         read(path, [IMAGE], [(0, 4), (4, 6)])
+    path = parquet_file(tmp_path / "rows.parquet", height=[1, 2, float("nan")])
+    with pytest.raises(RowError, match=r"rows.parquet: row 2: height holds NaN or infinity"):
+        read(path, NUMBERS[:1], [(0, 3)])
 
 
 def test_files_that_are_not_what_their_name_says(tmp_path: Path) -> None:
@@ -165,13 +233,14 @@ OUTPUTS = {
 }
 
 
-def joined(folder: Path, suffix: str, *blocks: Sequence[dict[str, Any]], kept: dict[str, Any] | None = None) -> Path:
-    """Write the outputs of blocks, each a list of batches, and join them."""
+def joined(folder: Path, suffix: str, *blocks: Sequence[Any], keep: Sequence[str] = ()) -> Path:
+    """Write the outputs of blocks, each a list of tables or of batches, and join them."""
     paths = []
     for number, batches in enumerate(blocks):
         paths.append(folder / f"{number}.arrow")
-        write_part(paths[-1], [table_of(batch, kept or {}) for batch in batches])
-    join(paths, folder / f"out{suffix}", folder / "temporary")
+        found = [batch if isinstance(batch, pa.Table) else table_of(batch, {}) for batch in batches]
+        write_part(paths[-1], found, keep)
+    join(paths, folder / f"out{suffix}", folder / "temporary", keep)
     assert not (folder / "temporary").exists()
     return folder / f"out{suffix}"
 
@@ -215,11 +284,18 @@ def test_outputs_of_different_shapes_are_lists_of_any_length(tmp_path: Path) -> 
 
 def test_kept_columns(tmp_path: Path) -> None:
     kept = {"id": pa.array(["a", None, "c"]), "n": pa.array(range(3))}
-    frame = pandas.read_parquet(joined(tmp_path, ".parquet", [{"digit": OUTPUTS["digit"][:3]}], kept=kept))
+    table = table_of({"digit": OUTPUTS["digit"][:3]}, kept)
+    frame = pandas.read_parquet(joined(tmp_path, ".parquet", [table], keep=["id", "n"]))
     assert frame["n"].tolist() == [0, 1, 2]
     assert frame["id"].tolist()[::2] == ["a", "c"]
     with pytest.raises(UsageError, match=r"predict returns a column n, too; leave it out of --keep"):
         table_of({"n": torch.ones(3)}, kept)
+
+
+def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / "0.arrow").write_bytes(b"damaged")
+    with pytest.raises(StorageError, match=r"0.arrow is damaged: .*; delete it, and type the same command again"):
+        join([tmp_path / "0.arrow"], tmp_path / "out.parquet", tmp_path / "temporary")
 
 
 def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
@@ -254,7 +330,7 @@ def test_the_rows_that_a_word_names(tmp_path: Path) -> None:
     for word, message in (
         ("test_a", r"the run has no dataset 'test_a', and there is no such file or class. Did you mean 'test_b'\?"),
         ("rows.csv", "has no dataset 'rows.csv', and there is no such file"),
-        ("src.data.Digits(split=test)", r"has no dataset 'src.data.Digits\(split=test\)', and there is no such"),
+        ("src.data.Digits(split=test)", r"^src.data.Digits\(split=test\) has arguments, .* a class that needs none"),
         (str(tmp_path), "the folder .* has no .parquet files"),
         (str(tmp_path / "rows.npy"), "is not a file of rows; they end with .parquet, .jsonl, .ndjson, .csv"),
     ):

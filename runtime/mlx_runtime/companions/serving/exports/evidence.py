@@ -1,10 +1,12 @@
 """The evidence of an export: held-out rows with the outputs of `predict`, and its check."""
 
+import contextlib
 import itertools
 import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +29,8 @@ from mlx_runtime.loop.experiment import BaseModule
 SIZES = (1, 2, 7, 64)
 """Numbers of rows at which outputs are compared."""
 
-SEARCHED, SHAPES = 10_000, 256
-"""Rows among which those of other shapes are searched, and the maximum number of shapes."""
+SEARCHED, SEARCH_S, SHAPES = 10_000, 30.0, 256
+"""Rows and seconds in which rows of other shapes are searched, and the maximum number of shapes."""
 
 TOLERANCES = {32: 1e-4, "fp16": 2e-3, "bf16": 2e-2}
 """Largest accepted difference by the precision of the run, relative to the largest value of an output, or absolute if
@@ -61,14 +63,21 @@ def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predict
     """
     source, batches = held_out(experiment, nodes, predictor.schema)
     schema = widened(predictor.schema, batches)
-    cases = []
+    cases: list[tuple[Batch, Outputs]] = []
     for batch in (programs.traced_rows(schema), *batches):
         rows = rows_in(batch)
         try:
             with temporary_seed(0):
-                cases.append((batch, predictor.predict(batch, rows)))
+                outputs = predictor.predict(batch, rows)
         except PredictError as error:
             raise fault_of_rows(error, rows, project) from error
+        for name, value in outputs.items():
+            if value.numel() and not value.isfinite().any():
+                raise ExportError(
+                    f"predict returns only NaN or infinity in {name!r} for {proof.title_of(batch)}: nothing can be "
+                    "compared; choose another --checkpoint, or let predict return numbers for such rows"
+                )
+        cases.append((batch, outputs))
     batch, expected = cases[len(SIZES)]
     with temporary_seed(1):
         again = predictor.predict(batch, rows_in(batch))
@@ -77,11 +86,6 @@ def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predict
             raise ExportError(
                 f"predict returns different values of {name!r} each time, because it draws random numbers, so that the "
                 'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]'
-            )
-        if value.numel() and not value.isfinite().any():
-            raise ExportError(
-                f"predict returns only NaN or infinity in {name!r}, for {rows_in(batch)} rows of {source}: nothing can "
-                "be compared; choose another --checkpoint"
             )
     return Evidence(source, schema, cases, TOLERANCES[experiment.cfg.precision])
 
@@ -98,22 +102,28 @@ def held_out(experiment: BaseModule, nodes: Mapping[str, Any], schema: Schema) -
         try:
             shard = shard_of(experiment, nodes, name)
             batches = [_read(next(iter(shard.iter_torch_batches(batch_size=size))), schema, size) for size in SIZES]
-            return name, [*batches, *_of_other_shapes(shard, schema, batches)]
         except USER_ERRORS:  # it cannot be read here, or lacks a column
             continue
+        return name, [*batches, *_of_other_shapes(shard, schema, batches)]
     rows = {column.name: schema.examples[column.name].flip(0) for column in schema.columns}
     return "examples", [_read(rows, schema, size) for size in SIZES]
 
 
 def _of_other_shapes(shard: DatasetShard, schema: Schema, batches: Sequence[Batch]) -> list[Batch]:
-    """Return a row of each shape that the batches lack. Rows are read one by one, because batches are padded."""
-    known = {_shapes(batch) for batch in batches}
+    """Return a row of each shape that the batches lack, up to the first row that cannot be read.
+
+    Rows are read one by one, because batches are padded.
+    """
+    known, end = {_shapes(batch) for batch in batches}, time.monotonic() + SEARCH_S
     found: list[Batch] = []
-    for batch in itertools.islice(shard.iter_torch_batches(batch_size=1), SEARCHED):
-        row = _read(batch, schema, 1)
-        if _shapes(row) not in known and len(found) < SHAPES:
-            known.add(_shapes(row))
-            found.append(row)
+    with contextlib.suppress(*USER_ERRORS):
+        for batch in itertools.islice(shard.iter_torch_batches(batch_size=1), SEARCHED):
+            if len(found) == SHAPES or time.monotonic() >= end:
+                break
+            row = _read(batch, schema, 1)
+            if _shapes(row) not in known:
+                known.add(_shapes(row))
+                found.append(row)
     return found
 
 

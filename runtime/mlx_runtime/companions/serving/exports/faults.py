@@ -4,12 +4,13 @@ import linecache
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from mlx_runtime.data.batches import Batch
@@ -26,6 +27,9 @@ PACKED = (
     "a program cannot read packed sequences; pad all rows to one length in the dataset, and mask the outputs of the "
     "layer, or export only the weights with --format safetensors"
 )
+
+MANY = 1 << 31
+"""Rows that no batch has."""
 
 EQUAL_SIZES = re.compile(r"Eq\(s\d+, s\d+\)")
 """Condition that two columns have the same size; it is not a problem."""
@@ -59,6 +63,15 @@ def fault_of_rows(error: BaseException, rows: int, project: Path) -> ExportError
     return _error(problem, line, FIXED)
 
 
+def refuse_few_rows(exported: ExportedProgram) -> None:
+    """Raise ExportError if a program is right only for some numbers of rows, because `predict` branches on it."""
+    for shape in shapes_of(exported).values():
+        known = exported.range_constraints.get(shape[0].node.expr)
+        if known and (known.lower > 2 or known.upper < MANY):
+            limit = f"at least {known.lower}" if known.lower > 2 else f"at most {known.upper}"
+            raise _error(f"the program would be right for {limit} rows only", None, FIXED)
+
+
 def _error(problem: str, line: str | None, cure: str) -> ExportError:
     return ExportError(f"predict cannot be exported: {problem}{f' at {line}' if line else ''}\n{cure}")
 
@@ -84,19 +97,21 @@ def _draft(
     except USER_ERRORS as error:
         return _line_of(error, project), []
     lines = (_last([(names.get(item["filename"], ""), item["line"]) for item in stack], project) for stack in stacks)
-    inputs = {spec.arg.name for spec in draft.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
-    nodes = [node for node in draft.graph.nodes if node.op == "placeholder" and node.name in inputs]
-    sizes = [
-        (name, axis, str(node.meta["val"].shape[axis]))
-        for name, node in zip(draft.example_inputs[0][0], nodes, strict=True)
-        for axis in varying[name]
-    ]
+    sizes = [(name, axis, str(shape[axis])) for name, shape in shapes_of(draft).items() for axis in varying[name]]
     return next(filter(None, lines), None), [item for item in sizes if item[2].isdecimal()]  # others are symbols
+
+
+def shapes_of(exported: ExportedProgram) -> dict[str, Sequence[Any]]:
+    """Return the shapes of the columns that a program reads: numbers, and symbols for dimensions that vary."""
+    inputs = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder" and node.name in inputs]
+    names = exported.example_inputs[0][0]
+    return {name: node.meta["val"].shape for name, node in zip(names, nodes, strict=True)}
 
 
 def _last(frames: list[tuple[str, int]], project: Path) -> str | None:
     """Format the innermost frame of a project, or else of another library than torch, as `file:line: code`."""
-    libraries = (Path(torch.__file__).parent, Path(__file__).parents[2])
+    libraries = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])
     files = [(Path(file).resolve(), number) for file, number in frames if Path(file).is_file()]
     own = [item for item in files if item[0].is_relative_to(project.resolve()) and "site-packages" not in str(item[0])]
     rest = [item for item in files if not any(map(item[0].is_relative_to, libraries))]

@@ -14,11 +14,7 @@ from mlx_runtime.runs.tables import format_number
 
 README = """# {experiment} {run}, {checkpoint}
 
-| metric | value |
-|---|---|
-{metrics}
-
-| column | shape and type |
+{metrics}| column | shape and type |
 |---|---|
 {columns}
 {programs}
@@ -83,7 +79,7 @@ def text(about: Mapping[str, Any], schema: Schema, programs: Sequence[str], orig
         programs: the programs in the folder.
         origin: the function that makes the columns.
     """
-    columns = {}
+    columns, metrics = {}, {name: format_number(value) for name, value in sorted(about["metrics"].items())}
     for column in schema.columns:
         sizes = ["rows", *("any" if size is None else str(size) for size in column.shape)]
         columns[column.name] = f"({', '.join(sizes)}) {column.dtype}"
@@ -93,7 +89,7 @@ def text(about: Mapping[str, Any], schema: Schema, programs: Sequence[str], orig
         experiment=about["experiment"],
         run=about["run"],
         checkpoint=about["checkpoint"]["name"],
-        metrics=_lines({name: format_number(value) for name, value in sorted(about["metrics"].items())}),
+        metrics=f"| metric | value |\n|---|---|\n{_lines(metrics)}\n\n" if metrics else "",
         columns=_lines(columns),
         programs="".join(filled),
         origin=origin,

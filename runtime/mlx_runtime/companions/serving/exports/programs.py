@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of
+from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of, refuse_few_rows
 from mlx_runtime.companions.serving.predictor import Outputs
 from mlx_runtime.companions.serving.schema import STRING, Schema
 from mlx_runtime.data.batches import Batch
@@ -67,9 +67,11 @@ def trace(experiment: BaseModule, schema: Schema, project: Path) -> ExportedProg
     }
     with torch.no_grad(), _quiet():
         try:
-            return torch.export.export(program, (batch,), dynamic_shapes=(varying,))
+            exported = torch.export.export(program, (batch,), dynamic_shapes=(varying,))
         except USER_ERRORS as error:
             raise fault_of(error, program, batch, varying, project) from error
+    refuse_few_rows(exported)
+    return exported
 
 
 def traced_rows(schema: Schema) -> Batch:

@@ -104,8 +104,7 @@ def check(program: str, folder: Path, cases: Sequence[Any], tolerance: float) ->
         raise ProofError(f"the exported program ({program}) does not load: {_text(error)}") from error
     largest = 0.0
     for batch, expected in cases:
-        rows = len(next(iter(batch.values())))
-        title, size = f"the exported program ({program})", f"{rows} row{'s' * (rows != 1)}"
+        title, size = f"the exported program ({program})", title_of(batch)
         try:
             with torch.no_grad():
                 found = function(batch)
@@ -116,6 +115,13 @@ def check(program: str, folder: Path, cases: Sequence[Any], tolerance: float) ->
         except ProofError as error:
             raise ProofError(f"{title} differs from predict with {size}: {error}") from error
     return largest
+
+
+def title_of(batch: Mapping[str, Any]) -> str:
+    """Return a description with the shape of each row, like `2 rows of ids (7,), numbers (4,)`."""
+    rows = len(next(iter(batch.values())))
+    shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in batch.items())
+    return f"{rows} row{'s' * (rows != 1)} of {shapes}"
 
 
 def run_readme(expected: Mapping[str, Any], tolerance: float) -> None:

@@ -165,7 +165,7 @@ def _work(job: Job, parts: Parts, progress: "Progress") -> list[str]:
     if not progress.done:
         raise UsageError(f"{job.rows.title} has no rows; {job.output} was not written")
     with _writing(job.output):
-        return join(parts.files(), job.output, parts.folder / f".{job.output.name}")
+        return join(parts.files(), job.output, parts.folder / f".{job.output.name}", job.options.keep)
 
 
 @contextlib.contextmanager
@@ -262,7 +262,7 @@ class BlockWriter:
         path = self._job.parts / part_name(number, count)
         with _writing(self._job.output):
             if tables:
-                write_part(path, tables)
+                write_part(path, tables, options.keep)
             else:
                 path.touch()
         return Block(count, self._predictor.schema.names)
@@ -276,12 +276,13 @@ class BlockWriter:
         texts = {column.name for column in self._predictor.schema.columns if column.dtype == STRING}
         batch, differ = rows.columns, any(isinstance(rows.columns[name], list) for name in {*rows.columns} - texts)
         with temporary_seed(mix_seeds(self._job.rows.seed, start)):  # random outputs do not depend on the worker
-            try:
-                if not differ:
+            if differ:
+                whole = [{name: batch[name][row] for name in batch} for row in range(rows.size)]
+                answers = self._predictor.answer(whole)
+            else:
+                with contextlib.suppress(PredictError):  # again for each row, to name it
                     return self._predictor.predict(batch, rows.size)
-            except PredictError:
-                pass  # again for each row, to name it
-            answers = self._predictor.answer([{name: batch[name][row] for name in batch} for row in range(rows.size)])
+                answers = self._predictor.answer_batch(batch, rows.size)
         for row, answer in enumerate(answers, start):
             if isinstance(answer, Exception):
                 raise PredictError(f"{self._source.title}: row {row}: {answer}") from answer

@@ -1,5 +1,6 @@
 """Predictions as files: a part per block of rows, joined to Parquet or JSON lines."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,9 +13,9 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from mlx_runtime.companions.serving.predictions.tables import values_of
+from mlx_runtime.companions.serving.predictions.tables import kept_array, values_of
 from mlx_runtime.companions.serving.predictor import as_array
-from mlx_runtime.errors import MlxError, UsageError, short_message
+from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.storage.files import finite
 
 ROW_GROUP_BYTES = 16 << 20
@@ -54,17 +55,9 @@ def array_of(rows: torch.Tensor | Sequence[torch.Tensor]) -> pa.Array:
     return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, shape), lists)
 
 
-def kept_array(name: str, values: torch.Tensor | Sequence[Any]) -> pa.Array:
-    """Return a column of a batch that is copied to the output."""
-    try:
-        return array_of(values) if isinstance(values, torch.Tensor) else pa.array(values)
-    except pa.ArrowException as error:
-        raise UsageError(f"--keep {name}: its values have no common type: {short_message(error)}") from error
-
-
-def write_part(path: Path, tables: Sequence[pa.Table]) -> None:
+def write_part(path: Path, tables: Sequence[pa.Table], keep: Sequence[str] = ()) -> None:
     """Write the rows of a block, whole or not at all."""
-    temporary, schema = path.with_name(f".{path.name}"), common_schema([table.schema for table in tables])
+    temporary, schema = path.with_name(f".{path.name}"), common_schema([table.schema for table in tables], keep)
     with temporary.open("wb") as file:
         with pa.ipc.new_file(file, schema) as writer:
             for table in tables:
@@ -74,8 +67,11 @@ def write_part(path: Path, tables: Sequence[pa.Table]) -> None:
     temporary.replace(path)
 
 
-def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """Return the schema of all rows, in which outputs whose shape differs between rows are nested lists."""
+def common_schema(schemas: Sequence[pa.Schema], keep: Sequence[str] = ()) -> pa.Schema:
+    """Return the schema of all rows, in which outputs whose shape differs between rows are nested lists.
+
+    Kept columns get a type that holds all their values, such as float64 for integers and floating-point numbers.
+    """
     first = schemas[0]
     if odd := next((item for item in schemas if item.names != first.names), None):
         raise MlxError(
@@ -86,6 +82,13 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         kinds = list(dict.fromkeys(item.field(name).type for item in schemas))
         if len(kinds) > 1:
             kinds = list(dict.fromkeys(map(_lists, kinds)))
+        if len(kinds) > 1 and name in keep:
+            try:
+                kinds = pa.unify_schemas(
+                    [pa.schema({name: kind}) for kind in kinds], promote_options="permissive"
+                ).types
+            except pa.ArrowException as error:
+                raise UsageError(f"--keep {name}: its values have no common type: {short_message(error)}") from error
         if len(kinds) > 1:
             raise MlxError(f"{name} is {kinds[0]} for some rows, and {kinds[1]} for others")
         fields.append(pa.field(name, kinds[0]))
@@ -110,7 +113,7 @@ def _converted(table: pa.Table, schema: pa.Schema) -> pa.Table:
     columns = []
     for field in schema:
         column = table[field.name].combine_chunks()
-        columns.append(column if column.type == field.type else pa.array(_plain(column), field.type))
+        columns.append(column if column.type == field.type else kept_array(field.name, _plain(column), field.type))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
@@ -119,13 +122,22 @@ def _plain(column: pa.Array) -> list[Any]:
     return list(values.tolist() if isinstance(values, np.ndarray) else column.to_pylist())
 
 
-def join(parts: Sequence[Path], output: Path, temporary: Path) -> list[str]:
+def join(parts: Sequence[Path], output: Path, temporary: Path, keep: Sequence[str] = ()) -> list[str]:
     """Write parts to one file, in order, and publish it. Return the names of its columns."""
-    schema = common_schema([_opened(part).schema for part in parts])
-    tables = (_converted(_opened(part).read_all(), schema) for part in parts)
+    schemas = []
+    for part in parts:
+        with _opened(part) as reader:
+            schemas.append(reader.schema)
+    schema = common_schema(schemas, keep)
+    tables = (_converted(_read(part), schema) for part in parts)
     with temporary.open("wb") as file:
         if output.suffix.lower() == ".parquet":
-            _write_parquet(file, schema, tables)
+            try:
+                _write_parquet(file, schema, tables)
+            except pa.ArrowNotImplementedError as error:
+                raise UsageError(
+                    f"{output}: {short_message(error)}; leave it out of --keep, or write .jsonl"
+                ) from error
         else:
             _write_json(file, tables)
         file.flush()
@@ -134,8 +146,19 @@ def join(parts: Sequence[Path], output: Path, temporary: Path) -> list[str]:
     return list(schema.names)
 
 
-def _opened(part: Path) -> Any:
-    return pa.ipc.open_file(pa.OSFile(str(part)))
+@contextlib.contextmanager
+def _opened(part: Path) -> Iterator[Any]:
+    try:
+        with pa.ipc.open_file(pa.OSFile(str(part))) as reader:
+            yield reader
+    except (pa.ArrowException, OSError) as error:
+        message = f"{part} is damaged: {short_message(error)}; delete it, and type the same command again"
+        raise StorageError(message) from error
+
+
+def _read(part: Path) -> pa.Table:
+    with _opened(part) as reader:
+        return reader.read_all()
 
 
 def _write_parquet(file: Any, schema: pa.Schema, tables: Iterator[pa.Table]) -> None:

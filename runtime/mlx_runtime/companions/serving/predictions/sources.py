@@ -6,11 +6,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.companions.serving.loading import by_preference
-from mlx_runtime.companions.serving.predictions.results import kept_array
-from mlx_runtime.companions.serving.predictions.tables import NO_ROWS, FileRows, Rows, files_of
+from mlx_runtime.companions.serving.predictions.results import array_of
+from mlx_runtime.companions.serving.predictions.tables import NO_ROWS, FileRows, Rows, files_of, kept_array
 from mlx_runtime.companions.serving.schema import Schema
 from mlx_runtime.config.building import build
 from mlx_runtime.config.constructors.targets import object_at
@@ -52,7 +53,7 @@ class Selection:
             if hasattr(object_at(node["_target_"]), "to_ray"):
                 raise UsageError(
                     f"{self.title} is a stream of Ray Data, which predict does not read; write its rows to files: "
-                    "to_ray().write_parquet(FOLDER)"
+                    "to_ray().write_parquet(FOLDER), with tensors as nested lists"
                 )
             try:
                 with construction(node, self.seed):
@@ -87,6 +88,8 @@ def select(config: Mapping[str, Any], text: str | None) -> Selection:
         raise UsageError(f"{text} is not a file of rows; they end with {', '.join(SUFFIXES)}")
     if all(part.isidentifier() for part in text.split(".")) and "." in text and path.suffix not in SUFFIXES:
         return Selection(text, node={"_target_": text}, seed=seed)
+    if "(" in text:
+        raise UsageError(f"{text} has arguments, which --dataset does not read; name a class that needs none")
     raise UsageError(f"the run has no dataset {text!r}, and there is no such file or class.{suggest(text, nodes)}")
 
 
@@ -115,7 +118,10 @@ class DatasetRows:
             if name not in batch:
                 reader = "predict reads" if name in self._names else "--keep names"
                 raise UsageError(f"{self.title} has the columns {', '.join(batch)}, but {reader} {name}")
-        kept = {name: kept_array(name, batch[name]) for name in self._keep}
+        kept = {}
+        for name in self._keep:
+            value = batch[name]
+            kept[name] = array_of(value) if isinstance(value, torch.Tensor) else kept_array(name, value)
         return Rows(len(numbers), {name: batch[name] for name in self._names}, kept)
 
     def _at(self, start: int, count: int) -> tuple[range, Batch]:

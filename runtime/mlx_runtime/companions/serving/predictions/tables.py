@@ -3,13 +3,16 @@
 import contextlib
 import io
 import itertools
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv, json, parquet
+from pyarrow import csv, parquet
+from pyarrow.json import ParseOptions, ReadOptions, read_json
 
 from mlx_runtime.companions.serving.schema import STRING, Column, RowError
 from mlx_runtime.data.batches import Batch
@@ -48,6 +51,7 @@ class FileRows:
 
     def __init__(self, path: Path, columns: Sequence[Column], keep: Sequence[str], size: int) -> None:
         self.title, self._path, self._size, self._columns, self._keep = str(path), path, size, columns, keep
+        self._file = path  # the one of a folder that is being read
         self._names = list(dict.fromkeys([*(column.name for column in columns), *keep]))
         self._start = self._position = 0
         self._rest: Any = ()
@@ -61,7 +65,7 @@ class FileRows:
         except UsageError:
             raise
         except (ValueError, OSError) as error:  # pa.ArrowInvalid is a ValueError
-            raise UsageError(f"cannot read {self._path}: {short_message(error)}") from error
+            raise UsageError(f"cannot read {self._file}: {short_message(error)}") from error
 
     def read(self, start: int, count: int) -> Rows:
         """Return the rows from `start` on: `count`, or fewer at the end. `start` never decreases.
@@ -85,7 +89,11 @@ class FileRows:
                 start, count = self._position, count - len(part)
         if not found:
             return NO_ROWS
-        table = pa.Table.from_batches(found).combine_chunks()
+        try:
+            tables = [pa.Table.from_batches([part]) for part in found]
+            table = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        except pa.ArrowException as error:
+            raise UsageError(f"{self._path}: values of a column have no common type: {short_message(error)}") from error
         kept = {name: table[name].chunk(0) for name in self._keep}
         return Rows(len(table), self._checked(table, first), kept)
 
@@ -111,38 +119,49 @@ class FileRows:
         """Yield the rows. Those of Parquet begin with the row group of `_start`."""
         types = {column.name: _type_of(column) for column in self._columns}
         for file in files_of(self._path):
+            self._file = file
             match file.suffix.lower():
                 case ".csv":
-                    self._refuse_lacking(csv.open_csv(file).schema.names)
-                    if nested := next((column for column in self._columns if column.shape), None):
-                        field = f"{nested.name}, {nested.text}"
-                        raise UsageError(f"{self._path}: a field of CSV cannot hold {field}; use Parquet")
-                    texts = types | dict.fromkeys(set(self._keep) - set(types), pa.string())
-                    parsing = csv.ParseOptions(newlines_in_values=True)
-                    converting = csv.ConvertOptions(column_types=texts, include_columns=self._names)
-                    yield from filter(len, csv.open_csv(file, parse_options=parsing, convert_options=converting))
+                    yield from self._scan_csv(file, types)
                 case ".parquet":
                     yield from self._scan_parquet(parquet.ParquetFile(file))
                 case _:
                     yield from self._scan_lines(file, types)
 
+    def _scan_csv(self, file: Path, types: dict[str, pa.DataType]) -> Iterator[pa.RecordBatch]:
+        self._refuse_lacking(header := csv.open_csv(file).schema.names)
+        if nested := next((column for column in self._columns if column.shape), None):
+            field = f"{nested.name}, {nested.text}"
+            raise UsageError(f"{file}: a field of CSV cannot hold {field}; use Parquet")
+        texts = dict.fromkeys(self._names, pa.string()) | types
+        reading = csv.ReadOptions(use_threads=False)  # errors have the number of the row
+        parsing = csv.ParseOptions(newlines_in_values=True)
+        converting = csv.ConvertOptions(column_types=texts, include_columns=self._names)
+        try:
+            yield from filter(len, csv.open_csv(file, reading, parsing, converting))
+        except pa.ArrowException as error:
+            message = re.sub(r"column #(\d+)", lambda found: f"column {header[int(found[1])]}", short_message(error))
+            raise UsageError(f"cannot read {file}: {message}") from error
+
     def _scan_lines(self, file: Path, types: dict[str, pa.DataType]) -> Iterator[pa.RecordBatch]:
         """Yield the rows, parsed a few lines at a time: pyarrow.json.open_json reads a gigabyte ahead."""
-        others, line = "infer" if self._keep else "ignore", 1
+        parsing, number = ParseOptions(pa.schema(types), unexpected_field_behavior="ignore"), 0
         with file.open("rb") as stream:
             while lines := stream.readlines(LINES_BYTES):
+                first, rows = number + 1, []
+                for number, line in enumerate(lines, first):
+                    if line.strip():
+                        rows.append(_object(line, f"{file}: line {number}"))
                 content = b"".join(lines)
-                reading, parsing = json.ReadOptions(use_threads=False, block_size=len(content) + 1), pa.schema(types)
-                if content.strip():
+                reading = ReadOptions(use_threads=False, block_size=len(content) + 1)
+                if rows:
                     try:
-                        options = json.ParseOptions(parsing, unexpected_field_behavior=others)
-                        table = json.read_json(io.BytesIO(content), reading, options)
+                        table = read_json(io.BytesIO(content), reading, parsing)
                     except pa.ArrowException as error:
-                        raise UsageError(f"{self._path}: {short_message(error)}, counted from line {line}") from error
-                    self._refuse_lacking(table.schema.names)
-                    types |= {name: table.schema.field(name).type for name in self._keep}
-                    yield from table.select(self._names).to_batches()
-                line += len(lines)
+                        raise UsageError(f"{file}: {short_message(error)}, counted from line {first}") from error
+                    for name in self._names[len(types) :]:  # those to keep: pyarrow would infer dates from texts
+                        table = table.append_column(name, kept_array(name, [row.get(name) for row in rows]))
+                    yield from table.to_batches()
 
     def _scan_parquet(self, file: parquet.ParquetFile) -> Iterator[pa.RecordBatch]:
         """Yield the rows, decoded a few at a time: pyarrow.dataset would decode whole row groups."""
@@ -152,23 +171,52 @@ class FileRows:
             if self._position + rows <= self._start:
                 self._position += rows
             else:
-                yield from file.iter_batches(self._size, row_groups=[group], columns=self._names, use_threads=False)
+                batches = file.iter_batches(self._size, row_groups=[group], columns=self._names, use_threads=False)
+                yield from map(_without_dictionaries, batches)
 
     def _refuse_lacking(self, found: Sequence[str]) -> None:
         """Raise UsageError if a file lacks a column, or has one of them twice."""
         if missing := [column for column in self._columns if column.name not in found]:
             lacking = ", ".join(f"{item.name} ({item.text})" for item in missing)
-            raise UsageError(f"{self._path} lacks {lacking}; its columns are {', '.join(found) or 'none'}")
+            raise UsageError(f"{self._file} lacks {lacking}; its columns are {', '.join(found) or 'none'}")
         for name in self._names:
             if (count := found.count(name)) == 0:
-                raise UsageError(f"{self._path} lacks {name}, named by --keep.{suggest(name, found)}")
+                raise UsageError(f"{self._file} lacks {name}, named by --keep.{suggest(name, found)}")
             if count > 1:
-                raise UsageError(f"{self._path} has {count} columns {name}; rename or remove the others")
+                raise UsageError(f"{self._file} has {count} columns {name}; rename or remove the others")
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a path: itself, or the Parquet files in a folder."""
-    return sorted(filter(Path.is_file, path.rglob("*.parquet"))) if path.is_dir() else [path]
+    """Return the files of a path: itself, or the Parquet files in a folder, without hidden ones."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(filter(Path.is_file, path.rglob("*.parquet")))
+    return [file for file in found if not any(part[0] in "._" for part in file.relative_to(path).parts)]
+
+
+def kept_array(name: str, values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
+    """Return the values of a column that is copied to the output."""
+    try:
+        return pa.array(values, kind)
+    except (ValueError, TypeError, OverflowError) as error:  # those of Arrow are ValueErrors and TypeErrors
+        raise UsageError(f"--keep {name}: its values have no common type: {short_message(error)}") from error
+
+
+def _object(line: bytes, title: str) -> dict[str, Any]:
+    """Return the object in a line of JSON. pyarrow does not check this first: `null` crashes it (26.0)."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{title} is not JSON: {short_message(error)}") from error
+    if not isinstance(row, dict):
+        raise UsageError(f"{title} is not a JSON object")
+    return row
+
+
+def _without_dictionaries(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch with values in place of dictionaries, which differ between batches."""
+    kinds = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in batch.schema.types]
+    return batch.cast(pa.schema(list(zip(batch.schema.names, kinds, strict=True))))
 
 
 def _type_of(column: Column) -> pa.DataType:
