@@ -473,19 +473,25 @@ class TestSweep:
         assert runs[2]["start"] >= min(run["end"] for run in runs[:2])
         assert {run["engine"]["used"] for run in runs} == {"ray"}
 
-    def test_one_that_is_stopped_continues_as_another_job(self, user: User, ray_cluster: RayCluster) -> None:
+    def test_one_whose_job_is_stopped_continues_as_another_job(
+        self, user: User, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`ray job stop` signals the sweep and its trials, which all save a checkpoint."""
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
         words = ("cfg.start_workers=1", "cfg.seed=0,1", "cfg.num_epochs=60", "--name=stopped")
         done = user.types(*launch, *self.SHORT, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: len(self.runs(user, "stopped")) == 2)  # the cluster has CPUs for both
-        first = self.runs(user, "stopped")[0]
-        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"), 300)
-        done = user.types("xp", "stop", "tuning", "sweep_stopped")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert user.record("sweep_stopped", "tuning")["status"] == "STOPPED"
         runs = self.runs(user, "stopped")
-        assert "STOPPED" in {user.record(run, "tuning")["status"] for run in runs}
+        until(lambda: all(user.has(run, "tuning") and user.record(run, "tuning").get("latest") for run in runs), 300)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        dashboard = Dashboard.connect(Address(ray_cluster.url, "here"))
+        dashboard.stop(user.record("sweep_stopped", "tuning")["job"]["id"])
+        until(lambda: user.record("sweep_stopped", "tuning")["status"] == "STOPPED", 100)
+        found = [user.record(run, "tuning") for run in runs]
+        assert "STOPPED" in {run["status"] for run in found}
+        assert {run["status"] for run in found} <= {"STOPPED", "SUCCEEDED"}
+        assert {run["stop_reason"] for run in found if run["status"] == "STOPPED"} <= {"SIGTERM", "the sweep stops"}
         done = user.types(*launch, "-f", "--resume=tuning/sweep_stopped")
         assert done.returncode == 0, done.stdout + done.stderr
         assert self.runs(user, "stopped") == runs
