@@ -142,11 +142,14 @@ def differences(stored: Definition, resumed: Definition) -> dict[str, str]:
     """Return the old and the new value of each field that a resumed sweep may change only with `--force`, or never."""
     before, after = stored.as_json(), resumed.as_json()
     return {
-        name: f"{_format_value(before[name])} → {_format_value(after[name])}"
+        name: _format_change(before[name], after[name])
         for name in before
         if name not in CHANGEABLE and before[name] != after[name]
     }
 
 
-def _format_value(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
+def _format_change(before: Any, after: Any) -> str:
+    if isinstance(before, list) and {*before} != {*after}:  # without the overrides that both have
+        before, after = [item for item in before if item not in after], [item for item in after if item not in before]
+    texts = [" ".join(value) or "none" if isinstance(value, list) else str(value) for value in (before, after)]
+    return " → ".join(texts)
