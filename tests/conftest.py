@@ -41,7 +41,7 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 
 LONGEST = (
     *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_cluster_jobs.py"),
-    *("test_cluster_retries.py", "test_engines.py", "test_export.py", "test_template.py"),
+    *("test_engines.py", "test_export.py", "test_template.py"),
     *("test_cluster_folder.py", "test_install.py", "test_growth.py", "test_extending.py"),
     *("test_offline.py", "test_server.py", "test_functions.py", "test_command.py", "test_schedules.py"),
     *("test_sharding.py", "test_data_jobs.py", "test_pipeline.py", "test_torchrun.py", "test_slurm.py"),

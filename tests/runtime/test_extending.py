@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -436,8 +437,11 @@ def test_an_extension_accompanies_a_run(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.pure
-def test_the_guide_shows_these_files() -> None:
+def test_the_guide_links_these_files_and_shows_parts_of_them() -> None:
     page = PAGE.read_text()
-    for file in (*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml"):
-        if file.name != "__init__.py" and "build" not in file.parts:
-            assert f"\n{file.read_text()}```\n" in page, file.name
+    files = [file for file in EXAMPLE.rglob("*.py") if file.name != "__init__.py" and "build" not in file.parts]
+    for file in files:
+        assert f"(../examples/extending/more_mlx/{file.name})" in page, file.name
+    texts = [file.read_text() for file in (*files, EXAMPLE / "pyproject.toml")]
+    for block in re.findall(r"```(?:python|toml)\n(.*?)```", page, re.DOTALL):
+        assert any(block in text for text in texts), block

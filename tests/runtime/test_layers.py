@@ -71,6 +71,7 @@ ON_OTHERS = {
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
+    "anyio": {"companions.serving.http.application"},
     "botocore": {"companions.stores.object_store"},
     "click": {
         "cli",
@@ -93,9 +94,7 @@ HOMES = {
     "orjson": {"companions.serving.http.bodies"},
     "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},
-    "prometheus_client": {"companions.serving.http.counters"},
     "pyarrow": {
-        "companions.serving.http.arrow",
         "companions.serving.predictions.results",
         "companions.serving.predictions.tables",
         "companions.stores.object_store",
@@ -113,10 +112,11 @@ HOMES = {
     "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},
     "ruamel": {"config"},
     "sklearn": {"data.folds"},
+    "starlette": {"companions.serving.http.application", "companions.serving.http.bodies"},
     "tensorboard": {"tracking.trackers"},
     "tensorflow": {"companions.notebook.backends"},
     "transformers": {"companions.hub.pretrained"},
-    "uvicorn": {"companions.serving.http.connections", "companions.serving.http.server"},
+    "uvicorn": {"companions.serving.http.server"},
     "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},
 }

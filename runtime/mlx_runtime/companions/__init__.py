@@ -31,7 +31,7 @@ class Companion(NamedTuple):
 
 LAUNCHES = ("train launch", "data launch", "xp ray")
 STORAGE = tuple(f"data {word}" for word in ("new", "bind", "run", "ls", "logs", "stop", "show", "rm"))
-SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "stop", "update"))
+SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "stop"))
 
 COMPANIONS = {
     "fragments": Companion(("train clusterize",)),

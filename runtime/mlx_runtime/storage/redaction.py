@@ -15,10 +15,13 @@ LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
 
 NOT_SECRET = re.compile(
     r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|.*\{.*\}|\$\{.*|%s|[.*…]+|<.*>"
-    r"|x{3,}|your[ _-].*)?",
+    r"|x{3,}|your[ _-].*|https?://[\w.:-]+/?)?",
     re.IGNORECASE,
 )
-"""Values that reveal nothing: an empty value, a placeholder, a type, or a reference to a secret."""
+"""Values that reveal nothing: an empty value, a placeholder, a type, a host, or a reference to a secret."""
+
+WORD = re.compile(r"(?=.{1,20}$)[a-z]+(?:[_-][a-z]+)*")
+"""Values of settings called `token` or `signature`, like `average`, but not of secrets."""
 
 NOT_TOKEN = re.compile(r"\[.*\]|[+-]?\d{0,5}|[+-]?\d*\.\d+(?:e[+-]?\d+)?|\S{1,3}", re.IGNORECASE)
 """Values of text tokens, like `[PAD]`, and of counts of tokens, but not of secrets."""
@@ -80,9 +83,9 @@ def may_be_text(name: str) -> bool:
 def reveals(value: str, name: str = "") -> bool:
     """Return True if a value, given its name, would reveal a secret."""
     bare = value.strip("\"'`")
-    return (
-        HIDDEN not in bare and not NOT_SECRET.fullmatch(bare) and not (may_be_text(name) and NOT_TOKEN.fullmatch(bare))
-    )
+    if HIDDEN in bare or NOT_SECRET.fullmatch(bare) or (may_be_text(name) and NOT_TOKEN.fullmatch(bare)):
+        return False
+    return not (name.rpartition(".")[2] in ("token", "signature") and WORD.fullmatch(bare))
 
 
 def redact(text: str) -> str:

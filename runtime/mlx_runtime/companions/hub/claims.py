@@ -101,10 +101,12 @@ class Claim:
     def refuse_held(self, repository: Repository) -> None:
         """Raise a UsageError if another driver mirrors the run."""
         if self.held:
-            left_s = max(0, LEASE_S - age_s(self._lease))
+            left_s = LEASE_S - age_s(self._lease)
+            here = self.process.get("boot") is not None and self.process.get("boot") == this_process()["boot"]
             raise UsageError(
                 f"{repository.address} belongs to process {self.process.get('pid')} on {self.host}, which trains "
-                f"{self.title} (attempt {self.attempt}). Stop it; if it is gone, its claim expires in {left_s:.0f} s"
+                f"{self.title} (attempt {self.attempt}). Stop it"
+                + ("" if here else f"; if it is gone, its claim expires in {left_s:.0f} s")
             )
 
 

@@ -22,7 +22,7 @@ from mlx_runtime.companions.hub.claims import FILE
 from mlx_runtime.companions.hub.detection import refuse_secrets
 from mlx_runtime.companions.hub.remote import CARD, CHECKPOINTS, CONF, WEIGHTS
 from mlx_runtime.companions.hub.repository import File
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.loop.examples import EXAMPLES
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import ABOUT, list_checkpoints
@@ -45,15 +45,21 @@ class StagedRun:
     target: Path  # folder of the files, each at its path in the repository
     files: frozenset[str]  # paths in the repository
     step: int  # global step of the latest checkpoint
+    latest: str  # its folder, or empty
 
     def changes(self, present: Mapping[str, File]) -> tuple[dict[str, Path], list[str]]:
         """Return the files to upload to a repository with these files, and those to remove from it.
 
-        Checkpoints that are not in the repository are linked, or copied from an object store.
+        Checkpoints that are not in the repository are copied from an object store, unless they were removed meanwhile.
+
+        Raises:
+            StorageError: the latest checkpoint was removed, so this state is outdated.
         """
         complete = {path.rpartition("/")[0] for path in self.files if path.endswith(f"/{ABOUT}")}
         same = {folder for folder in complete if self._same(folder, present)}
         gone = {folder for folder in complete - same if not self._fetch(folder)}
+        if self.latest in gone:
+            raise _outdated(self.storage)
         files = {path for path in self.files if path.rpartition("/")[0] not in gone}
         added = {path: self.target / path for path in files if path.rpartition("/")[0] not in same}
         return added, [path for path in present if path.startswith(f"{CHECKPOINTS}/") and path not in files]
@@ -65,18 +71,23 @@ class StagedRun:
 
     def _same(self, folder: str, present: Mapping[str, File]) -> bool:
         """Return True if a checkpoint is in the repository. Its description has the checksums of its other files."""
-        about, files = f"{folder}/{ABOUT}", {path for path in self.files if path.startswith(f"{folder}/")}
-        return present.keys() >= files and present[about].hash in _hashes((self.target / about).read_bytes())
+        about = f"{folder}/{ABOUT}"
+        complete = present.keys() >= {*self._files_in(folder)}
+        return complete and present[about].hash in _hashes((self.target / about).read_bytes())
 
     def _fetch(self, folder: str) -> bool:
-        """Link or copy the files of a checkpoint. Return False if it was removed in the meantime."""
-        try:
-            for item in self.storage.below(folder):
-                if not (self.target / item.path).exists():
-                    _link(self.storage, item.path, self.target)
-        except FileNotFoundError:
-            return False
-        return self.storage.size_bytes(folder, ABOUT) is not None
+        """Copy the files of a checkpoint that are not linked. Return False if it was removed in the meantime."""
+        for path in self._files_in(folder):
+            try:
+                if not (self.target / path).exists():
+                    self.storage.download(self.target / path, path)
+            except FileNotFoundError:
+                (self.target / path).unlink(missing_ok=True)
+                return False
+        return True
+
+    def _files_in(self, folder: str) -> list[str]:
+        return [path for path in self.files if path.startswith(f"{folder}/")]
 
 
 @contextlib.contextmanager
@@ -86,13 +97,15 @@ def stage_run(folder: RunFolder, *, weights: bool) -> Iterator[StagedRun]:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
-        step, files = -1, set[str]()
+        step, latest, files = -1, "", set[str]()
         for item in list_checkpoints(folder.checkpoints):
+            latest = f"{CHECKPOINTS}/{item.name}"
             with contextlib.suppress(FileNotFoundError):  # it was removed in the meantime
-                path = f"{CHECKPOINTS}/{item.name}"
-                _copy(storage, f"{path}/{ABOUT}", target)
-                files |= {found.path for found in storage.below(path)}
-                step = max(step, item.global_step)
+                _copy(storage, f"{latest}/{ABOUT}", target)
+                files |= _link(storage, latest, target)
+                step = item.global_step
+        if latest and f"{latest}/{ABOUT}" not in files:
+            raise _outdated(storage)
         # After the checkpoints, so that metrics.jsonl has all metrics that precede them.
         names = [name for name in storage.names() if not name.startswith(".") and name not in NOT_MIRRORED]
         evaluations = [f"{EVALUATIONS}/{name}" for name in storage.names(EVALUATIONS) if name.endswith(".json")]
@@ -108,7 +121,7 @@ def stage_run(folder: RunFolder, *, weights: bool) -> Iterator[StagedRun]:
             with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
                 _write_weights(folder, record, target / WEIGHTS)
                 files.add(WEIGHTS)
-        yield StagedRun(storage, target, frozenset(files), max(0, step))
+        yield StagedRun(storage, target, frozenset(files), max(0, step), latest)
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
@@ -118,18 +131,27 @@ def latest_step(folder: RunFolder) -> int:
     return max((item.global_step for item in list_checkpoints(folder.checkpoints)), default=0)
 
 
-def _link(storage: Storage, path: str, folder: Path) -> None:
-    """Link a file of a storage in a folder, or copy it from an object store."""
-    if not storage.local:
-        storage.download(folder / path, path)
-        return
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(storage.of(path), folder / path)
-    except FileNotFoundError:
-        raise
-    except OSError:  # the file system does not support links
-        shutil.copy2(storage.of(path), folder / path)
+def _outdated(storage: Storage) -> StorageError:
+    return StorageError(f"a checkpoint in {storage.root} was removed before it was uploaded; repeat the upload")
+
+
+def _link(storage: Storage, checkpoint: str, target: Path) -> set[str]:
+    """Return the files of a checkpoint. On this machine, link them in a folder that has its description.
+
+    Raises FileNotFoundError if the checkpoint was removed in the meantime.
+    """
+    files = {item.path for item in storage.below(checkpoint)}
+    for path in files - {f"{checkpoint}/{ABOUT}"} if storage.local else ():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(storage.of(path), target / path)
+        except FileNotFoundError:
+            raise
+        except OSError:  # without links, files are copied when they are needed
+            break
+    if storage.size_bytes(checkpoint, ABOUT) is None:
+        raise FileNotFoundError(checkpoint)
+    return files
 
 
 def _copy(storage: Storage, path: str, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.config.interpolation import parse_config
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.storage.redaction import HIDDEN, redact, secret_keys
 
 ALLOWED = "pragma: allowlist secret"
@@ -20,14 +20,16 @@ ALLOWED = "pragma: allowlist secret"
 NAMED = 10
 """Number of positions that an error lists before it counts the rest."""
 
-PREFIXES = re.compile(r"\b(?:hf_|sk-|npm_|github_pat_|AIza|ya29\.|dop_v1_|shpat_)[\w-]{16,}")
+PREFIXES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)[\w-]{16,}|(?:npm_|github_pat_|AIza|ya29\.|dop_v1_|shpat_)[\w-]{16,})"
+)
 """Tokens of services that detect-secrets lacks."""
 
 LITERAL = re.compile(rf"[\"']{HIDDEN}\\?[\"']|{HIDDEN}@|[?&][\w.-]+={HIDDEN}")
 """Matches a redacted string or URL. In source code and prose, other values are names of variables, or words."""
 
-UNQUOTED = (".yaml", ".yml", ".env", ".ini", ".cfg", ".sh")
-"""Endings of names of files in which strings may have no quotes."""
+QUOTED = (".py", ".ipynb", ".json", ".md", ".rst")
+"""Endings of names of files in which only literals count. In all others, strings may have no quotes."""
 
 UNUSED = {
     *("KeywordDetector", "BasicAuthDetector"),  # as in `redaction`
@@ -39,7 +41,7 @@ UNUSED = {
 
 def find_secrets(text: str, name: str) -> list[str]:
     """Return the positions of likely secrets in the text of a file, like `src/tools.py:12`."""
-    lines, any_value = text.splitlines(), name.endswith(UNQUOTED)
+    lines, any_value = text.splitlines(), not name.endswith(QUOTED)
     hidden = ((number, line, redact(line)) for number, line in enumerate(lines, 1))
     found = {number for number, line, shown in hidden if shown != line and (any_value or LITERAL.search(shown))}
     for token in _tokens(text):
@@ -67,19 +69,26 @@ def refuse_secrets(file: Path, target: str) -> None:
 
     `target` is where the file would go, for the message.
     """
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            contents = [(name, archive.read(name).decode(errors="replace")) for name in archive.namelist()]
+    if file.suffix == ".zip":
+        try:
+            with zipfile.ZipFile(file) as archive:
+                contents = [(name, archive.read(name).decode(errors="replace")) for name in archive.namelist()]
+        except Exception as error:  # zipfile raises many types of exceptions
+            raise StorageError(f"{file.name} is damaged: {short_message(error)}") from error
         found = [position for name, text in contents for position in find_secrets(text, name)]
-        cure = f"in a stored run, remove a file with: zip -d {file.name} {found[0].rpartition(':')[0]}" if found else ""
+        replaced = found[0].rpartition(":")[0] if found else ""
+        cure = (
+            f", or end a line that holds none with `# {ALLOWED}`; in a stored run, replace the file: "
+            f"zip -u {file.name} {replaced}"
+        )
     else:
         text = file.read_text(encoding="utf-8")
         found = [f"{file.name}: {key}" for key in secret_keys(parse_config(text, environment=False))]
         found += find_secrets(text, file.name) if not found else []
-        cure = f"in a stored run, edit its {file.name}"
+        cure = f"; in a stored run, edit its {file.name}"  # it has no comments
     if found:
         more = f" and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
         raise UsageError(
             f"{', '.join(found[:NAMED])}{more} would take a likely secret to {target}. Read it from the environment, "
-            f"like ${{oc.env:NAME}}, or end a line that holds none with `# {ALLOWED}`; {cure}"
+            f"like ${{oc.env:NAME}}{cure}"
         )

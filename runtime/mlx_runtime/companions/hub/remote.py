@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.hub.claims import FILE, Claim, claim_of
-from mlx_runtime.companions.hub.repository import Address, File, Head, Repository
+from mlx_runtime.companions.hub.repository import Address, File, Head, Repository, missing_files
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import ABOUT, INDEX, list_checkpoints
@@ -114,11 +114,9 @@ class MirroredRun:
 
     def _fetch(self, paths: Iterable[str]) -> RunFolder:
         """Download files to the copy on this machine, except those that it has."""
-        sizes = {path: self.files[path].size_bytes for path in paths}
-        files = {path: self._cache / path for path in sizes}
-        refuse_links(Settings.read().cache, *files.values())
-        missing = [path for path, file in files.items() if not file.is_file() or file.stat().st_size != sizes[path]]
-        self.repository.download(missing, self.head.commit, self._cache)
+        files = {path: self.files[path] for path in paths}
+        refuse_links(Settings.read().cache, *(self._cache / path for path in files))
+        self.repository.download(missing_files(files, self._cache), self.head.commit, self._cache)
         return RunFolder(self._cache)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.extras import require
 from mlx_runtime.storage.documents import stays_below
+from mlx_runtime.storage.files import storage_errors
 
 PATIENCE_S = 60.0
 """Time for which an operation is retried before it fails."""
@@ -184,21 +185,26 @@ class Repository:
                     return None
                 raise
 
-    def download(self, paths: Collection[str], commit: str, folder: Path) -> None:
-        """Copy files of a commit to the same paths below a folder. A retry resumes a failed download.
+    def download(self, files: Mapping[str, File], commit: str, folder: Path) -> None:
+        """Copy files of a commit to their paths below a folder, and replace present ones. A retry resumes a download.
 
         Raises:
             StorageError: the folder cannot be written, or some files did not arrive.
         """
         from huggingface_hub import snapshot_download
 
-        if not paths:
+        if not files:
             return
+        with storage_errors(f"cannot write {folder}"):
+            for path in files:  # snapshot_download keeps files that have not changed since an earlier download
+                (folder / path).unlink(missing_ok=True)
         options = {"revision": commit, "local_dir": folder, "endpoint": self._api.endpoint}
-        self._call(snapshot_download, self.address.name, allow_patterns=[*map(glob.escape, paths)], **options)
+        self._call(snapshot_download, self.address.name, allow_patterns=[*map(glob.escape, files)], **options)
         # If the Hub does not answer, snapshot_download may return a folder that it finds.
-        if missing := [path for path in paths if not (folder / path).is_file()]:
-            raise UnreachableError(f"{missing[0]} of {self.address} did not arrive in {folder}; repeat the command")
+        if missing := missing_files(files, folder):
+            raise UnreachableError(
+                f"{next(iter(missing))} of {self.address} did not arrive in {folder}; repeat the command"
+            )
 
     def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
         """Upload files ahead of a commit, and return handles for `commit`, by path.
@@ -311,6 +317,12 @@ class Repository:
             f"there is no repository {self.address}, or your token may not read it; check the name, and set HF_TOKEN "
             "or run hf auth login"
         )
+
+
+def missing_files(files: Mapping[str, File], folder: Path) -> dict[str, File]:
+    """Return the files that are missing below a folder, or have another size there."""
+    sizes = {path: (folder / path).stat().st_size for path in files if (folder / path).is_file()}
+    return {path: file for path, file in files.items() if sizes.get(path) != file.size_bytes}
 
 
 def _root(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from mlx_runtime.storage.files import is_uri, size_text, storage_at, storage_err
 
 LOGS = "logs"
 """Folder of a run that belongs to this machine: it is not downloaded, and stays."""
+
+LEFT_S = 86_400
+"""Age at which an unfinished download is removed."""
 
 
 def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
@@ -79,14 +83,18 @@ def _download(mirrored: MirroredRun, root: str, local: RunFolder | None) -> tupl
     A new folder is filled and then moved into the place of the present one, which it contains from then on.
     """
     claim, storage = mirrored.claim, storage_at(root)
-    paths = [path for path in mirrored.of_run() if not path.startswith(f"{LOGS}/")]
+    files = {path: mirrored.files[path] for path in mirrored.of_run() if not path.startswith(f"{LOGS}/")}
     above = Path(root, claim.experiment)
     with storage_errors(f"cannot write {mirrored.uri} to {root}"):
-        refuse_links(Path(root), above)
+        refuse_links(Path(root), above, *([local.path] if local is not None else []))
         above.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=above, ignore_cleanup_errors=True) as temporary:
-            new = Path(temporary, claim.run)
-            mirrored.repository.download(paths, mirrored.head.commit, new)
+        for left in above.glob(".download-*"):  # by a process that was killed, unless it has the only copy of a run
+            if time.time() - left.stat().st_mtime > LEFT_S and not any(left.glob("*/replaced_*")):
+                shutil.rmtree(left, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".download-", dir=above))
+        new, aside = temporary / claim.run, f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
+        try:
+            mirrored.repository.download(files, mirrored.head.commit, new)
             shutil.rmtree(new / ".cache", ignore_errors=True)  # of huggingface_hub
             (new / CHECKPOINTS).mkdir(exist_ok=True)
             (new / attempt_name(claim.attempt)).touch()
@@ -94,7 +102,6 @@ def _download(mirrored: MirroredRun, root: str, local: RunFolder | None) -> tupl
             while local is None and not storage.claim_folder(claim.experiment, name):
                 name = next_name(storage, claim.experiment)
             run = local or run_folder(root, claim.experiment, name)
-            aside = f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
             try:
                 (new / RECORD).write_text(to_json(_record_of_copy(mirrored, run)))
                 if local is not None:
@@ -106,9 +113,12 @@ def _download(mirrored: MirroredRun, root: str, local: RunFolder | None) -> tupl
                 elif local is None:
                     run.path.rmdir()
                 raise
+        finally:
+            if not (new / aside).exists():  # else the older files could not be moved back
+                shutil.rmtree(temporary, ignore_errors=True)
         if (run.path / aside / LOGS).is_dir():
             (run.path / aside / LOGS).rename(run.path / LOGS)
-    size = size_text(sum(mirrored.files[path].size_bytes for path in paths))
+    size = size_text(sum(file.size_bytes for file in files.values()))
     state = f"attempt {claim.attempt}, step {claim.step}, {size}"
     lines = [f"mirror    downloaded {run.title} from {mirrored.uri} ({state})"]
     if local is not None:

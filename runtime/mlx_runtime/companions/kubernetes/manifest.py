@@ -25,6 +25,9 @@ MOUNT = "/mnt/runs"
 JOB_LABEL = "mlx-runtime/job"
 """Label of the pods with the name of their RayJob."""
 
+HEAD_CONTAINER = "ray-head"
+"""Container of the head."""
+
 GPU = "nvidia.com/gpu"
 """Resource of a GPU, with `cfg.use_gpu=true`."""
 
@@ -100,7 +103,7 @@ def rayjob(
     alone = trials is None and cfg.start_workers == 0  # trains in the driver
     memory = HEAD_MEMORY_GIB + math.ceil((trials or 0) / TRIALS_PER_GIB)
     amounts = _worker_amounts(cfg, pods, 1) if alone else {"cpu": "1", "memory": f"{memory}Gi"}
-    head = _pod(name, pods, root, "ray-head", amounts, STOP_DRIVER)
+    head = _pod(name, pods, root, HEAD_CONTAINER, amounts, STOP_DRIVER)
     if alone:
         head["spec"] |= _tolerations(cfg)
     cluster: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}

@@ -133,7 +133,7 @@ class Candidate:
         if schema != expected:
             raise self.error(
                 f"row 0 is {format_schema(expected)}, row {rows} is {format_schema(schema)}",
-                "Make them match in ray_map_batches",
+                f"Make them match in {'to_ray' if self.streamed else 'ray_map_batches'}",
             )
 
     def error(self, problem: str, hint: str = "") -> DatasetError:

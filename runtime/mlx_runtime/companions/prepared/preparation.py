@@ -18,7 +18,7 @@ from mlx_runtime.companions.prepared.store import Manifest, PreparedSet, Store
 from mlx_runtime.data.batches import Batch, BatchReader, dataset_error, rows_of
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import LOADER_ARGUMENTS, ShardPlan, WorkerPass
-from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
+from mlx_runtime.errors import USER_ERRORS, DatasetError, MlxError, short_message
 
 CALL_BYTES = 8 << 20
 """Approximate size of the batches that are written."""
@@ -87,30 +87,33 @@ def make(
     """
     store = Store(root)
     prepared = {}
-    for candidate in candidates:
-        if candidate.refusal:
-            tell(f"datasets.{candidate.name} is not prepared: {candidate.refusal}")
-            continue
-        started = time.monotonic()
-        try:
-            dataset = candidate.make()
-            name = candidate.full_name(dataset)
-            manifest = store.find(name)
-            if manifest is None:
-                manifest = _write(candidate, dataset, store, name, progress)
-                size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
-                tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
-        except MlxError:
-            raise
-        except USER_ERRORS as error:
-            raise dataset_error(error, f"datasets.{candidate.name} cannot be prepared") from error
-        store.note_use(name)
-        prepared[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
+    with contextlib.ExitStack() as uses:
+        for candidate in candidates:
+            if candidate.refusal:
+                tell(f"datasets.{candidate.name} is not prepared: {candidate.refusal}")
+                continue
+            started = time.monotonic()
+            try:
+                dataset = candidate.make()
+                name = candidate.full_name(dataset)
+                manifest = store.find(name)
+                if manifest is None:
+                    manifest = _write(candidate, dataset, store, name, progress)
+                    size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
+                    tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
+            except MlxError:
+                raise
+            except USER_ERRORS as error:
+                raise dataset_error(error, f"datasets.{candidate.name} cannot be prepared") from error
+            uses.enter_context(store.mark_used(name))  # preparing the others may take hours
+            prepared[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
     return prepared
 
 
 def _write(candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress) -> Manifest:
     """Write a dataset to a folder of a store, as the loader of one worker reads it."""
+    sample: Batch = {}
+    numbers: list[int] = []  # rows of the sample
     with contextlib.ExitStack() as stack:
         if candidate.streamed:
             streams = companions.part("ray.stream_reader")  # here, because it imports Ray
@@ -124,14 +127,19 @@ def _write(candidate: Candidate, dataset: Any, store: Store, name: str, progress
             sample = candidate.sample(dataset, rows)
             expected_s = (time.monotonic() - started) / SAMPLE * rows
             streamed = isinstance(dataset, IterableDataset)
+            numbers = list(range(SAMPLE)) if streamed else some_rows(rows)
             if not streamed:
                 _check(sample, candidate, dataset, rows)
             row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
             per_call = max(1, min(CALL_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
-            processes = min(len(os.sched_getaffinity(0)), int(expected_s / NOT_WORTH_A_PROCESS_S))
+            processes = min(os.cpu_count() or 1, int(expected_s / NOT_WORTH_A_PROCESS_S))
             kind = IterableReader if streamed else MapReader
-            reader = kind(dataset, candidate.name, ReadingProcesses(processes))
+            # Processes would share the positions in files that `dataset` has opened by now.
+            unread = candidate.make() if processes else dataset
+            reader = kind(unread, candidate.name, ReadingProcesses(processes))
         rows = reader.rows()
+        if rows == 0:
+            raise DatasetError(f"datasets.{candidate.name} has no rows")
         batches = reader.batches(WorkerPass(ShardPlan(rows, 1, per_call), 0, 0, 0, candidate.seed, False))
         first = next(iter(batches))
         schema, done = candidate.tensors(first), 0
@@ -140,6 +148,10 @@ def _write(candidate: Candidate, dataset: Any, store: Store, name: str, progress
         for batch in itertools.chain([first], batches):
             count = len(next(iter(batch.values())))
             candidate.check_schema(schema, schema_of(batch), f"{done} to {done + count - 1}")
+            known = [index for index, row in enumerate(numbers) if done <= row < done + count]
+            written = [numbers[index] - done for index in known]
+            if known and not _alike(_rows_at(sample, known), _rows_at(batch, written)):
+                raise candidate.error("a row changes when it is read again")
             writer.write(batch)
             done += count
             progress(candidate.name, done, rows)
@@ -152,6 +164,10 @@ def _check(sample: Batch, candidate: Candidate, dataset: Any, rows: int) -> None
         raise candidate.error("a row changes each time it is read")
     if not _alike(sample, BatchReader(dataset, candidate.name).read(some_rows(rows))):
         raise candidate.error("a row changes when it is batched with others")
+
+
+def _rows_at(batch: Batch, rows: list[int]) -> Batch:
+    return {key: column[rows] for key, column in batch.items()}
 
 
 def _alike(one: Batch, other: Batch) -> bool:

@@ -123,15 +123,16 @@ class Store:
 
     def entries(self) -> list[Entry]:
         """Return all folders, least recently used first."""
-        entries = []
-        for name in self.names():
-            with storage_errors(f"cannot read {self.root}"):
-                files = self.storage.listed(name)
-            changed = max((file.modified_s for file in files), default=time.time())
-            complete = any(file.name == MANIFEST for file in files)
-            size_bytes = sum(file.size_bytes for file in files)
-            entries.append(Entry(name, complete, size_bytes, max(0.0, time.time() - changed)))
-        return sorted(entries, key=lambda item: -item.age_s)
+        names = self.names()
+        with storage_errors(f"cannot read {self.root}"):
+            return sorted(map(self._entry, names), key=lambda item: -item.age_s)
+
+    def _entry(self, name: str) -> Entry:
+        files = self.storage.listed(name)
+        changed = max((file.modified_s for file in files), default=time.time())
+        complete = any(file.name == MANIFEST for file in files)
+        size_bytes = sum(file.size_bytes for file in files)
+        return Entry(name, complete, size_bytes, max(0.0, time.time() - changed))
 
     @contextlib.contextmanager
     def mark_used(self, name: str) -> Iterator[None]:
@@ -159,15 +160,26 @@ class Store:
         entries, removed = self.entries(), []
         total = sum(item.size_bytes for item in entries)
         for item in entries:
-            if not item.in_use and (total > max_bytes or not item.complete):
-                try:
-                    self.storage.remove_file(item.name, MANIFEST)  # no process finds it from now on
-                    self.storage.remove_folder(item.name)
-                except OSError:  # the storage refuses it
-                    continue
+            if not item.in_use and (total > max_bytes or not item.complete) and self._remove(item):
                 removed.append(item)
                 total -= item.size_bytes
         return removed
+
+    def _remove(self, item: Entry) -> bool:
+        """Remove a dataset. Return False if the storage refuses it, or if a process has begun to use the dataset."""
+        try:
+            if self._entry(item.name).in_use:
+                return False
+            manifest = self.storage.document(item.name, MANIFEST) if item.complete else None
+            self.storage.remove_file(item.name, MANIFEST)  # no process finds it from now on
+            if self._entry(item.name).in_use:  # one has found it before
+                if manifest is not None:
+                    self.storage.write(manifest, item.name, MANIFEST)
+                return False
+            self.storage.remove_folder(item.name)
+        except OSError:
+            return False
+        return True
 
 
 def is_in_use(file: Stored) -> bool:

@@ -176,7 +176,7 @@ class Sweep:
         if self.control.taken_over:
             raise self.record.disown()
         ended = outcome(self.plan, self.trials)
-        self.record.finish(ended.status, best=self._best())
+        self.record.finish(ended.status, best=self._best(), stop_reason=self.control.reason)
         self._emit(ended)
         if self.problem is not None:
             raise self.problem

@@ -1,8 +1,11 @@
 """Secrets of many kinds are recognized in any context, and other text remains readable."""
 
+from pathlib import Path
+
 import pytest
 
-from mlx_runtime.companions.hub.detection import find_secrets
+from mlx_runtime.companions.hub.detection import find_secrets, refuse_secrets
+from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.storage.redaction import redact, redact_override, redact_tree
 
 pytestmark = pytest.mark.pure
@@ -167,6 +170,14 @@ HARMLESS = [
     "index 8a1c2f3..9b2d4e5 100644",
     "losses.token={_target_: src.losses.Focal}",
     "docker run -u 1000:1000 image",
+    "path = hf_model_name_or_path",
+    "from tools import hf_hub_download_with_retry",
+    "sk-text-repr-fallback",
+    "sk-learn-compatible-estimators",
+    "def f(token='cls_token'): ...",
+    "token: average",
+    "signature: serving_default",
+    "webhook_url: https://example.com",
 ]
 
 
@@ -192,6 +203,37 @@ URL = "https://x.org/a?access_token={WORDS}"
 password = "{WORDS}"  # pragma: allowlist secret
 """
     assert find_secrets(code, "src/tools.py") == ["src/tools.py:2", "src/tools.py:3"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("Dockerfile", f"ENV WANDB_API_KEY={WORDS}"),
+        ("Makefile", f"export WANDB_API_KEY={WORDS}"),
+        ("scripts/run.bash", f"export WANDB_API_KEY={WORDS}"),
+        ("setup.env.txt", f"HF_TOKEN={WORDS}"),
+        ("train.sbatch", f"export HF_TOKEN={WORDS}"),
+        ("keys.mk", f"HF_TOKEN={WORDS}"),
+    ],
+)
+def test_strings_without_quotes_are_found_except_in_code_and_prose(file: str, line: str) -> None:
+    assert find_secrets(line, file) == [f"{file}:1"]
+    for name in ("tools.py", "notes.ipynb", "README.md", "index.rst"):
+        assert find_secrets(line, name) == []
+
+
+def test_a_value_in_a_stored_config_has_its_own_cure(tmp_path: Path) -> None:
+    """A stored conf.yaml has no comments."""
+    (tmp_path / "conf.yaml").write_text(f"tools: {{token: average, password: {WORDS}}}\n")
+    with pytest.raises(UsageError, match=r"^conf.yaml: tools.password would .*NAME}; in a .* edit its conf.yaml$"):
+        refuse_secrets(tmp_path / "conf.yaml", "the export")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
+def test_a_damaged_archive_is_an_error_of_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "code.zip").write_bytes(content)
+    with pytest.raises(StorageError, match=r"code.zip is damaged: .*zip file$"):
+        refuse_secrets(tmp_path / "code.zip", "the export")
 
 
 @pytest.mark.timeout(120)

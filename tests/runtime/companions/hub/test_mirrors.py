@@ -248,7 +248,7 @@ class TestWhatLeaves:
         assert f"is unfinished: {self.PLACES}" in following.finish(60)[-1].text
         assert set(server.files("alice/digits")) == {".gitattributes", "mirror.json"}
         places = self.PLACES.replace("digits", "other")
-        with pytest.raises(UsageError, match=f"{places}.* zip -d code.zip src/tools.py$"):
+        with pytest.raises(UsageError, match=f"{places}.* zip -u code.zip src/tools.py$"):
             pushing.push(training.folder, "hf://alice/other")
         (training.folder.path / "code.zip").unlink()
         training.folder.conf.write_text(f"{CONF}tools:\n  api: {{token: {WORDS}, key: '${{oc.env:KEY}}'}}\n")
@@ -318,6 +318,42 @@ def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
     training.record.finish("STOPPED")
     assert "is complete" in following.finish(60)[-1].text
     assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("refused", [0, 1])
+def test_checkpoints_that_are_removed_during_an_upload(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool, refused: int
+) -> None:
+    """Training saves three more, and keeps the last two. The mirror has those of one moment, and names their step."""
+    training = Training(tmp_path)
+    following = training.follow()
+    training.save(0)
+    files, calls = Repository.files, iter([False] * refused + [True])
+
+    def late(repository: Repository, commit: str) -> Any:
+        found = files(repository, commit)
+        if next(calls, False):
+            for epoch in (1, 2, 3):
+                training.save(epoch)
+        return found
+
+    def without_links(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
+    monkeypatch.setattr(Repository, "files", late)
+    if not links:
+        monkeypatch.setattr(os, "link", without_links)
+    server.faults = Faults(1, ("409",), lambda method, path: "/commit/" in path, limit=refused)
+    following.saved()
+    until(lambda: len(server.commits("alice/digits")) == 2)
+    kept = {path.split("/")[1] for path in server.files("alice/digits") if path.startswith("checkpoints/")}
+    step = json.loads(server.files("alice/digits")["mirror.json"])["step"]
+    early = links or refused  # linked when it was staged, or copied for the refused commit
+    assert (kept, step) == (({"epoch_0001"}, 10) if early else ({"epoch_0003", "epoch_0004"}, 40))
+    training.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
 
 
 def test_commits_that_are_refused_forever_are_given_up(
@@ -496,6 +532,11 @@ def test_all_that_can_be_pushed_is_pushed(
     assert shown.err.startswith("error: your token has no access to hf://bob/digits")
 
 
+def test_the_repository_is_no_run(server: Hub) -> None:
+    with pytest.raises(UsageError, match=f"{URI} is no run; write: mlx xp push digits/run_003 --to {URI}"):
+        push.callback("digits/run_003", URI, None)
+
+
 def test_commits_stay_below_the_limit_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(mirror.time, "monotonic", lambda: clock[0])
@@ -645,6 +686,25 @@ class TestContinuing:
         assert list(interruptions) == []
         assert {str(path): path.stat().st_ino for path in (tmp_path / "a").rglob("*")} == before
 
+    def test_older_files_remain_if_they_cannot_be_moved_back(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        training = self.mirrored(tmp_path / "a", 1)
+        self.continued(tmp_path, 1)
+        state = next(training.folder.path.rglob("state*.pt")).stat().st_ino
+        rename = os.rename
+
+        def refused(source: Any, target: Any) -> None:
+            if Path(target) == training.folder.path:
+                raise PermissionError(13, "Permission denied", str(source))
+            rename(source, target)
+
+        monkeypatch.setattr(os, "rename", refused)
+        with pytest.raises(StorageError, match=r"cannot write hf://alice/digits to .*Permission denied"):
+            restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert state in {path.stat().st_ino for path in (tmp_path / "a").rglob("*.pt")}
+        monkeypatch.undo()
+
     def test_logs_of_this_machine_stay(self, server: Hub, tmp_path: Path) -> None:
         """Somebody has uploaded a folder of that name to the repository."""
         training = self.mirrored(tmp_path / "a", 1)
@@ -723,6 +783,17 @@ class TestReading:
             lookup.resolve_run(URI)
         (row,) = list_rows(URI)
         assert (row.status, row.fields()["place"], row.best) == ("SUCCEEDED", URI, 0.5)
+
+    def test_a_truncated_copy_is_downloaded_again(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("SUCCEEDED")
+        pushing.push(training.folder, URI)
+        assert open_run(URI).state()["epoch"] == 0
+        (file,) = (tmp_path / "cache").rglob("state*.pt")
+        os.truncate(file, 10)
+        os.utime(file, (0, 0))
+        assert open_run(URI).state()["epoch"] == 0
 
 
 class Digits(BaseModule):
@@ -877,6 +948,14 @@ class TestHostileRepositories:
             assert run is not None
             assert run.name == "run_002"
         assert os.listdir(outside) == ["precious"]
+
+    def test_a_linked_run_is_not_replaced(self, server: Hub, tmp_path: Path, outside: Path) -> None:
+        (outside / "run.json").write_text(json.dumps(RECORD | {"mirror": {"uri": URI, "id": "1", "unfinished": False}}))
+        self.offered(server)
+        self.linked(tmp_path / "runs" / "digits" / "run_001", outside)
+        with pytest.raises(StorageError, match="cannot write .*run_001: links below .*runs are not followed"):
+            restoring.latest(URI, str(tmp_path / "runs"), "digits")
+        assert sorted(os.listdir(outside)) == ["precious", "run.json"]
 
     def linked(self, link: Path, target: Path) -> None:
         link.parent.mkdir(parents=True)

@@ -85,8 +85,7 @@ def test_a_storage_that_only_a_cluster_has_asks_for_it(mlx: Mlx, tmp_path: Path)
     done = mlx(tmp_path, "data", "show", MLX_STORAGE="/nowhere/shared")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: /nowhere/shared does not exist on this machine; if only a cluster has it, pass "
-        "--ray-address http://HEAD:8265\n"
+        "error: /nowhere/shared does not exist on this machine; on a cluster: mlx --on http://HEAD:8265 data show\n"
     )
 
 

@@ -194,3 +194,24 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write a prepared dataset to"):
         written(Store(str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("moment", ["entries", "remove_file"])
+def test_a_set_that_a_run_begins_to_read_during_a_cleanup_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    store = Store(str(tmp_path))
+    manifest = written(store)
+    for file in (tmp_path / "Rows-1").iterdir():
+        os.utime(file, (0, 0))
+    owner = store if moment == "entries" else store.storage
+    method = getattr(owner, moment)
+
+    def then_used(*arguments: str) -> object:
+        result = method(*arguments)
+        store.note_use("Rows-1")
+        return result
+
+    monkeypatch.setattr(owner, moment, then_used)
+    assert store.clean(0) == []
+    assert store.find("Rows-1") == manifest

@@ -1,7 +1,11 @@
 """Prepared datasets are found only if code, arguments and data are the same."""
 
 import importlib
+import itertools
+import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -11,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from mlx_runtime.companions.prepared import preparation
+from mlx_runtime.companions.prepared import preparation, store
 from mlx_runtime.companions.prepared.columns import load_columns
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import Store
@@ -288,6 +292,36 @@ class Changing(Fixed):
         self.epoch = epoch
 
 
+class Opened(Fixed):
+    """Opens its file when it reads the first row, as h5py and tarfile do."""
+
+    file = None
+
+    def __init__(self):
+        super().__init__(100)
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            self.file.write(b"".join(b"%04d" % row for row in range(self.rows)))
+        self.file.seek(4 * index)
+        time.sleep(0.001)
+        return torch.tensor([float(self.file.read(4))])
+
+
+class Numbered(Fixed):
+    """Has rows that depend on the object."""
+
+    numbers = itertools.count()
+
+    def __init__(self):
+        super().__init__()
+        self.number = next(self.numbers)
+
+    def __getitem__(self, index):
+        return torch.tensor([float(self.number)])
+
+
 class Empty(Fixed):
     def __len__(self):
         return 0
@@ -348,3 +382,31 @@ def test_a_sample_that_raises_is_named(make: Make, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=message):
         make(Broken)
     assert Store(str(tmp_path)).entries() == []
+
+
+@pytest.mark.local
+def test_reading_processes_open_their_own_files(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "NOT_WORTH_A_PROCESS_S", 1e-6)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    prepared = make(Opened)["train"]
+    columns = load_columns(Store(prepared.root), prepared.manifest, tmp_path, max_bytes=0)
+    assert columns["x"].flatten().tolist() == [*range(100)]
+    with pytest.raises(DatasetError, match=r"train cannot be prepared: a row changes when it is read again. Set prep"):
+        make(Numbered)
+
+
+def test_a_set_is_in_use_while_others_are_prepared(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = (item.manifest for item in make(Fixed).values())
+    used, deadline = tmp_path / first.name / "last_used", time.monotonic() + 20
+
+    def progress(*_: object) -> None:
+        """Prepare the second dataset slowly, so that the first was used long ago."""
+        os.utime(used, (0, 0))
+        while used.stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    nodes = {"train": {"_target_": f"{__name__}.Fixed"}, "val": {"_target_": f"{__name__}.Fixed", "rows": 3}}
+    candidates = [Candidate(name, node, node, 0, Path(__file__).parent) for name, node in nodes.items()]
+    monkeypatch.setattr(store, "IN_USE_S", 0.1)
+    assert len(preparation.make(candidates, str(tmp_path), print, progress)) == 2

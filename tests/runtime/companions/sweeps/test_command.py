@@ -144,7 +144,7 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
         assert process.returncode == code, out + err
         assert err == "stopped with 2 trials of faults/sweep_001 left. Resume: mlx train sweep --resume=sweep_001\n"
         assert f"stopping  running trials save a checkpoint first ({how})" in out
-        assert statuses(folder) == ["STOPPED"]
+        assert (statuses(folder), record(folder)["stop_reason"]) == (["STOPPED"], how)
         assert record(folder, "run_001")["latest"]["epoch"] == 0
     file = folder / "src" / "experiment.py"
     code_before = file.read_text()
