@@ -60,6 +60,7 @@ def main() -> None:
             page.evaluate("document.querySelector('dl').parentElement.remove()")  # paths of this machine
             page.evaluate("document.querySelector('.wide').previousElementSibling.remove()")
             page.evaluate("document.querySelector('.wide').remove()")  # the table of all trials
+            page.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
             page.picture(ROOT / "docs" / "sweep.png")
 
 

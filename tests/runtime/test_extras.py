@@ -57,7 +57,7 @@ def test_a_run_and_a_plain_grid_need_none(swept: Path) -> None:
         (
             "sklearn",
             ("train", "run", "cfg.cross_validation.folds=3", "cfg.cross_validation.fold=0"),
-            'cfg.cross_validation.folds without a splitter needs sklearn; type: pip install "mlx-runtime[sweeps]"',
+            'a cross-validation without a splitter needs sklearn; type: pip install "mlx-runtime[sweeps]"',
         ),
         (
             "plotly",
@@ -79,6 +79,15 @@ def test_what_needs_a_missing_library_ends_with_one_line(
     done = without(library, swept, *command, *(SHORT if command[0] == "train" else ()))
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n"), done.stdout
     assert sorted(swept.rglob("run.json")) == before
+
+
+@pytest.mark.parametrize("library", ["optuna", "sklearn"])
+def test_the_report_of_a_plain_grid_has_no_charts_without(library: str, swept: Path, without: Without) -> None:
+    done = without(library, swept, "xp", "report", "faults", "sweep_001", "-o", "page.html")
+    assert done.returncode == 0, done.stderr
+    page = (swept / "page.html").read_text()
+    line = f"drawing the charts of a sweep needs {library}; type: pip install &#34;mlx-runtime[sweeps]&#34;"
+    assert (line in page, page.count("SUCCEEDED") >= 3) == (True, True)
 
 
 @pytest.mark.parametrize("library", BACKENDS)

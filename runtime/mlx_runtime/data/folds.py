@@ -143,8 +143,9 @@ def fold_rows(config: Config) -> list[Fold]:
     except USER_ERRORS as error:
         missing = [name for name, values in zip(PER_ROW, arrays, strict=True) if values is None]
         cls, lacks = _class_name(nodes["train"]), " or ".join(missing)
-        cure = f" ({cls} has no method {lacks}, which returns an array with one item per row)" if missing else ""
-        raise ConfigError(f"{title} cannot split the rows of datasets.train{cure}: {short_message(error)}") from error
+        cure = f"{cls} needs a method {lacks} that returns an array with one item per row"
+        hint = f" (if the splitter needs labels or groups: {cure})" if missing else ""
+        raise ConfigError(f"{title} cannot split the rows of datasets.train: {short_message(error)}{hint}") from error
     if len(folds) != wanted:
         cure = f"set {key}={len(folds)}, or change the arguments of the splitter"
         raise ConfigError(f"{title} makes {len(folds)} folds, but {key} is {wanted}; {cure}")
@@ -208,7 +209,7 @@ def _splitter(config: Config) -> Any:
 
 def _shuffling(folds: int, seed: int) -> Any:
     """Return the splitter by default."""
-    require("sklearn", "folds without a splitter")
+    require("sklearn", "a cross-validation without a splitter")
     from sklearn.model_selection import KFold
 
     return KFold(folds, shuffle=True, random_state=seed % 2**32)

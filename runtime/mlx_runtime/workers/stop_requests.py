@@ -58,6 +58,7 @@ class StopRequests:
         self.taken_over = False  # another driver owns the run
         self.outage = ""  # error of the storage, while it does not answer
         self.locate: Callable[[RunFolder], None] | None = None  # stores the positions of workers, if there are any
+        self.interrupted = False  # `interrupt` has just been called
         self._interrupt = interrupt
         self._requested_at = 0.0
         self._graceful = False
@@ -76,7 +77,12 @@ class StopRequests:
         if self.reason is None or reason == RunStopped.REQUESTED:
             self.reason, self.pruned, self._requested_at = reason, prune, time.monotonic()
         if not self._graceful:
-            self._interrupt()
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """End the run in the driver's thread without waiting for a checkpoint."""
+        self.interrupted = True
+        self._interrupt()
 
     def immediate(self) -> bool:
         """Return True if another request ends the run immediately: it is the second, or comes before training."""
@@ -119,21 +125,28 @@ class StopRequests:
                     (self.locate or answer_here)(folder)
             self.taken_over = folder.attempts(names) > attempt
             if self.taken_over:
-                self._interrupt()
+                self.interrupt()
                 return
 
 
 @contextlib.contextmanager
-def sigterm_stops(control: StopRequests) -> Iterator[None]:
+def sigterm_stops(control: StopRequests, *, once: bool = False) -> Iterator[None]:
     """Turn SIGTERM, and SIGHUP unless it is ignored, into a request within the block.
 
     Does nothing outside the main thread.
+
+    Args:
+        control: collects the request.
+        once: Ignore a signal after the first request of any kind; otherwise, it ends the run immediately.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def terminate(number: int, _: Any) -> None:
+        interrupted, control.interrupted = control.interrupted, False
+        if once and control.reason is not None and not interrupted:
+            return
         if control.immediate():
             control.reason = control.reason or signal.Signals(number).name
             raise Terminated

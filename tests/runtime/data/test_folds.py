@@ -281,13 +281,13 @@ class TestEvaluationMode:
             Plain,
             5,
             splitter("StratifiedKFold"),
-            r"cannot split .* \(Plain has no method fold_labels or fold_groups, which",
+            r"cannot split the rows of datasets.train: .* \(if the splitter needs labels or groups: Plain needs a",
         ),
         (
             Labels,
             5,
             splitter("GroupKFold"),
-            r"GroupKFold cannot split .* \(Labels has no method fold_groups, which",
+            r"GroupKFold cannot split .*'groups' .* Labels needs a method fold_groups that returns",
         ),
         (Labelled, 35, splitter("StratifiedKFold"), "cannot split the rows of datasets.train: n_splits=35"),
         (

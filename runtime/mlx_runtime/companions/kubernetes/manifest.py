@@ -37,8 +37,11 @@ PID_FILE = "mlx-driver.pid"
 GRACE_S = 60
 """Time for a checkpoint when a pod is deleted."""
 
-HEAD = {"cpu": "1", "memory": "4Gi"}
-"""Resources of the head, which runs the driver."""
+HEAD_MEMORY_GIB, TRIALS_PER_GIB = 4, 8
+"""Memory of the head, which runs the driver, and trials of a sweep whose drivers it also runs with another GiB.
+
+The driver of a trial takes 76 MB for itself.
+"""
 
 STOP_DRIVER = f'read pid < "${{TMPDIR:-/tmp}}/{PID_FILE}" && kill $pid && while kill -0 $pid; do sleep 1; done; true'
 """Hook of the head before its deletion: the driver stops with a checkpoint."""
@@ -98,7 +101,9 @@ def rayjob(
         template: fields of the RayJob that are merged into the manifest; see `merge`.
     """
     alone = trials is None and cfg.start_workers == 0  # trains in the driver
-    head = _pod(name, pods, root, HEAD_CONTAINER, _worker_amounts(cfg, pods, 1) if alone else HEAD, STOP_DRIVER)
+    memory = HEAD_MEMORY_GIB + math.ceil((trials or 0) / TRIALS_PER_GIB)
+    amounts = _worker_amounts(cfg, pods, 1) if alone else {"cpu": "1", "memory": f"{memory}Gi"}
+    head = _pod(name, pods, root, HEAD_CONTAINER, amounts, STOP_DRIVER)
     if alone:
         head["spec"] |= _tolerations(cfg)
     cluster: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
@@ -161,8 +166,7 @@ def _most(cfg: TrainConfig) -> int:
 def _worker_group(name: str, pods: Pods, cfg: TrainConfig, root: str, trials: int) -> dict[str, Any]:
     """Return the group of pods with workers, enough for `trials` runs of a sweep, or for one run."""
     least, start, most = (
-        trials * math.ceil(max(1, workers) / pods.workers_per_pod)
-        for workers in (_least(cfg), cfg.start_workers, _most(cfg))
+        trials * math.ceil(workers / pods.workers_per_pod) for workers in (_least(cfg), cfg.start_workers, _most(cfg))
     )
     template = _pod(name, pods, root, "ray-worker", _worker_amounts(cfg, pods, pods.workers_per_pod), DRAIN_NODE)
     template["spec"] |= _tolerations(cfg)

@@ -110,8 +110,9 @@ class Link:
 
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):
-            while True:
-                reason = self._connection.recv()
-                if self.control.reason is not None:
-                    interrupt_main()
+            reason = self._connection.recv()
+            if self.control.reason is None:  # otherwise, a signal came first
                 self.control.request(reason, prune=reason == PRUNE)
+            while True:
+                self._connection.recv()
+                self.control.interrupt()

@@ -45,7 +45,7 @@ def launch_and_exit(
     kind: Kind,
     overrides: Sequence[str],
     *,
-    sweep: tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None = None,
+    sweep: tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any], bool] | None = None,
     retries: int = 0,
     elsewhere: Callable[..., Any] | None = None,
     ray_address: str | None,
@@ -56,8 +56,9 @@ def launch_and_exit(
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Further fields are those of `Request`. `sweep` is the result of `sweep_request`, and `elsewhere` prepares a launch
-    other than on a running cluster of Ray. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
+    Further fields are those of `Request`. `sweep` has the further arguments of `launch_steps`, and `elsewhere` prepares
+    a launch other than on a running cluster of Ray. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0
+    otherwise.
     """
     try:
         folder = kind.folder()
@@ -144,7 +145,7 @@ def train_launch(
         typed = sweeps.train_sweep.make_context("launch --sweep", [*overrides]).params
         typed |= {"resume": resume, "origin": origin, "variants": variants, "name": name}
         request = sweeps.sweep_request(**typed)
-        launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)
+        launch_and_exit(AN_EXPERIMENT, request[0], sweep=(*request, place != "slurm"), **settings)
     overrides = (*Request.of(overrides, variants=variants).overrides, *([f"cfg.name={name}"] if name else []))
     launch_and_exit(AN_EXPERIMENT, overrides, resume=resume, origin=origin, **settings)
 

@@ -1,7 +1,6 @@
 """The charts of a sweep, by Optuna."""
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,9 @@ from mlx_runtime.extras import require
 LOG_RATIO = 100
 """Ratio of the largest to the smallest positive number above which an axis is logarithmic."""
 
+EXACT = 2**53
+"""Magnitude up to which a float holds every integer; Optuna computes with floats."""
+
 MIN_TRIALS = 6
 """Minimum number of finished trials for estimating the importance of parameters."""
 
@@ -20,9 +22,13 @@ Chart = dict[str, Any]
 
 
 def sections(trials: Sequence[Trial], metric: str, mode: str) -> dict[str, list[Chart]]:
-    """Draw the trials that have a score. Return the charts of each section by its title."""
-    require("optuna", "the report of a sweep")
-    require("plotly", "a report")
+    """Draw the trials that have a score. Return the charts of each section by its title.
+
+    Raises:
+        MissingLibraryError: Optuna or scikit-learn is not installed; a plain grid needs neither.
+    """
+    for library in ("optuna", "sklearn"):
+        require(library, "drawing the charts of a sweep")
     from optuna import visualization
     from optuna.importance import FanovaImportanceEvaluator
 
@@ -84,8 +90,8 @@ def _study(trials: Sequence[Trial], columns: dict[str, list[Any]], mode: str) ->
 
 
 def _numbers(values: list[Any]) -> list[Any]:
-    """Return values of a parameter if all of them are finite numbers, otherwise their texts."""
-    numbers = all(type(value) in (int, float) and math.isfinite(value) for value in values)
+    """Return values of a parameter if all of them are numbers that a float holds exactly, otherwise their texts."""
+    numbers = all(type(value) in (int, float) and abs(value) <= EXACT for value in values)
     return values if numbers else [escape(str(value)) for value in values]
 
 

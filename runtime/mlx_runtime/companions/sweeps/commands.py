@@ -32,7 +32,7 @@ from mlx_runtime.settings import prepare_fork
 )
 @click.option("--resume", metavar="[NAME]", is_flag=False, flag_value="latest", help="Train a sweep's missing runs.")
 @click.option("--retry-failed", is_flag=True, help="With --resume, run failed trials again.")
-@click.option("--force", is_flag=True, help="With --resume, ignore changes of overrides or code.")
+@click.option("--force", is_flag=True, help="With --resume, ignore changes of the definition or code.")
 @commands.from_option
 @commands.variant_option
 @options.yes
@@ -105,9 +105,14 @@ def launch_steps(
     overrides: Sequence[str],
     definition: Mapping[str, Any],
     how: Mapping[str, Any],
+    on_ray: bool,
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return two functions: one loads and checks the config of a sweep, binding it if necessary; one submits it."""
+    """Return two functions: one loads and checks the config of a sweep, binding it if necessary; one submits it.
+
+    With `on_ray`, the job is the driver of a Ray cluster.
+    """
     from mlx_runtime.companions.sweeps.definition import Definition
+    from mlx_runtime.companions.sweeps.engine import refuse_no_workers
     from mlx_runtime.companions.sweeps.starting import checked_plan, find_sweep
     from mlx_runtime.storage.documents import is_name
 
@@ -125,6 +130,8 @@ def launch_steps(
             "split": False,
         }  # the datasets may be on the cluster only
         plans.append(checked_plan(experiment, asked, resumed, **checks))
+        if on_ray:
+            refuse_no_workers(plans[-1].config.cfg)
         return plans[-1].config
 
     def submit(launch: Any) -> Any:

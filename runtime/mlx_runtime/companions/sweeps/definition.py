@@ -1,5 +1,6 @@
 """The definition of a sweep: its parameters, its search, and the metric by which trials are compared."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -16,6 +17,9 @@ from mlx_runtime.storage.redaction import redact_override
 
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""
+
+FIXED = ("overrides", "folds")
+"""Fields that a resumed sweep cannot change."""
 
 OF_FOLDS = ("cfg.seed", "cfg.cross_validation.splitter")
 """Settings that determine the held-out rows of a fold."""
@@ -90,6 +94,8 @@ def plan(experiment: type, asked: Definition, *, large: bool = False, split: boo
         UsageError, ConfigError: it does not define a sweep, or a value of a parameter is invalid.
         ConfigError, DatasetError: the rows cannot be split into folds.
     """
+    if asked.gpus_per_trial is not None and not 0 <= asked.gpus_per_trial < math.inf:
+        raise UsageError(f"--gpus-per-trial is {asked.gpus_per_trial:g}; pass a number of GPUs, or a share of one")
     space = parse(asked.overrides)
     if not space.dimensions and not asked.folds:
         raise UsageError("no parameter has several values; give one some, like cfg.seed=1,2,3, or add --folds 5")
@@ -132,15 +138,18 @@ def merge(stored: Definition, asked: Definition) -> Definition:
     return replace(stored, **asked.changed_fields())
 
 
-def differences(stored: Definition, resumed: Definition) -> list[str]:
-    """Return one line per field that a resumed sweep may change only with `--force`."""
+def differences(stored: Definition, resumed: Definition) -> dict[str, str]:
+    """Return the old and the new value of each field that a resumed sweep may change only with `--force`, or never."""
     before, after = stored.as_json(), resumed.as_json()
-    return [
-        f"{name}: {_format_value(before[name])} → {_format_value(after[name])}"
+    return {
+        name: _format_change(before[name], after[name])
         for name in before
         if name not in CHANGEABLE and before[name] != after[name]
-    ]
+    }
 
 
-def _format_value(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) else str(value)
+def _format_change(before: Any, after: Any) -> str:
+    if isinstance(before, list) and {*before} != {*after}:  # without the overrides that both have
+        before, after = [item for item in before if item not in after], [item for item in after if item not in before]
+    texts = [" ".join(value) or "none" if isinstance(value, list) else str(value) for value in (before, after)]
+    return " → ".join(texts)

@@ -6,7 +6,6 @@ They start on the machine of the sweep; in the job of a cluster, their workers a
 
 import contextlib
 import itertools
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.errors import ConfigError, UsageError, full_message
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.logs import LogFile, log_name
+from mlx_runtime.runs.tables import plural
 from mlx_runtime.workers import placement
 from mlx_runtime.workers.fork_server import exit_reason
 from mlx_runtime.workers.local import cool_down, take_server, warm_up
@@ -51,13 +51,12 @@ def slots(cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float |
 
     Raises:
         ConfigError: not even one trial fits.
-        UsageError: see `room`.
+        UsageError: see `room` and `refuse_no_workers`.
     """
     if placement.JOB_FLAG in os.environ:
         from mlx_runtime.companions.ray.start import on_ray
 
-        if not cfg.start_workers:
-            raise UsageError("on a cluster, the trials of a sweep train in workers: set cfg.start_workers=1")
+        refuse_no_workers(cfg)
         with on_ray(cfg) as cluster:
             number, gpus = room(cfg, cluster.cpus, cluster.gpus, parallel, gpus_per_trial, cluster=True)
         return Slots(({"MLX_JOB": ""},) * number, gpus)  # the job is that of the sweep
@@ -73,6 +72,12 @@ def slots(cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float |
     whole = int(gpus)
     own = [visible[slot * whole : (slot + 1) * whole] if whole else [visible[slot % total]] for slot in range(number)]
     return Slots(tuple({"CUDA_VISIBLE_DEVICES": ",".join(devices)} for devices in own), gpus)
+
+
+def refuse_no_workers(cfg: TrainConfig) -> None:
+    """Raise a UsageError if the trials of a sweep on a Ray cluster would not train in workers."""
+    if not cfg.start_workers:
+        raise UsageError("on a cluster, the trials of a sweep train in workers: set cfg.start_workers=1")
 
 
 def room(
@@ -106,14 +111,10 @@ def room(
         own = float(all_gpus) if placement.uses_gpus(cfg, gpus) else 0.0
     elif cfg.use_gpu is not None and cfg.use_gpu != bool(own):
         raise UsageError(f"--gpus-per-trial {own:g} contradicts cfg.use_gpu={str(cfg.use_gpu).lower()}")
-    if (
-        not 0 <= own < math.inf
-        or (workers > 1 and 0 < own < workers)
-        or (own > 1 and own % 1)
-        or (cluster and own > all_gpus)
-    ):
-        has = f"cfg.gpus_per_worker={cfg.gpus_per_worker}, a single one also a share"
-        raise UsageError(f"--gpus-per-trial is {own:g} for {workers} workers; each has {has}")
+    if (workers > 1 and 0 < own < workers) or (own > 1 and own % 1) or (cluster and own > all_gpus):
+        needs_whole = f"each needs whole GPUs (cfg.gpus_per_worker={cfg.gpus_per_worker})"
+        cause = f"{needs_whole}, and only a single worker can have a share of one"
+        raise UsageError(f"--gpus-per-trial is {own:g} for {plural(workers, 'worker')}: {cause}")
     fits, needs = [], []
     if cluster or not own:
         each = workers * cfg.cpus_per_worker
@@ -124,7 +125,9 @@ def room(
         needs.append(f"{own:g} of {gpus:g} GPUs")
     if min(fits) < (asked := parallel or 1):
         need = " and ".join(needs)
-        raise UsageError(f"cannot run {asked} trials at a time: each needs {need}, so at most {min(fits)} fit")
+        raise UsageError(
+            f"cannot run {plural(asked, 'trial')} at a time: each needs {need}, so at most {min(fits)} fit"
+        )
     return parallel or min(fits), own
 
 

@@ -8,6 +8,8 @@ from mlx_runtime.companions.sweeps import charts
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.companions.views.report import known_facts, render
+from mlx_runtime.errors import MissingLibraryError
+from mlx_runtime.extras import require
 from mlx_runtime.runs.queries.listing import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration
 
@@ -19,7 +21,12 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
     [row] = summarize([result.folder], ask)
     ranked = result.ranked()
     shown = [trial for trial in ranked if trial.score is not None and trial.status != "FAILED"]
-    sections = charts.sections(shown, result.metric, result.mode) if shown else {}
+    require("plotly", "a report")
+    sections, lacking = dict[str, list[charts.Chart]](), ""
+    try:
+        sections = charts.sections(shown, result.metric, result.mode) if shown else {}
+    except MissingLibraryError as error:
+        lacking = str(error)
     return render(
         PAGE,
         charts=[chart for drawn in sections.values() for chart in drawn],
@@ -27,6 +34,8 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
         row=row,
         facts=_facts(result, shown) | known_facts(row),
         sections=sections,
+        lacking=lacking,
+        has_best=bool(shown),
         table=_table(result, ranked),
         errors={trial.number: trial.error for trial in ranked if trial.error},
     )

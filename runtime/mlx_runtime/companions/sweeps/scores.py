@@ -192,10 +192,13 @@ def ranked(trials: Sequence[Trial], mode: str) -> list[Trial]:
 
 
 def read_trials(sweep: RunFolder, entries: Sequence[Mapping[str, Any]], metric: str, mode: str) -> list[Trial]:
-    """Read the trials of a sweep from its record, and the records and metrics of their runs."""
+    """Read the trials of a sweep from its record, and the records and metrics of their runs.
+
+    Trials are numbered in their order, as they begin.
+    """
     trials = [
-        Trial(entry["trial"], entry["values"], [TrialRun(name) for name in entry["runs"]] or [TrialRun()], metric, mode)
-        for entry in entries
+        Trial(number, entry["values"], [TrialRun(name) for name in entry["runs"]] or [TrialRun()], metric, mode)
+        for number, entry in enumerate(entries, start=1)
     ]
     runs = [run for trial in trials for run in trial.runs if run.name is not None]
     folders = [run_folder(sweep.root, sweep.experiment, run.name or "") for run in runs]

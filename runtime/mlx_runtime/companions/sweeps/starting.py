@@ -10,7 +10,7 @@ import numpy as np
 
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome, read_record
-from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merge, plan
+from mlx_runtime.companions.sweeps.definition import FIXED, Definition, SweepPlan, differences, merge, plan
 from mlx_runtime.companions.sweeps.engine import Engine
 from mlx_runtime.companions.sweeps.events import SweepStarted
 from mlx_runtime.companions.sweeps.scores import Trial, read_trials
@@ -80,20 +80,22 @@ def checked_plan(
     definition = merge(stored, asked)
     if hidden := [text for text in definition.overrides if HIDDEN in text]:
         raise UsageError(f"{folder.title} does not hold the secret {hidden[0]}; pass all overrides again")
+    changed = differences(stored, definition)
+    for name in FIXED:
+        if name in changed:
+            text = f"{folder.title} was started with other {name}, which cannot change: {changed[name]}"
+            raise UsageError(f"{text}; leave them out, or start another sweep")
     if definition.experiment:
         experiment = object_at(definition.experiment)
     found = plan(experiment, definition, **how)
     load_function(found.config.cfg)  # the files that it imports are compared
-    changes = differences(stored, found.definition)
+    changes = [f"{name}: {text}" for name, text in differences(stored, found.definition).items()]
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
     if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
         changes.append("the folds have other rows")
     if changes and not force:
         listed = "\n  ".join([f"{folder.title} was started with another definition or code:", *changes])
         raise UsageError(f"{listed}\nUndo the changes, start another sweep, or resume it anyway with --force")
-    before, after = stored.as_json(), found.definition.as_json()
-    if fixed := [name for name in ("overrides", "folds") if before[name] != after[name]]:
-        raise UsageError(f"{folder.title} has other {fixed[0]}, which cannot change; start another sweep")
     return dataclasses.replace(found, folder=folder)
 
 

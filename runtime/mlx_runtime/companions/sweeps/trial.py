@@ -127,8 +127,9 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
         own = gpus_of_worker(job.gpus, max(1, config.cfg.start_workers))
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpus_per_worker=own)
         with contextlib.ExitStack() as stack:
+            # `ray job stop` signals all processes of a job, and the sweep asks its trials to stop as well.
+            stack.enter_context(sigterm_stops(control, once=True))
             plan = stack.enter_context(prepare_run(experiment, config, cluster))  # forks, so before any threads
-            stack.enter_context(sigterm_stops(control))
             ignore_breakpoints(handle)
             display = stack.enter_context(contextlib.closing(Display(sys.stdout, epochs=config.cfg.num_epochs)))
             driver = Driver(plan, [handle, ConsoleLines(display, plan).handle], control=control)

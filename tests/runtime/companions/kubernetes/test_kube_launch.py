@@ -138,6 +138,16 @@ class TestPrinted:
         ((*IMAGE, "--pip"), 2, "--pip is for a running cluster of Ray"),
         ((*IMAGE, "--clam"), 2, "there is no option --clam"),
         (
+            ("--sweep", *IMAGE, "--claim", "runs", "cfg.seed=1,2", "cfg.start_workers=0"),
+            2,
+            "on a cluster, the trials of a sweep train in workers: set cfg.start_workers=1",
+        ),
+        (
+            ("--sweep", *IMAGE, "--claim", "runs", "cfg.seed=1,2", "--gpus-per-trial=nan"),
+            2,
+            "--gpus-per-trial is nan; pass a number of GPUs, or a share of one",
+        ),
+        (
             (*IMAGE, "--claim", "runs", "+cfg.runtime_env={env_vars: {HF_TOKEN: hf_abcdefghijklmnopqrstuvwx}}"),
             1,
             "FAIL  secrets    cfg.runtime_env.env_vars.HF_TOKEN",

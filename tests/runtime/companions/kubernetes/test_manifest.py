@@ -167,7 +167,8 @@ def test_a_run_in_one_process_trains_on_the_head() -> None:
 
 def test_a_sweep_has_room_for_its_trials() -> None:
     assert sizes(job(TrainConfig(start_workers=3), trials=4, workers_per_pod=2)) == (8, 8, 8)
-    assert sizes(job(TrainConfig(start_workers=0), trials=3)) == (3, 3, 3)
+    assert amounts(head(job(trials=2))) == {"cpu": "1", "memory": "5Gi"}
+    assert amounts(head(job(trials=40))) == {"cpu": "1", "memory": "9Gi"}
 
 
 def test_secrets_are_references() -> None:

@@ -445,9 +445,10 @@ class TestSweep:
         table = user.types("xp", "logs", "tuning", "sweep_shared", "--no-follow").stdout
         assert re.search(r"^best +trial \d, val/accuracy 0\.\d+ ± 0\.\d+ \(epoch \d+\)$", table, re.MULTILINE)
 
-    def test_the_second_ctrl_c_kills_its_runs_and_another_job_resumes_them(
-        self, user: User, ray_cluster: RayCluster
+    def test_the_second_ctrl_c_kills_its_runs_a_stopped_job_lets_them_save_and_another_one_resumes_them(
+        self, user: User, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """`ray job stop` signals the sweep and all of its runs."""
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
         words = ("cfg.start_workers=1", "cfg.seed=0,1", "cfg.num_epochs=40", "--name=stopped")
         done = user.types(*launch, *self.SHORT, *words)
@@ -462,6 +463,16 @@ class TestSweep:
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         records = [user.record(name, "tuning") for name in ("sweep_stopped", runs[0])]
         assert [record["status"] for record in records] == ["STOPPED"] * 2
+        done = user.types(*launch, "--resume=tuning/sweep_stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: user.record(runs[0], "tuning")["latest"] != records[1]["latest"])
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        dashboard = Dashboard.connect(Address(ray_cluster.url, "here"))
+        dashboard.stop(user.record("sweep_stopped", "tuning")["job"]["id"])
+        until(lambda: user.record("sweep_stopped", "tuning")["status"] == "STOPPED")
+        found = [user.record(run, "tuning") for run in runs]
+        assert {run["status"] for run in found} <= {"STOPPED", "SUCCEEDED"}
+        assert {run["stop_reason"] for run in found if run["status"] == "STOPPED"} <= {"SIGTERM", "the sweep stops"}
         done = user.types(*launch, "-f", "--resume=tuning/sweep_stopped")
         assert done.returncode == 0, done.stdout + done.stderr
         assert self.runs(user, "stopped") == runs

@@ -151,8 +151,13 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
     file.write_text(code_before + "# changed\n")
     refused = mlx(folder, "train", "sweep", "--resume", "optimizers.adam.lr=0.1,0.2")
     assert refused.returncode == 2
-    assert "overrides: optimizers.adam.lr=0.1,0.01 " in refused.stderr
-    assert "src/experiment.py differs" in refused.stderr
+    assert (
+        "faults/sweep_001 was started with other overrides, which cannot change: optimizers.adam.lr=0.1,0.01 "
+    ) in refused.stderr
+    assert "--force" not in refused.stderr
+    refused = mlx(folder, "train", "sweep", "--resume", "--scheduler=asha")
+    assert refused.returncode == 2
+    assert "\n  scheduler: none → asha\n  src/experiment.py differs\n" in refused.stderr
     file.write_text(code_before)
     (folder / "diary" / "hurry").touch()
     done = mlx(folder, "train", "sweep", "--resume")

@@ -72,7 +72,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(mlx: Mlx, di
     done = mlx(digits, "train", "run", *FOLD, stratified)
     assert done.returncode == 1
     assert (
-        "StratifiedKFold cannot split the rows of datasets.train (Digits has no method fold_labels or fold_groups"
+        "(if the splitter needs labels or groups: Digits needs a method fold_labels or fold_groups that returns"
         in done.stderr
     )
     assert not (digits / "runs" / "digits").exists()

@@ -15,7 +15,7 @@ STORED = Definition(("lr=1,2",), "grid", "none", "val/loss", "min", 2, parallel=
 def test_what_a_command_leaves_out_stays_as_stored() -> None:
     assert merge(STORED, Definition()) == STORED
     assert merge(STORED, Definition(trials=5, parallel=1)).trials == 5
-    assert differences(STORED, merge(STORED, Definition(trials=5, parallel=1))) == []
+    assert differences(STORED, merge(STORED, Definition(trials=5, parallel=1))) == {}
 
 
 def test_none_of_the_gpus_is_a_number_of_gpus() -> None:
@@ -30,11 +30,15 @@ def test_repeated_overrides_with_a_secret_are_no_other_space() -> None:
 
 def test_each_difference_is_named() -> None:
     changed = merge(STORED, Definition(scheduler="asha", metric="val/acc", mode="max"))
-    assert differences(STORED, changed) == ["scheduler: none → asha", "metric: val/loss → val/acc", "mode: min → max"]
+    assert differences(STORED, changed) == {
+        "scheduler": "none → asha",
+        "metric": "val/loss → val/acc",
+        "mode": "min → max",
+    }
 
 
 def test_a_record_holds_no_secrets() -> None:
     definition = Definition(("lr=1,2", "cfg.api_key=abcdef"))
     assert definition.as_json()["overrides"] == ["lr=1,2", f"cfg.api_key={HIDDEN}"]
     assert Definition.from_json(STORED.as_json()) == STORED
-    assert differences(definition, Definition.from_json(definition.as_json())) == []
+    assert differences(definition, Definition.from_json(definition.as_json())) == {}

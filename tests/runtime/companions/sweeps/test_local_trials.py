@@ -15,7 +15,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 
 SCRIPT = """
-import contextlib, json, os, signal, sys, time
+import contextlib, json, os, signal, sys, threading, time
 from dataclasses import replace
 from pathlib import Path
 from mlx_runtime.settings import prepare_fork
@@ -85,6 +85,24 @@ def kill(sweep, job):
     return False
 
 
+def terminate(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            terminate(child)
+        os.kill(int(pid), signal.SIGTERM)
+
+
+def signal_and_stop(sweep, job):
+    "Signal one trial before it is asked to stop, and the other one after that, each with all that it has started."
+    stop(sweep, job)
+    if sweep.stopping:
+        time.sleep(1)  # both are in their second epoch
+        terminate(sweep.pids[1])
+        time.sleep(0.3)
+        threading.Timer(0.5, terminate, [sweep.pids[2]]).start()
+    return False
+
+
 def carry_out(*plans, act=lambda sweep, job: False, runs=(), gpus=0):
     sweep = Trials(*plans, act=act, runs=runs)
     with contextlib.closing(trials.Engine(TrainConfig(start_workers=0), parallel=2)) as engine:
@@ -104,6 +122,8 @@ found["stopped"] = carry_out(slow, slow_worker, act=stop)
 runs = [item["run"] for _, item in sorted(found["stopped"]["outcomes"].items())]
 found["resumed"] = carry_out(short, short, runs=runs)
 found["killed"] = carry_out(slow, slow, act=kill)
+slower = ("cfg.pause_s=3", "cfg.checkpoint_every_steps=null")
+found["signalled"] = carry_out((*slow, *slower), (*slow_worker, *slower), act=signal_and_stop)
 found["without"] = carry_out(here, gpus=1)
 print(json.dumps(found))
 """
@@ -188,6 +208,13 @@ class TestTrials:
             assert record["attempts"][0]["status"] == "STOPPED"
             assert record["sweep"]["trial"] == trial
 
+    def test_a_signal_besides_a_request_to_stop_does_not_cost_the_checkpoint(self, found: dict[str, Any]) -> None:
+        """`ray job stop` and systemd signal all processes of a sweep, and then the sweep asks its trials to stop."""
+        for trial in (1, 2):
+            said, record = outcome(found, "signalled", trial)
+            assert (said["status"], record["status"]) == ("STOPPED", "STOPPED")
+            assert record["latest"]["epoch"] == 1, record["latest"]
+
     def test_trials_are_killed(self, found: dict[str, Any]) -> None:
         for trial in (1, 2):
             said, record = outcome(found, "killed", trial)
@@ -256,13 +283,13 @@ class TestSlots:
             ({"start_workers": 2}, (5, None), "cannot run 5 trials at a time: each needs 2 of 8 cores, .* 4 fit"),
             ({"start_workers": 1}, (3, 0.0), ""),
             ({"start_workers": 1}, (3, None), "cannot run 3 trials at a time: each needs 1 of 2 GPUs, .* 2 fit"),
-            ({"start_workers": 1}, (None, 3.0), "cannot run 1 trials at a time: each needs 3 of 2 GPUs, .* 0 fit"),
+            ({"start_workers": 1}, (None, 3.0), "cannot run 1 trial at a time: each needs 3 of 2 GPUs, .* 0 fit"),
             (
                 {"start_workers": 2},
                 (None, 0.5),
-                "--gpus-per-trial is 0.5 for 2 workers; each has cfg.gpus_per_worker=1",
+                "--gpus-per-trial is 0.5 for 2 workers: each needs whole GPUs",
             ),
-            ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 workers"),
+            ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 worker: "),
             ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),
             ({"start_workers": 3, "use_gpu": True}, (None, None), "cfg.start_workers=3 needs 3 GPUs"),

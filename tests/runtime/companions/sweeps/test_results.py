@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from stored_sweeps import LR, WIDTH, store_run, store_sweep
 
 from mlx_runtime.cli import mlx
+from mlx_runtime.companions.sweeps.report import render_sweep
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import parse_value
 from mlx_runtime.errors import UsageError
@@ -45,6 +46,15 @@ def searched(root: str) -> RunFolder:
     values = [{LR: lr, WIDTH: width} for lr, width in (("0.1", "8"), ("1e-3", "8"), ("0.01", "16"), ("0.001", "16"))]
     trials = [{"values": own, "runs": [name]} for own, name in zip(values, names, strict=True)]
     return store_sweep(root, [*trials, {"values": values[0], "runs": [None]}])
+
+
+@pytest.mark.parametrize("value", [str(2**53 + 1), "1" + "0" * 400, "1e308"])
+def test_any_numbers_are_drawn(tmp_path: Path, value: str) -> None:
+    """Also those that are too large for Optuna, and trials that a record numbers in its own way."""
+    root = str(tmp_path)
+    entries = [{"values": {"a": text}, "runs": [store_run(root, {"val/loss": [0.5]})]} for text in (value, "1")]
+    page = render_sweep(SweepResult(store_sweep(root, [entries[0] | {"trial": 10**12}, entries[1]])))
+    assert "<h3>a</h3>" in page
 
 
 def test_a_row_per_trial(searched: RunFolder) -> None:
