@@ -172,10 +172,13 @@ class Files:
         pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
         values = [value for name, value in pairs if name in OUTPUTS]
         values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
-        self._named = {os.path.normpath(value) for value in values if value} - {"."}
+        self._named = {os.path.normpath(value) for value in values if value}
         self._begun: set[str] = set()
         self._bytes = 0
-        if not self._named and list(words[:2]) in WRITES:
+        for name in self._named:
+            if name == "." or Path(name).is_absolute() or Path(name).parts[0] == "..":
+                raise UsageError(f"with --on, -o {name} must be a path below this folder, like -o out")
+        if not self._named and list(words[:2]) in WRITES and not {"-h", "--help"} & {*words}:
             raise UsageError(f"with --on, mlx {' '.join(words[:2])} needs -o PATH, where to write on this machine")
         inside = [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]
         if inside and CONF.is_file():  # it is uploaded, and a link there
