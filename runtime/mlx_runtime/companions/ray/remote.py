@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.commands import refuse_unknown, typed_storage
 from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.companions.ray.jobs import JobSpec, command_metadata
 from mlx_runtime.companions.ray.preflight import check_upload
 from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB
@@ -208,7 +207,7 @@ class Files:
 def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
     """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
     user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
-    prefix, metadata = f"mlx-command-{user}-", {"mlx": "command", "user": f"{user}@{socket.gethostname()}"}
+    prefix, metadata = f"mlx-command-{user}-", command_metadata()
     job = f"{prefix}{uuid.uuid4().hex[:8]}"
     command = ["python", "-u", "-m", remote_job.__name__, *spec.command]
     environment = {"MLX_ON": key, **spec.environment}
@@ -226,7 +225,7 @@ def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
                 raise _EndedError(frame)
 
     try:
-        dashboard.forget_ended(prefix)
+        dashboard.forget_ended(prefix, metadata)
         state = _follow(dashboard, job, read)
     except _EndedError as end:
         return end.frame
