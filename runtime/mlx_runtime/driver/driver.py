@@ -99,6 +99,8 @@ class Driver:
                 if isinstance(error, KeyboardInterrupt) and self.control.taken_over:
                     raise record.disown() from None
                 self.stopped = isinstance(error, KeyboardInterrupt)
+                if self.control.reason is not None:  # before training, no event has told it
+                    record.note(stop_reason=self.control.reason)
                 status = "FAILED" if not self.stopped else "PRUNED" if self.control.pruned else "STOPPED"
                 ended = self._record_end(recorder.end_early, status, error)
             else:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError
-from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, read_errors
+from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, read_errors
 from mlx_runtime.storage.documents import (
     COUNT,
     FLAG,
@@ -36,8 +36,8 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.files import join_path, split_options, to_json
-from mlx_runtime.storage.leases import heartbeat, is_alive, this_process
+from mlx_runtime.storage.files import join_path, split_options, storage_at, to_json
+from mlx_runtime.storage.leases import heartbeat, is_alive, lease, this_process
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import FILES, redact, redact_override
 
@@ -190,9 +190,13 @@ class Record:
         self._update(fields, must=True)
 
     def withdraw(self) -> None:
-        """Give up resuming the run, and restore its previous record."""
+        """Give up resuming the run, and restore its previous record. The lease of the attempt has the `stop_reason`."""
         (self.folder.path / RESERVE).unlink(missing_ok=True)
         with self._lock:
+            if reason := self._fields.get("stop_reason"):
+                content = to_json(lease() | {"stop_reason": reason}).encode()
+                with contextlib.suppress(OSError, StorageError):
+                    storage_at(self.folder.location).write(content, attempt_name(self._fields["attempt"]))
             self._write(self.folder.record, to_json(self._replaced))
             self._ours = False
 
@@ -248,6 +252,13 @@ def stored_record(folder: RunFolder) -> dict[str, Any]:
     """Return the record of a run as it is stored; raise StorageError if it cannot be read."""
     with read_errors(folder, folder.record.name):
         return parse_record(folder.document(folder.record.name))
+
+
+def attempt_lease(folder: RunFolder, number: int) -> dict[str, Any]:
+    """Return the lease by which a driver has claimed an attempt of a run; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return parse_record(folder.document(attempt_name(number)))
+    return {}
 
 
 def relocate(record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:

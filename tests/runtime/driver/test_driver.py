@@ -131,6 +131,11 @@ def test_a_run_is_stopped_with_a_checkpoint(drive: Drive, workers: int) -> None:
     assert found["record"]["latest"]["epoch"] >= 1
 
 
+def test_a_run_that_is_stopped_before_it_trains_records_the_reason(drive: Drive) -> None:
+    found = drive("before", "cfg.start_workers=0")
+    assert (found["status"], found["record"]["stop_reason"]) == (["STOPPED"], "enough")
+
+
 @pytest.mark.kills
 def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, mlx: Mlx) -> None:
     here = ("cfg.start_workers=0", "cfg.num_epochs=1000")

@@ -74,7 +74,7 @@ class Checks:
         except UsageError:
             raise
         except MlxError as error:
-            cure = f"Edit {CONF}, or pass overrides" if isinstance(error, ConfigError) else "See: mlx train show"
+            cure = f"Edit {CONF}, or pass overrides" if isinstance(error, ConfigError) else f"See: {commands()} show"
             self.add(Check("config", str(error), cure))
             raise self.failure() from error
         self.add(valid_config())

@@ -92,7 +92,7 @@ class DataJob:
         item is retried; write files atomically, as `self.output.write` does.
 
         Args:
-            function: a method or function; it and its items must be picklable.
+            function: a method or function; it and its items must be picklable. With `key`, it is a method of the job.
             items: arguments of the calls.
             title: title of the progress bar.
             key: function that returns the text that identifies an item in the whole job, like `str`. With it, a job
@@ -103,9 +103,13 @@ class DataJob:
             The results, in the order of the items.
 
         Raises:
-            DataJobError: a call raised an exception; no further calls are started.
+            DataJobError: a call raised an exception, and no further calls are started; or there is a `key`, and the
+                function is no method of the job.
             MlxError: the process or node of an item was lost too many times.
         """
+        if key is not None and getattr(function, "__self__", None) is not self:  # its files are unknown
+            name = getattr(function, "__name__", str(function))
+            raise DataJobError(f"self.map({name}, ..., key=...) needs a method of the job, like self.work")
         items = list(items)
         keys = [str(key(item)) for item in items] if key is not None else []
         known = self._finished.results(keys) if self._finished is not None else {}

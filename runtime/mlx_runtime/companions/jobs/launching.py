@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FOLLOW_S = 1.0  # interval for reading the output of a job
 STARTUP_S = 30.0  # maximum wait for a job to begin, in order to report failures during startup
+SILENCE_S = 60.0  # maximum silence of a cluster while the output of a job is followed
 FAILED_LOG_LINES = 40
 
 
@@ -104,17 +105,36 @@ class PollingClient(abc.ABC):
         return self.read(job, source, 0).decode(errors="replace")
 
     def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
-        """Write the output as it grows, also while the job waits, perhaps again, and return its last state."""
+        """Write the output as it grows, also while the job waits, perhaps again, and return its last state.
+
+        Raises ClusterError if the cluster does not answer for `SILENCE_S`, does not know the job any more, or has no
+        output of a job that has ended.
+        """
         source, seen, decoder = self.source(job), 0, codecs.getincrementaldecoder("utf-8")("replace")
+        known, deadline = source is not None, time.monotonic() + SILENCE_S
         while True:
-            state, content = self.state(job), self.read(job, source, seen) if source is not None else b""
+            state = None
+            try:
+                state, found = self.state(job), source
+                content = self.read(job, source, seen) if source is not None else b""
+                if not content:
+                    found = self.source(job)
+            except ClusterError as error:
+                deleted = state is None and "NotFound" in str(error)  # as kubectl calls it
+                if deleted or time.monotonic() > deadline:
+                    raise
+                time.sleep(FOLLOW_S)
+                continue
+            deadline = time.monotonic() + SILENCE_S
             if content:
                 text = decoder.decode(content)
                 write(text if tail is None or seen else last_lines(text, tail))
                 seen += len(content)
-            elif (found := self.source(job)) != source:
-                source, seen = found, 0
+            elif found != source:
+                source, seen, known = found, 0, True
                 continue
+            elif state.ended and not known:
+                raise ClusterError(f"there is no output of {job} any more, which has {state}")
             elif state.ended:
                 return state
             time.sleep(FOLLOW_S)

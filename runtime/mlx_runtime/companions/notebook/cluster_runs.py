@@ -179,7 +179,7 @@ class Lines:
             if frame.kind == "file":
                 files[frame.text] = files.get(frame.text, b"") + frame.data
             if sum(map(len, files.values())) > MOST_BYTES:
-                raise ClusterError(f"the cluster has sent values of more than {size_text(MOST_BYTES)}")
+                raise ClusterError(f"the cluster sent values of more than {size_text(MOST_BYTES)}")
             *lines, self._rest = (self._rest + frame.data * (frame.kind == "out")).split(b"\n")
             yield from lines
 
@@ -280,10 +280,11 @@ def launch_there(
     added |= {str(SENT / inputs.INPUTS / file.name): file.read_bytes() for file in files}
     environment = {KEY: key, LAUNCHED: LAUNCHED_FILE, "MLX_STORAGE": storage_path(typed) or ""}
     command = ["python", "-u", "-m", JOB, LAUNCH]
-    spec = part("ray.jobs").JobSpec(command, upload, environment, {"mlx": "command"}, added=added)
+    metadata = part("ray.jobs").command_metadata()
+    spec = part("ray.jobs").JobSpec(command, upload, environment, metadata, added=added)
     name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()
     dashboard.submit(name, spec)
-    dashboard.forget_ended("mlx-launch-")
+    dashboard.forget_ended("mlx-launch-", metadata)
     state = dashboard.follow(name, lambda text: answers.extend(lines.feed(text, {})))
     if not answers:
         raise ClusterError(f"the launch on {where.url} failed: {lines.reader.other or state.reason}")
@@ -292,7 +293,7 @@ def launch_there(
             return ClusterRun(dashboard, submitted, key, run, job.function)
         case {"error": str(text), "hint": str(hint)}:
             raise ClusterError(text, hint)
-    raise ClusterError(f"the launch on {where.url} has sent a damaged answer")
+    raise ClusterError(f"the launch on {where.url} sent an invalid answer")
 
 
 def find(run: str | Path, address: str) -> ClusterRun:

@@ -89,4 +89,6 @@ def find_token() -> tuple[str | None, str | None]:
     except (OSError, UnicodeDecodeError) as error:
         if path:
             raise ClusterError(f"cannot read RAY_AUTH_TOKEN_PATH={path}: {short_message(error)}") from error
+    if path and not token:
+        raise ClusterError(f"RAY_AUTH_TOKEN_PATH={path} is an empty file; write the token of the cluster to it")
     return (token, "RAY_AUTH_TOKEN_PATH" if path else str(file)) if token else (None, None)

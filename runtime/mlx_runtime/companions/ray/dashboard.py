@@ -100,7 +100,7 @@ class Dashboard:
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
-        self.forget_ended(f"{name}-")
+        self.forget_ended(f"{name}-", spec.metadata)
         deadline = time.monotonic() + timeout_s
         while not (state := self.state(job, min(deadline, time.monotonic() + SILENCE_S))).ended:
             if time.monotonic() > deadline:
@@ -114,12 +114,14 @@ class Dashboard:
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise ClusterError(f"the job {job} failed: {reason}")
 
-    def forget_ended(self, prefix: str) -> None:
-        """Remove earlier jobs whose ids begin like this from the list of jobs: the user has not submitted them."""
+    def forget_ended(self, prefix: str, metadata: Mapping[str, str]) -> None:
+        """Remove earlier jobs whose ids begin like this, with this metadata: the user has not submitted them."""
         with contextlib.suppress(ClusterError):  # it may be too busy to list its jobs
             for facts in self.jobs():
                 ended = facts.get("end_time") or 0
-                if (facts.get("submission_id") or "").startswith(prefix) and 0 < ended < (time.time() - KEPT_S) * 1000:
+                same = metadata.items() <= (facts.get("metadata") or {}).items()  # ids can be anything
+                named = (facts.get("submission_id") or "").startswith(prefix)
+                if named and same and 0 < ended < (time.time() - KEPT_S) * 1000:
                     self._request("DELETE", f"jobs/{facts['submission_id']}")
 
     def state(self, job: str, deadline: float = 0.0) -> JobState:

@@ -1,10 +1,12 @@
 """Jobs of a cluster: their commands, packages of their code, and their states."""
 
 import contextlib
+import getpass
 import hashlib
 import io
 import os
 import signal
+import socket
 import threading
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,11 @@ SUPERVISED = "MLX_SUPERVISED"
 
 Send = Callable[[str, Callable[[], bytes]], str]
 """Uploads a package under a name, unless the cluster has it, and returns its URI."""
+
+
+def command_metadata() -> dict[str, str]:
+    """Return the metadata of the job of a command, which only its user removes from the list of jobs."""
+    return {"mlx": "command", "user": f"{getpass.getuser()}@{socket.gethostname()}"}
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,9 @@ def network_checks(group: Mapping[str, Any] | None) -> Iterator[Check]:
     """Evaluate the process group that the nodes have tried to form, if they had to."""
     if group is None:
         return
-    if "error" in group:
+    if "torch" in group:
+        yield Check("torch", f"cannot be imported: {group['torch']}", 'Try on that node: python -c "import torch"')
+    elif "error" in group:
         hint = (
             "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in cfg.runtime_env.env_vars to the network interface "
             "between the nodes, and open all TCP ports between them: docs/guides/cluster.md#network"

@@ -67,14 +67,20 @@ def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _form_group(backend: str, peers: list[Any]) -> dict[str, Any]:
-    """Return the number of `nodes` that have formed a group, or an `error`; empty if no GPU was free."""
+    """Return the number of `nodes` that have formed a group, a problem with `torch`, or another `error`.
+
+    Empty if there was a node without a free GPU.
+    """
     import ray
 
     addresses = [peer.address.remote() for peer in peers]
     if len(ray.wait(addresses, num_returns=len(peers), timeout=LOAD_S)[0]) < len(peers):
-        return {}
+        return {} if "cuda" in backend else {"torch": f"{len(peers)} nodes did not import it within {LOAD_S:.0f} s"}
     try:
         first, *_ = ray.get(addresses)
+    except Exception as error:
+        return {"torch": _last_line(error)}
+    try:
         refs = [peer.reduce.remote(backend, first, rank, len(peers)) for rank, peer in enumerate(peers)]
         ray.get(refs, timeout=GROUP_S + 5)  # raises as soon as one fails
     except ray.exceptions.GetTimeoutError:

@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.commands import refuse_unknown, typed_storage
 from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.companions.ray.jobs import JobSpec, command_metadata
 from mlx_runtime.companions.ray.preflight import check_upload
 from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB
@@ -172,10 +171,13 @@ class Files:
         pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
         values = [value for name, value in pairs if name in OUTPUTS]
         values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
-        self._named = {os.path.normpath(value) for value in values if value} - {"."}
+        self._named = {os.path.normpath(value) for value in values if value}
         self._begun: set[str] = set()
         self._bytes = 0
-        if not self._named and list(words[:2]) in WRITES:
+        for name in self._named:
+            if name == "." or Path(name).is_absolute() or Path(name).parts[0] == "..":
+                raise UsageError(f"with --on, -o {name} must be a path below this folder, like -o out")
+        if not self._named and list(words[:2]) in WRITES and not {"-h", "--help"} & {*words}:
             raise UsageError(f"with --on, mlx {' '.join(words[:2])} needs -o PATH, where to write on this machine")
         inside = [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]
         if inside and CONF.is_file():  # it is uploaded, and a link there
@@ -205,7 +207,7 @@ class Files:
 def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
     """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
     user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
-    prefix, metadata = f"mlx-command-{user}-", {"mlx": "command", "user": f"{user}@{socket.gethostname()}"}
+    prefix, metadata = f"mlx-command-{user}-", command_metadata()
     job = f"{prefix}{uuid.uuid4().hex[:8]}"
     command = ["python", "-u", "-m", remote_job.__name__, *spec.command]
     environment = {"MLX_ON": key, **spec.environment}
@@ -223,7 +225,7 @@ def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
                 raise _EndedError(frame)
 
     try:
-        dashboard.forget_ended(prefix)
+        dashboard.forget_ended(prefix, metadata)
         state = _follow(dashboard, job, read)
     except _EndedError as end:
         return end.frame

@@ -23,7 +23,7 @@ from mlx_runtime.companions.ray.jobs import SUPERVISED, end_as_stopped
 from mlx_runtime.errors import StorageError
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, attempt_name, named_run
+from mlx_runtime.runs.folder import RunFolder, named_run
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
@@ -72,6 +72,8 @@ class Supervisor:
             signal.signal(number, self._stop)
         while True:
             before, claimed = _patiently(self._stored), _patiently(self._folder.attempts)
+            if self._stopping:  # a new driver would withdraw the request
+                return self._close(DriverEnd(TERMINATED, "PENDING"), "the job was stopped")
             started = time.monotonic()
             pid, code = self._drive()
             end = _patiently(lambda: self._end_of(pid, code, claimed, before))  # noqa: B023 - called at once
@@ -86,11 +88,12 @@ class Supervisor:
             self._short = 1 if time.monotonic() - started > STEADY_S else self._short + 1
             title = f"retry {self._died} of {self._retries}" if end.next == "retry" else f"requeue {self._requeued}"
             claimed = _patiently(self._folder.attempts)
-            self._pause(why, claimed, title)
+            stored = _patiently(self._stored)
+            if stored.get("attempt") != claimed:  # the driver has put back the record of before this job
+                stored = before
+            self._pause(why, claimed, title, _with_attempt(stored, why, end.status))
             if _patiently(self._folder.attempts) > claimed:
                 return self._give_up(code)
-            if self._stopping:
-                return self._close(DriverEnd(TERMINATED, "WAITING"), why)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
@@ -125,27 +128,26 @@ class Supervisor:
         """
         newest, record = self._folder.attempts(), self._stored()
         if newest == claimed:
-            return DriverEnd(code, "PENDING")
-        lease: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            lease = records.parse_record(self._folder.document(attempt_name(newest)))
+            return DriverEnd(code, "STOPPED" if code == TERMINATED else "PENDING")
+        lease = records.attempt_lease(self._folder, newest)
         if (lease.get("boot"), lease.get("pid")) != (leases.this_process()["boot"], pid):
             return None
         if record.get("attempt") != newest:  # it had just claimed the run, or has put the previous record back
+            if code == TERMINATED:
+                return DriverEnd(code, "STOPPED", lease.get("stop_reason"))
             put_back = records.REPLACED not in record and record["status"] != "PENDING"
             return DriverEnd(code, "FAILED" if put_back else "RUNNING")
         saved = record.get("latest") not in (None, before.get("latest"))
         return DriverEnd(code, record["status"], record.get("stop_reason"), saved)
 
-    def _pause(self, why: str, claimed: int, title: str) -> None:
+    def _pause(self, why: str, claimed: int, title: str, before: Mapping[str, Any]) -> None:
         """Own the record for a while, as the reason for which the run waits, then leave it to the next driver."""
         seconds = min(PAUSE_S * 2.0 ** (self._short - 1), MAX_PAUSE_S)
         begins = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
         self._print(f"retry     {why}; {title} begins at {begins:%H:%M:%S} UTC")
         facts = leases.this_process() | {"status": "WAITING", "start": documents.now(), "attempt": claimed}
         facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}"}
-        stored = _with_attempt(_patiently(self._stored), why)
-        record = self._record = _patiently(lambda: records.Record(self._folder, stored, **facts))
+        record = self._record = _patiently(lambda: records.Record(self._folder, before, **facts))
         with record.alive():
             until = time.monotonic() + seconds
             while time.monotonic() < until and not self._stopping:
@@ -164,12 +166,11 @@ class Supervisor:
         stored, attempt = _patiently(self._stored), _patiently(self._folder.attempts)
         unrecorded = stored["status"] in records.LIVING
         if unrecorded and (self._stopping or end.next == "retry" or self._record is not None):
-            record = records.Record(
-                self._folder, stored, attempt=attempt, waits_for=None, stop_reason=stored.get("stop_reason")
-            )
+            asked = end.asked or stored.get("stop_reason")
+            record = records.Record(self._folder, stored, attempt=attempt, waits_for=None, stop_reason=asked)
             if self._stopping and records.REPLACED in stored:
                 record.withdraw()
-            elif self._stopping:
+            elif self._stopping or end.status == "STOPPED":
                 record.finish("STOPPED")
             else:
                 error = f"{why}, after {self._died - (end.next == 'retry')} of {self._retries} retries"
@@ -194,10 +195,11 @@ class Supervisor:
         log.close()
 
 
-def _with_attempt(stored: Mapping[str, Any], why: str) -> dict[str, Any]:
+def _with_attempt(stored: Mapping[str, Any], why: str, status: str) -> dict[str, Any]:
     """Return the record of a run with its last attempt, which is over, in the history."""
     ended = {**stored, "error": why, "end": stored.get("end") or documents.now()}
-    ended |= {"status": "FAILED"} if stored["status"] in records.LIVING else {}
+    if stored["status"] in records.LIVING:
+        ended["status"] = "STOPPED" if status == "STOPPED" else "FAILED"
     return {**stored, "attempts": records.attempts(ended)}
 
 

@@ -4,7 +4,7 @@ import contextlib
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_runtime.companions.jobs.launching import JobState, PollingClient
@@ -28,6 +28,7 @@ class Queue(PollingClient):
     """The queue of a cluster. Its address in the records of runs is `slurm://` and the name of the cluster."""
 
     url: str
+    _outputs: dict[str, str] = field(default_factory=dict, compare=False)  # they stay the same
 
     @classmethod
     def connect(cls, url: str | None = None) -> "Queue":
@@ -58,7 +59,9 @@ class Queue(PollingClient):
         return JobState(state.status, state.message, int(code) or -int(number) or succeeded)
 
     def source(self, job: str) -> str:
-        return self._fields(job)["StdOut"]
+        if job not in self._outputs:
+            self._outputs[job] = self._fields(job)["StdOut"]
+        return self._outputs[job]
 
     def read(self, job: str, source: str, start: int) -> bytes:
         with contextlib.suppress(FileNotFoundError), Path(source).open("rb") as stream:  # the job has not begun

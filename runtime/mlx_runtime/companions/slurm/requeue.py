@@ -16,13 +16,14 @@ from mlx_runtime.errors import ClusterError
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import SWEEP, find_run
-from mlx_runtime.runs.records import LAUNCHER_FACTS
+from mlx_runtime.runs.records import LAUNCHER_FACTS, attempt_lease
 from mlx_runtime.settings import Settings
 
 
 def requeue(path: str) -> bool:
-    """Mark a preempted run as PENDING again, and requeue its job. Return False if the run is over, because a user
-    stopped it.
+    """Mark a run as PENDING again, and requeue its job, whose time is up. Return False if a user has stopped the run.
+
+    Its record may be that of before this job, if the run had not resumed yet, or lack its end.
 
     Raises:
         ClusterError: the run has not progressed, and would not in another job either, or Slurm refuses.
@@ -32,14 +33,18 @@ def requeue(path: str) -> bool:
     root = str(Path(path).parents[1])
     folder = find_run(root, Path(path).parent.name, Path(path).name)
     before = drivers.refuse_living(folder)
-    saved = folder.name.startswith(SWEEP) or _has_saved(before)
-    following = DriverEnd(TERMINATED, before["status"], before.get("stop_reason"), saved).next
+    newest, ours = folder.attempts(), before
+    if newest != (before.get("attempt") or 0):  # the record is that of before this job
+        ours = attempt_lease(folder, newest)
+    saved = folder.name.startswith(SWEEP) or _has_saved(ours)
+    following = DriverEnd(TERMINATED, "STOPPED", ours.get("stop_reason"), saved).next
     if following == "retry":
         raise ClusterError(
             f"{folder.title} was stopped by the time limit before its first checkpoint in this job, so the job is not "
             f"requeued. Give it more time: mlx train launch --slurm --resume={folder.title} --time=..."
         )
     if following == "done":
+        print(f"{folder.title} was stopped by {ours['stop_reason']}, so the job is not requeued", flush=True)
         return False
     facts = {name: before.get(name) for name in LAUNCHER_FACTS} | {"job": job}
     with pending(folder, before, (), **facts):

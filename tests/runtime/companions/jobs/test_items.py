@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_runtime.companions.jobs.datajob import DataJob
 from mlx_runtime.companions.jobs.filling import Output
 from mlx_runtime.companions.jobs.items import FinishedItems
 from mlx_runtime.errors import DataJobError
@@ -55,6 +56,12 @@ def test_equal_keys_are_refused(tmp_path: Path) -> None:
     done.results(["a"])
     with pytest.raises(DataJobError, match="two items have the key 'a'; make the keys of all calls of self.map unique"):
         done.results(["b", "a"])
+
+
+def test_a_key_needs_a_function_whose_files_are_known() -> None:
+    for function in (abs, DataJob().map):
+        with pytest.raises(DataJobError, match=r"^self\.map\(.*, key=\.\.\.\) needs a method of the job"):
+            DataJob().map(function, [1], key=str)
 
 
 def test_an_item_without_a_key_or_with_unknown_files_is_repeated(tmp_path: Path) -> None:

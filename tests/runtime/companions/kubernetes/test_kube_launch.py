@@ -207,6 +207,11 @@ PROGRAM = """\
 #!/usr/bin/env python3
 import json, pathlib, subprocess, sys
 root, words = pathlib.Path({root!r}), sys.argv[1:]
+if (root / "busy").exists():
+    (root / "busy").unlink()
+    sys.exit("Unable to connect to the server: i/o timeout")
+if (root / "deleted").exists():
+    sys.exit('Error from server (NotFound): rayjobs.ray.io "a-1" not found')
 if "get" in words and "rayjob/a-1" in words:
     ended = (root / "ended").exists()
     print(json.dumps({{"status": {{"jobDeploymentStatus": "Complete" if ended else "Running"}}}}))
@@ -241,6 +246,7 @@ def test_the_output_of_a_job_is_followed_also_in_the_pod_of_another_attempt(
             first.write_text("one\ntwo é\n")
         elif text == "two é\n":
             first.unlink()
+            (tmp_path / "busy").touch()
             (tmp_path / "head-2").write_text("resuming\n")
             (tmp_path / "ended").touch()
 
@@ -251,6 +257,14 @@ def test_the_output_of_a_job_is_followed_also_in_the_pod_of_another_attempt(
     assert client.follow("a-1", write).exit_code == 0
     assert written == ["one\n", "two é\n", "resuming\n"]
     assert client.log("a-1") == "resuming\n"
+    (tmp_path / "head-2").unlink()
+    with pytest.raises(ClusterError, match="there is no output of a-1 any more, which has SUCCEEDED"):
+        client.follow("a-1", write)
+    (tmp_path / "head-2").touch()
+    monkeypatch.setattr(Kubectl, "read", lambda *_: (tmp_path / "deleted").touch() or b"")
+    (tmp_path / "ended").unlink()
+    with pytest.raises(ClusterError, match="NotFound"):  # at once
+        client.follow("a-1", write)
 
 
 class TestApplied:

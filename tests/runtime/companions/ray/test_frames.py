@@ -77,9 +77,12 @@ def test_a_job_writes_only_the_files_of_its_command(tmp_path: Path, monkeypatch:
         for path in ("src/experiment.py", ".bashrc", "link", "torch.py", "export/l/outside"):
             with pytest.raises(ClusterError, match="sent a file that the command does not write"):
                 files.write(path, b"hostile")
-    for words in ([], ["-o", "."]):
-        with pytest.raises(UsageError, match="with --on, mlx xp export needs -o PATH"):
-            remote.Files(["xp", "export", "src", *words])
+    with pytest.raises(UsageError, match="with --on, mlx xp export needs -o PATH"):
+        remote.Files(["xp", "export", "src"])
+    remote.Files(["xp", "export", "--help"])
+    for path in (".", "/home/me/out", "../out", "../../a"):
+        with pytest.raises(UsageError, match=f"with --on, -o {path} must be a path below this folder, like -o out"):
+            remote.Files(["xp", "report", "src", "-o", path])
     assert not outside.exists()
     Path("src/conf.yaml").touch()
     with pytest.raises(UsageError, match="cannot write src/page.html into src"):

@@ -20,13 +20,14 @@ def test_a_process_group_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         probe.all_reduce("cpu:gloo", f"127.0.0.1:{free_ports(1)[0]}", 0, 1)
     finally:
         distributed.destroy_process_group()
-    groups = (None, {"nodes": 2}, {}, {"error": "10.0.0.1: Connection refused"})
+    groups = (None, {"nodes": 2}, {}, {"torch": "10.0.0.1: libcudart"}, {"error": "10.0.0.1: Connection refused"})
     lines = [check.line() for group in groups for check in preflight.network_checks(group)]
-    assert lines[:2] == [
+    assert lines[:3] == [
         "ok    network    2 nodes form a process group",
         "ok    network    not tried: not every node has a free GPU",
+        'FAIL  torch      cannot be imported: 10.0.0.1: libcudart. Try on that node: python -c "import torch"',
     ]
-    assert lines[2].startswith("FAIL  network    the nodes cannot form a process group: 10.0.0.1: Connection refused. ")
+    assert lines[3].startswith("FAIL  network    the nodes cannot form a process group: 10.0.0.1: Connection refused. ")
 
 
 def test_a_check_leaves_no_folder_that_would_hide_the_storage_of_the_cluster(tmp_path: Path) -> None:

@@ -32,8 +32,9 @@ class Cluster:
     def submit(self, _job: str, spec: JobSpec) -> None:
         self.spec = spec
 
-    def forget_ended(self, prefix: str) -> None:
+    def forget_ended(self, prefix: str, metadata: Mapping[str, str]) -> None:
         assert prefix.startswith("mlx-command-")
+        assert metadata == self.spec.metadata
 
     def state(self, _job: str, _deadline: float) -> JobState:
         return JobState("SUCCEEDED")

@@ -32,7 +32,8 @@ folder = named_run(sys.argv[1], "", "")
 attempt = drivers.take_over(folder)
 if sys.argv[2] == "die before the record":
     os.kill(os.getpid(), signal.SIGKILL)
-record = records.Record(folder, records.load_record(folder), **this_process(), status="RUNNING", attempt=attempt)
+before = records.load_record(folder)
+record = records.Record(folder, before, **this_process(), status="RUNNING", attempt=attempt)
 checkpoint = {"epoch": attempt, "path": f"{folder.checkpoints}/epoch_{attempt}"}
 
 def die():
@@ -49,6 +50,11 @@ def stop(reason, code=143, **fields):
     record.note(stop_reason=reason)
     record.finish("STOPPED", **fields)
     sys.exit(code)
+
+def put_back(reason=None):
+    fields = {records.REPLACED: before.get(records.REPLACED) or before, "attempt": attempt, "stop_reason": reason}
+    records.Record(folder, before, **this_process(), **fields).withdraw()
+    sys.exit(143)
 
 exec(sys.argv[1 + min(attempt, len(sys.argv) - 2)])
 """
@@ -115,6 +121,8 @@ def test_errors_and_requests_of_users_end_it(run: RunFolder) -> None:
     assert (code, record["status"], record["attempt"]) == (143, "STOPPED", 1)
     code, record = supervise(run, 2, "", "fail()")
     assert (code, record["status"], record["attempt"], record["error"]) == (1, "FAILED", 2, "ValueError: no")
+    code, record = supervise(run, 2, "", "", "die()", "put_back('mlx xp stop')")
+    assert (code, record["status"], record["attempt"], record["stop_reason"]) == (143, "STOPPED", 4, "mlx xp stop")
 
 
 @pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 143), ("FAILED", 1)])
@@ -130,10 +138,20 @@ def test_a_preemption_does_not_count(run: RunFolder) -> None:
     assert history(record) == [("STOPPED", "the run was preempted")] * 2 + [KILLED]
 
 
-def test_a_preemption_without_progress_counts(run: RunFolder) -> None:
-    code, record = supervise(run, 1, "stop('SIGTERM')")
-    assert (code, record["status"]) == (143, "STOPPED")
-    assert history(record) == [("STOPPED", "the run was preempted")]
+@pytest.mark.parametrize("second", ["stop('SIGTERM')", "put_back('SIGTERM')"])
+def test_a_preemption_without_progress_counts(run: RunFolder, second: str) -> None:
+    code, record = supervise(run, 2, "die()", second)
+    assert (code, record["status"], run.attempts()) == (143, "STOPPED", 3)
+    assert history(record) == [KILLED, ("STOPPED", "the run was preempted")]
+
+
+def test_a_run_that_is_preempted_before_it_has_resumed_resumes(run: RunFolder) -> None:
+    pending = load_record(run)
+    former = {**pending, "status": "FAILED", "error": "ValueError: no", "end": documents.now(), "job": None}
+    records.Record(run, pending, attempts=records.attempts(former), **{records.REPLACED: former})
+    code, record = supervise(run, 1, "put_back()", "succeed()")
+    assert (code, record["status"], record["job"]) == (0, "SUCCEEDED", pending["job"])
+    assert history(record) == [("FAILED", "ValueError: no"), ("STOPPED", "the run was preempted")]
 
 
 @pytest.mark.parametrize("way", ["xp stop", "SIGTERM"])

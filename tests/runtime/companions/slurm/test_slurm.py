@@ -20,6 +20,7 @@ from mlx_runtime.companions.slurm.requeue import requeue
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import claim_run
+from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.cluster
 
@@ -223,7 +224,7 @@ def test_a_job_that_was_requeued_by_slurm_is_pending_again() -> None:
 
 @pytest.mark.pure
 def test_only_preempted_runs_with_a_new_checkpoint_are_requeued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no Slurm here, so a job that would be requeued is an error."""
     monkeypatch.setenv("MLX_JOB", "1")
@@ -241,3 +242,15 @@ def test_only_preempted_runs_with_a_new_checkpoint_are_requeued(
     records.Record(run, **stopped, **saved, stop_reason="SIGTERM")
     with pytest.raises(ClusterError, match="scontrol is not on the PATH"):
         requeue(run.location)
+    dead = leases.this_process() | {"pid": 1, "pid_started": "0"}
+    records.Record(run, **stopped | saved | dead | {"status": "RUNNING"})  # it could not record its end
+    with pytest.raises(ClusterError, match="scontrol is not on the PATH"):
+        requeue(run.location)
+    records.Record(run, **stopped, **saved, stop_reason="mlx xp stop")  # put back by two drivers that did not resume it
+    assert run.claim_attempt(1, leases.lease())
+    with pytest.raises(ClusterError, match="before its first checkpoint"):
+        requeue(run.location)
+    capsys.readouterr()
+    assert run.claim_attempt(2, leases.lease() | {"stop_reason": "mlx xp stop"})
+    assert not requeue(run.location)
+    assert capsys.readouterr().out == "digits/run_001 was stopped by mlx xp stop, so the job is not requeued\n"
