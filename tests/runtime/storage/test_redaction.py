@@ -3,18 +3,14 @@
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Mlx, edit
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.views import difference
 from mlx_runtime.config import interpolation
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage import redaction
-from mlx_runtime.storage.redaction import hidden_texts, is_secret, redact, redact_override, redact_tree, unredact
+from mlx_runtime.storage.redaction import is_secret, redact, redact_override, redact_tree
 
 pytestmark = pytest.mark.pure
 
@@ -70,40 +66,6 @@ def test_the_values_of_names_and_users_in_urls_are_left_out(text: str) -> None:
     assert redact(found) == found
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"losses": {"token": {"_target_": "src.losses.Focal", "gamma": 2}}, "eos_token": "</s>", "max_tokens": 512},
-        {"tokenizer": {"pad_token": "[PAD]"}, "n_tokens": 7, "lr": 1e-4, "token_embedding": "sum", "token": None},
-        {
-            "commit": "da55b4c0e0f4d33f84db21cb9df16ce8dc1e0a5b",
-            "name": "resnet50_cifar10_lr1e-3_bs256_seed42",
-            "password": "${oc.env:X}",
-        },
-    ],
-)
-def test_keys_that_are_harmless_keep_their_values(tree: object) -> None:
-    assert redact_tree(tree) == tree
-
-
-@pytest.mark.parametrize("key", ["token", "hf_token", "db_pass", "clientSecret", "webhook_url", "headers"])
-def test_values_of_a_config(key: str) -> None:
-    value: object = {"Authorization": f"Token {SECRET}"} if key == "headers" else SECRET
-    assert SECRET not in str(redact_tree({"tools": {"client": {key: value}}}))
-
-
-def test_what_was_left_out_comes_back_where_nothing_has_changed() -> None:
-    tree = {"a": {"password": "one", "url": "x://u:p@h"}, "n": [1, "two"], "gone": "three", "from": "env"}
-    shown = redact_tree(tree) | {"from": "${oc.env:FROM}"}
-    assert hidden_texts(tree, shown) == {"one", "x://u:p@h", "env"}
-    assert unredact(shown, shown, tree) == tree
-    saved: dict[str, Any] = json.loads(json.dumps(shown)) | {"n": [2], "old": 1}
-    assert unredact(saved, shown, tree) == tree | {"n": [2], "old": 1}
-    assert redaction.secret_keys(tree) is not None
-    assert list(redaction.secret_keys(tree)) == ["a.password", "a.url"]
-    assert list(redaction.secret_keys({"url": "x://u:${oc.env:PASSWORD}@h"})) == []
-
-
 # -- interpolations --
 
 CONF = """\
@@ -149,20 +111,6 @@ def test_what_reads_the_environment_is_kept_as_it_is(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MLX_TEST_SECRET")
     assert interpolation.parse_config(CONF)["models"] == {"token": "${oc.env:MLX_TEST_SECRET}", "width": 3}
     assert interpolation.unset_variables(interpolation.parse_config(CONF)["models"]) == {"MLX_TEST_SECRET"}
-
-
-@pytest.mark.usefixtures("environment_of_a_secret")
-def test_differences_show_none(tmp_path: Path) -> None:
-    folders = [RunFolder(tmp_path / "digits" / f"run_00{number}") for number in (1, 2)]
-    for number, folder in enumerate(folders):
-        folder.path.mkdir(parents=True)
-        records.Record(folder, status="FAILED")
-        folder.conf.write_text(
-            CONF + f"typed: {{password: '{SECRET}{number}', lr: {number}}}\nnew: ${{oc.env:MLX_TEST_SECRET}}\n"
-        )
-    found = difference.difference(*folders)["config"]
-    assert SECRET not in json.dumps(found)
-    assert found["typed.lr"] == {"a": 0, "b": 1}
 
 
 # -- git --
