@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import Subset
 
-from mlx_runtime.config.building import build, build_group, declare, declare_group
+from mlx_runtime.config.building import build, build_group, declare_group
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.errors import ConfigError
 
@@ -110,30 +110,6 @@ def test_importing_a_module_makes_no_dataset(source: ModuleType) -> None:
         assert isinstance(declared, Declaration)
     assert repr(defaults[1]) == "Around(Rows(12))"
     assert repr(source.later.__kwdefaults__["more"]) == "Rows.double(6)"
-
-
-def test_functions_run_as_they_are_written(source: ModuleType, made: list[int]) -> None:
-    assert isinstance(source.later(), source.Rows)
-    assert isinstance(source.Fields().rows, source.Rows)
-    assert made == [8, 9]
-
-
-def test_other_calls_of_a_module_stay_in_its_frame(source: ModuleType) -> None:
-    assert source.Point.__module__ == source.Color.__module__ == "declared_source"
-    assert source.SIZES == [1, 2]
-
-
-def test_what_is_declared_has_no_attributes_yet(source: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"Rows\(\) is not constructed while src is imported, .* 'count'"):
-        source.CONSTANT.count  # noqa: B018
-
-
-def test_making_a_declaration_makes_those_inside(source: ModuleType, made: list[int]) -> None:
-    around = declare(datasets()["val"])
-    assert isinstance(around, Declaration)
-    assert made == []
-    assert around.make().inner.count == 12
-    assert source.Rows.double(2).count == 4
 
 
 def test_a_group_makes_each_dataset_once_when_it_is_read(source: ModuleType, made: list[int]) -> None:
