@@ -165,13 +165,6 @@ def test_a_checkpoint_is_found_with_its_numbers_and_read_back(root: str) -> None
     assert read(saved.path(first))["epoch"] == 0
 
 
-def test_one_of_the_same_name_is_replaced(root: str) -> None:
-    saved = stored(root, CheckpointInfo(0, True, 8, {}))
-    saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}))
-    assert [item.global_step for item in saved.all()] == [9]
-    assert saved.load(saved.all()[0])["epoch"] == 7
-
-
 @pytest.mark.parametrize("damage", ["flipped", "gone"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: str) -> None:
     saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
@@ -278,15 +271,6 @@ def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
     assert found[0].global_step == (9 if renames == 2 else 8)
     assert found[1]["epoch"] == (7 if renames == 2 else 0)
     assert list(tmp_path.glob(".*")) == []
-
-
-def test_a_save_that_wakes_up_after_another_driver_has_begun_changes_nothing(tmp_path: Path) -> None:
-    """The driver has checked that it owns the run, and is about to rename."""
-    saved, other = stored(str(tmp_path), CheckpointInfo(0, True, 8, {})), CheckpointStore(str(tmp_path))
-    with pytest.raises(StorageError, match="cannot write a checkpoint"):
-        saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}), other.clean)
-    assert [item.global_step for item in other.all()] == [8]
-    assert other.newest(pytest.fail) is not None
 
 
 def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:

@@ -130,6 +130,23 @@ class TestLs:
         done = mlx(trained, "xp", "ls", "--status", "failed")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", f"no run in {trained / 'runs'} is FAILED\n")
 
+    def test_a_broken_conf_names_no_storage(self, made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        made()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLX_STORAGE")
+        Path("src").mkdir()
+        for words in (["ls"], ["rm", "digits", "1", "-y"]):
+            for content, why in [
+                ("[", " in "),
+                ("{storage_path: [a]}", "cfg.storage_path is ['a'], which is not text"),
+            ]:
+                Path("src/conf.yaml").write_text(f"cfg: {content}")
+                done = CliRunner().invoke(mlx_command, ["xp", *words])
+                assert done.exit_code == 1
+                [line] = done.stderr.splitlines()
+                assert line.startswith("error: cannot read src/conf.yaml: ")
+                assert why in line
+
     def test_every_status(self, storage: str, made: Made) -> None:
         here, elsewhere = leases.this_process(), leases.this_process() | {"boot": "elsewhere"}
         for status in ("SUCCEEDED", "FAILED", "PRUNED", "STOPPED"):
@@ -320,21 +337,6 @@ class TestDiff:
         assert lines["optimizers.adam.lr"] == ["0.003", "1e-05"]
         assert "val/accuracy" in lines
         assert not {"cfg.seed", "seed", "status", "optimizers.adam.eps"} & set(lines)
-
-    def test_one_side_only(self, storage: str, made: Made) -> None:
-        a, b = made(metrics={"x": 1.0, "y": 2.0}), made(metrics={"x": 1.0})
-        resumed = "cfg: {seed: 0, old: null, storage_path: /mnt/runs}"
-        for folder, text in ((a, resumed), (b, "cfg: {seed: 0, new: {deep: 1}, storage_path: runs}")):
-            folder.conf.write_text(text)
-            folder.push(folder.conf, must=True)
-        found = difference.difference(a, b)
-        assert found["config"] == {"cfg.old": {"a": None}, "cfg.new.deep": {"b": 1}}
-        assert found["metrics"] == {"y": {"a": 2.0}}
-        assert {row[""]: (row[a.title], row[b.title]) for row in difference.table(a, b, found)} == {
-            "cfg.old": ("None", "-"),
-            "cfg.new.deep": ("-", "1"),
-            "y": ("2.0000", "-"),
-        }
 
     def test_what_cannot_be_compared_is_told(self, trained: Path, mlx: Mlx, made: Made) -> None:
         for arguments, message in [

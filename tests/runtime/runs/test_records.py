@@ -3,9 +3,7 @@
 import datetime
 import itertools
 import json
-import shlex
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import drivers, records
-from mlx_runtime.runs import records as provenance
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.storage import leases
@@ -54,21 +51,6 @@ def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> N
     record.finish("FAILED", error="x")
     assert not (tmp_path / ".reserve").exists()
     assert (fields(tmp_path)["status"], fields(tmp_path)["error"]) == ("FAILED", "x")
-
-
-@pytest.mark.process
-def test_commit_and_uncommitted_changes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert provenance.provenance([])["git"] is None
-    (tmp_path / "a.py").write_text("old\n")
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
-        subprocess.run(["git", *command], check=True)
-    (tmp_path / "a.py").write_text("new\n")
-    found = provenance.provenance(["a=1"])
-    assert len(found["git"]["commit"]) == 40
-    assert "-old\n+new\n" in found["git"]["diff"]
-    assert found["overrides"] == ["a=1"]
-    assert shlex.split(found["command"]) == sys.orig_argv
 
 
 class TestOneDriver:

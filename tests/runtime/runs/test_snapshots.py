@@ -85,13 +85,6 @@ def test_what_git_ignores_elsewhere_is_ignored(tmp_path: Path, inside: str) -> N
     assert Upload.of(project).notes == []
 
 
-def test_a_project_that_git_ignores_is_uploaded(tmp_path: Path) -> None:
-    put(tmp_path / "demo" / "digits", "main.py", "src/a.py")
-    git(tmp_path, "init", "-q")
-    (tmp_path / ".gitignore").write_text("demo/\n")
-    assert uploaded(tmp_path / "demo/digits") == {"main.py", "src/a.py"}
-
-
 SECRETS = (
     *(".env", ".env.local", "sub/.ENV.prod", "key.pem", "deep/er/server.KEY", "id_rsa", "sub/id_ed25519.pub", ".netrc"),
     *(".aws/credentials", ".ssh/config", "sub/.kube/config", "gcp-credentials.json", "service-account.json", "a.kdbx"),
