@@ -1,7 +1,6 @@
 """Any content of a file that commands read, and any argument, causes at most one clear line of error."""
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -126,15 +125,6 @@ assert len(ODD) % 2 == 1
 
 RECORDS = [*BROKEN_JSON, *variants(RECORD, records.SHAPE, records.SHAPE)]
 CHECKPOINTS = [*BROKEN_JSON, *variants(CHECKPOINT, [*CHECKPOINT, "file", "unknown"])]
-JOBS = [
-    *BROKEN_JSON,
-    *variants({"status": "SUCCEEDED", "heartbeat": RECORD["heartbeat"]}, ["files", "status", "end"]),
-]
-REPORTS = [
-    *BROKEN_JSON,
-    *variants({"step": 1, "epoch": 0, "val/loss": 0.5}, ["step", "epoch", "val/loss", "\x1b/\n"]),
-]
-
 PIECE = {"offsets": [0], "sizes": [1], "file": "s", "start": 0, "sha256": ""}
 TENSOR = {"dtype": "F32", "shape": [1], "pieces": [PIECE]}
 
@@ -284,25 +274,6 @@ def test_checkpoints(storage: Path, tmp_path: Path) -> None:
     each(storage, sampled(CHECKPOINTS), act)
 
 
-def test_data_jobs(storage: Path) -> None:
-    def act(content: bytes) -> None:
-        (storage / "data/job.json").write_bytes(content)
-        assert mlx("data", "show")[0] == 0
-        untouched(storage, ("data", "rm", "data"), ("data", "show", "--json"))
-
-    each(storage, JOBS, act)
-
-
-def test_numbers(storage: Path, tmp_path: Path) -> None:
-    def act(content: bytes) -> None:
-        (storage / "digits/run_001/metrics.jsonl").write_bytes(content + b"\n")
-        untouched(storage, ("xp", "report", "digits", "1", "-o", str(tmp_path / "page.html")))
-        with contextlib.suppress(StorageError):
-            open_run(storage / "digits/run_001").metrics()
-
-    each(storage, sampled(REPORTS), act)
-
-
 def test_configs_of_runs(storage: Path, tmp_path: Path) -> None:
     def act(content: bytes) -> None:
         (storage / "digits/run_001/conf.yaml").write_bytes(content)
@@ -311,23 +282,6 @@ def test_configs_of_runs(storage: Path, tmp_path: Path) -> None:
         untouched(storage, ("xp", "diff", "digits/1", "digits/2"), page)
         with contextlib.suppress(StorageError):
             assert isinstance(open_run(storage / "digits/run_001").config, dict)
-
-    each(storage, BROKEN_YAML, act)
-
-
-def test_configs_of_experiments(storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    conf = tmp_path / "here/src/conf.yaml"
-    conf.parent.mkdir()
-    (conf.parent / "experiment.py").write_text("raise SystemExit('this must not be imported')")
-
-    def act(content: bytes) -> None:
-        conf.write_bytes(content)
-        monkeypatch.setenv("MLX_STORAGE", str(storage))
-        assert mlx("xp", "ls")[0] == 0
-        assert mlx("xp", "ls", "digits")[0] == 0
-        monkeypatch.delenv("MLX_STORAGE")
-        one = (("xp", "ls"), ("xp", "diff", "1", "2"), ("data", "show"), ("data", "rm", ".prepared"))
-        untouched(tmp_path, *one, ("xp", "best", "digits"), ("data", "rm", "digits"))
 
     each(storage, BROKEN_YAML, act)
 
@@ -404,36 +358,13 @@ def test_names_in_stored_code(storage: Path, tmp_path: Path) -> None:
 VALUES = (
     *("choice(a,b),c", "1,choice(2,3)", "interval(1,2),3", "range(1,10,nan)", "range(inf,1)", "interval(1,nan)"),
     *("\ud800", "'\ud800'", "${oc.env:\ud800}", "{\ud800:1}", "[" * 500 + "]" * 500, "{" * 100, "glob(*)", "\0"),
-    *(
-        "nan",
-        "inf",
-        "1e400",
-        str(10**23),
-        str(-(10**30)),
-        "null",
-        "'\n'",
-        "x" * (100_000 if ALL else 10_000),
-        "'a\0b'",
-        "\u202e",
-        "???",
-    ),
     *("{_target_:'..'}", "{_target_:''}", "{_target_:5}", "{_target_:os.system}", "[1,{a:b}]", "{a:{b:c}}", "${a}"),
+    *("nan", "1e400", str(10**23), "null", "'\n'", "x" * 10_000, "'a\0b'", "???"),
     *("int(nan)", "sort(1,2)", "", "' '", "${"),
 )
 """Values of overrides."""
 
-KEYS = (
-    *(
-        "cfg.seed",
-        "cfg.name",
-        "cfg.num_epochs",
-        "cfg.storage_path",
-        "cfg.monitor",
-        "cfg.cross_validation.splitter",
-    ),
-    *("cfg.hub.mirror", "cfg.trackers", "cfg.mode", "cfg.gradient_clip", "models.net.bias", "models.net", "\ud800"),
-    *("cfg", "models"),
-)
+KEYS = ("cfg.seed", "cfg.name", "cfg.storage_path", "cfg.cross_validation.splitter", "models.net", "\ud800", "cfg")
 
 
 def test_overrides(storage: Path, tmp_path: Path) -> None:
@@ -473,13 +404,10 @@ class Small(BaseModule):
 def test_configs_to_train_with(storage: Path, tmp_path: Path) -> None:
     conf = tmp_path / "here/conf.yaml"
 
-    choices = itertools.cycle(([], ["cfg.seed=1"], ["models.net.bias=false"]))
-
     def act(content: bytes) -> None:
         conf.write_bytes(content)
-        for overrides in itertools.islice(choices, 3 if ALL else 1):
-            with pytest.raises(MlxError):
-                load_config(Small, overrides, conf)
+        with pytest.raises(MlxError):
+            load_config(Small, [], conf)
 
     each(storage, BROKEN_YAML, act)
 
