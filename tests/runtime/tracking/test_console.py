@@ -20,7 +20,6 @@ from mlx_runtime.events import (
     EpochEnded,
     Notice,
     PreparationProgress,
-    RunEnded,
     RunInfo,
     RunStarted,
     StepProgress,
@@ -122,14 +121,6 @@ class TestPipe:
         assert re.fullmatch(r"train \| 60/100 \| 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", train)
         assert rest == ["a notice", "      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
 
-    def test_a_quiet_one_prints_only_what_must_be_and_its_copy_everything(self) -> None:
-        stream, copy = io.StringIO(), io.StringIO()
-        draw(Display(stream, copy.write, epochs=5, quiet=True))
-        assert stream.getvalue() == "folder    /runs/run_001\n"
-        lines = [line.split(" | ")[0] for line in copy.getvalue().splitlines()]
-        table = ["      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
-        assert lines == ["workers   2", "folder    /runs/run_001", "train", "a notice", *table]
-
 
 class TestTerminal:
     def test_a_bar_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,16 +174,3 @@ def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> 
         "device    cpu, fp32, 1 thread per worker, 10 parameters",
         "workers   3 → 4: restarted",
     ]
-
-
-def test_a_quiet_run_prints_the_last_value_of_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no table of epochs."""
-    for quiet, shown in (("1", True), ("0", False)):
-        monkeypatch.setenv("MLX_QUIET", quiet)
-        screen = io.StringIO()
-        config = RunConfig({}, {}, TrainConfig(monitor=None))
-        plan = RunPlan(BaseModule, config, Cluster("here", 1, 0), cast(Any, None), tmp_path)
-        lines = ConsoleLines(Display(screen, quiet=quiet == "1"), plan)
-        lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
-        lines.handle(RunEnded("SUCCEEDED", {"train/loss": 0.25}))
-        assert ("train/loss   0.2500" in screen.getvalue()) is shown, screen.getvalue()
