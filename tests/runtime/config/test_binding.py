@@ -138,11 +138,6 @@ def test_nested_calls_are_written_with_their_real_arguments() -> None:
     assert net["widths"] == [5, 10, 5]
 
 
-def test_parameters_of_an_optimizer_are_left_open() -> None:
-    adam = Description(Annotated).tree["optimizers"]["adam"]
-    assert (adam["params"], adam["lr"], adam["betas"]) == ("???", 0.5, [0.9, 0.999])
-
-
 def test_what_is_written_builds_what_was_declared(tmp_path: Path) -> None:
     net = build(through_yaml(tmp_path)["models"]).net
     widths, where, dtype, act, make, word, plain = net.given
@@ -315,14 +310,8 @@ models:
         merge.into(file, {"models": {"_target_": "builtins.dict", "net": node, "other": 1}})
         return merge.changes.lines(), yaml_text(file)
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            {"width": 8, "drop_rate": 0.1, "depth": 2},  # may be the same under another name, or something else
-        ],
-    )
-    def test_what_the_code_no_longer_has_is_dropped_with_its_value(self, arguments: dict) -> None:
-        lines, after = self.merged(**arguments)
+    def test_what_the_code_no_longer_has_is_dropped_with_its_value(self) -> None:
+        lines, after = self.merged(width=8, drop_rate=0.1, depth=2)  # perhaps the same under another name
         assert "dropped  models.net.dropout: 0.4  # found by hand (no longer an argument)" in lines
         assert "    # layers\n    depth: 3\n" in after
 

@@ -133,8 +133,11 @@ def test_groups_and_their_members_have_the_order_of_their_classes(conf: Path) ->
             ["cfg.strategy=zero3"],
             "cfg.strategy is 'zero3'; write ddp, fsdp, pipeline, or an import path. Available: ddp, fsdp, pipeline.",
         ),
+        (
+            ["cfg.sharding.offload=nvme"],
+            "cfg.sharding.offload is 'nvme'; mlx_runtime.sections.Sharding takes Literal['none', 'cpu']",
+        ),
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam takes float | torch.Tensor"),
-        (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net takes Literal['a', 'b']"),
         (
             ["models.net.width=???"],
             "models.net.width: ??? must be given a value or removed, as {here}.Net has a default",
@@ -227,6 +230,11 @@ def test_all_problems_are_told_at_once(conf: Path) -> None:
     assert title == f"{conf} has 2 problems:"
     assert lines[0].startswith("  override cfg.num_epochs=x: cfg.num_epochs is 'x'; ")
     assert lines[1].startswith("  cfg.start_workers is 'x'; ")
+
+
+def test_a_missing_argument_names_the_cure(conf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tools\.first\.must: missing, and .*Needy has no default for it; bind"):
+        load_config(Experiment, [f"tools.first={{_target_:{__name__}.Needy}}"], conf)
 
 
 def test_no_file_and_no_yaml(tmp_path: Path) -> None:

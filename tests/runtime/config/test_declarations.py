@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Subset
 
-from mlx_runtime.config.building import build, build_group, declare_group
+from mlx_runtime.config.building import build_group
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
-from mlx_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -136,15 +135,3 @@ def test_a_group_that_uses_its_datasets_makes_them_at_once(name: str, made: list
         assert isinstance(group.first, Subset)
         assert group.first.dataset is group.train
     assert made.count(11) == 1
-
-
-def test_a_function_that_returns_a_dataset_is_called_when_it_is_read(made: list[int]) -> None:
-    node = datasets() | {"train": {"_target_": "declared_source.later"}}
-    group = declare_group(node, "datasets")
-    assert made == []
-    assert (group.train.count, made) == (8, [8])
-
-
-def test_what_cannot_be_made_is_an_error_of_the_config(source: ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"it.inner: declared_source.Rows cannot be built: TypeError"):
-        build({"_target_": "declared_source.Around", "inner": {"_target_": "declared_source.Rows", "x": 1}}, "it")

@@ -11,7 +11,6 @@ import yaml
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.driver.request import load_config
-from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop import resuming
 from mlx_runtime.sections import CrossValidation, Elastic, Hub, Section, Sharding
 
@@ -42,17 +41,6 @@ class OwnConfig(TrainConfig):
 
 class Own(BaseModule):
     cfg: OwnConfig
-
-
-class Foreign:
-    """Settings that do not inherit those of the runtime."""
-
-    def __init__(self, num_epochs: int = 1) -> None:
-        self.num_epochs = num_epochs
-
-
-class WithForeign(BaseModule):
-    cfg: Foreign
 
 
 @pytest.fixture
@@ -91,23 +79,6 @@ class TestOverrides:
             config.cfg.elastic == load_config(Plain, ["cfg.elastic.max_failures=1"], conf, keys_only=True).cfg.elastic
         )
 
-    @pytest.mark.parametrize(
-        ("override", "problem"),
-        [
-            ("cfg.shard_size=4", "there is no key 'cfg.shard_size' in conf.yaml. Did you mean 'cfg.sharding'?"),
-            ("cfg.sharding.shards=4", "there is no key 'cfg.sharding.shards' in conf.yaml. Did you mean 'cfg.sharding"),
-            ("cfg.preparation.max_gb=-1", "cfg.preparation.max_gb is -1; the minimum is 0"),
-            ("cfg.hub=null", "cfg.hub is None; mlx_runtime.TrainConfig takes Hub"),
-        ],
-    )
-    def test_what_does_not_fit(self, conf: Path, monkeypatch: pytest.MonkeyPatch, override: str, problem: str) -> None:
-        bound(Plain, conf)
-        monkeypatch.chdir(conf.parent)
-        with pytest.raises(ConfigError) as caught:
-            load_config(Plain, [override], Path("conf.yaml"))
-        assert str(caught.value).startswith(f"override {override}: {problem}")
-        assert "\n" not in str(caught.value)
-
 
 class TestConfYaml:
     def test_a_part_of_a_section_is_completed_and_stays_as_it_is(self, conf: Path) -> None:
@@ -134,11 +105,6 @@ class TestUserCode:
         assert config.cfg.cross_validation.splitter.n_splits == 3
         found = load_config(Own, ["cfg.sharding.shard_size=4", "cfg.start_workers=4"], conf).cfg.sharding
         assert found == Sharding(4)
-
-    def test_a_class_that_inherits_no_settings(self, conf: Path) -> None:
-        assert "elastic" not in bound(WithForeign, conf)
-        cfg = load_config(WithForeign, ["cfg.elastic.max_failures=1"], conf).cfg
-        assert (cfg.elastic, cfg.hub) == (Elastic(max_failures=1), Hub())
 
 
 def test_settings_that_a_run_keeps(conf: Path) -> None:
