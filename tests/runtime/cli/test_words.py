@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_runtime.cli import mlx, train
-from mlx_runtime.cli.xp import group
+from mlx_runtime.cli.xp import echo_stored, group
+from mlx_runtime.companions.views.report import read_curves
 
 pytestmark = pytest.mark.pure
 
@@ -71,3 +72,15 @@ def test_without_a_yes_nothing_is_removed(typed: str, tmp_path: Path, monkeypatc
         done = CliRunner().invoke(mlx, words, prog_name="mlx", input=typed)
         assert (done.exit_code, folder.exists(), (tmp_path / "data").exists()) == (1, True, True)
         assert done.output.splitlines()[-1] == "error: nothing was removed; add -y to skip this question"
+
+
+def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    echo_stored("\x1b]52;c;aGk=\x07\x1b[2Jrank 0\r50 %\n\x9b31m")
+    assert capsys.readouterr().out == "rank 0\r50 %\n\ufffd31m"
+
+
+def test_damaged_lines_of_metrics_are_counted_but_not_the_last_one_of_a_live_run() -> None:
+    problems: list[str] = []
+    curves = read_curves('{"step": 1, "epoch": 0, "loss": 0.5}\nbroken\n{"step": 2, "ep', problems)
+    assert curves == {"loss": [(1, 0.5, 1)]}
+    assert problems == ["1 line of metrics.jsonl cannot be read"]
