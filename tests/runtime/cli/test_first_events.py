@@ -1,7 +1,6 @@
 """TensorBoard for a run that has written no events yet: it waits for them."""
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.ray import remote_job
-from mlx_runtime.companions.stores import board
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
@@ -22,12 +20,6 @@ def run(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "run.json").write_text("{}")
     yield str(tmp_path)
     signal.signal(signal.SIGTERM, before)
-
-
-def test_it_is_served_here(run: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        board.serve(run, lambda copies: [sys.executable, "-c", "raise SystemExit(7)"])
-    assert end.value.code == 7
 
 
 def test_its_events_are_awaited_on_the_cluster(run: str, monkeypatch: pytest.MonkeyPatch) -> None:

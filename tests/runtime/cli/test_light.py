@@ -4,7 +4,6 @@ The experiment's `src` and its imports may import more.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import Mlx
 from hidden import hide
 
 from mlx_runtime.extras import EXTRAS
@@ -89,30 +87,6 @@ def cluster() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-@pytest.mark.examples
-@pytest.mark.parametrize("kind", ["train", "data"])
-def test_our_code_imports_neither_torch_nor_ray(
-    kind: str, digits: Path, baked_job: Path, cluster: str, mlx: Mlx, environment: dict[str, str], tmp_path: Path
-) -> None:
-    folder = digits
-    if kind == "data":
-        folder = Path(shutil.copytree(baked_job, tmp_path / "shards"))
-        assert mlx(folder, "data", "bind").returncode == 0
-    settings = environment | hooked(folder, tmp_path, ("torch", "ray")) | {"RAY_ADDRESS": cluster}
-    commands = [[kind, "launch"], ["data", "show"]]
-    if kind == "train":
-        commands += [["xp", *words] for words in (["ls"], ["best", "digits", "--metric", "a", "--mode", "min"])]
-        commands += [["xp", "logs", "digits"], ["xp", "stop", "digits", "1"]]
-        commands += [["xp", "diff", "1", "1"], ["xp", "rm", "digits", "1", "-y"]]
-    for command in commands:
-        arguments = [sys.executable, "-m", "mlx_runtime", *command]
-        done = subprocess.run(arguments, cwd=folder, env=settings, capture_output=True, text=True, timeout=200)
-        assert not heavy(tmp_path), command
-        if "launch" in command:
-            assert done.returncode == 0, done.stdout + done.stderr
-            assert done.stdout.splitlines()[-1] == "status    SUCCEEDED"
 
 
 @pytest.mark.examples

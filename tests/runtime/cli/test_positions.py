@@ -36,14 +36,6 @@ def ask(run: RunFolder) -> list[str]:
     return [xp.positions_title(found), *("  ".join(row.values()) for row in xp.positions_table(found))]
 
 
-def test_an_answer_that_no_driver_wrote_is_no_table_without_end(run: RunFolder) -> None:
-    answer_request(run, [WorkerPosition(1 << 62, stage="train", seconds=float("inf"))], 1 << 62)
-    text = (run.path / POSITIONS).read_text().replace('null,\n      "gpu"', 'Infinity,\n      "gpu"')
-    (run.path / POSITIONS).write_text(text)
-    rows = xp.positions_table(read_answer(run))
-    assert (len(rows), rows[-1]["rank"], rows[-1]["age"]) == (xp.MOST_RANKS + 1, str(1 << 62), "")
-
-
 def test_a_driver_that_does_not_answer_is_reported(run: RunFolder) -> None:
     with pytest.raises(MlxError, match=r"digits/run_001 has not answered for 0 s: process \d+ on \S+, last heard from"):
         ask(run)

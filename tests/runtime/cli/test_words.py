@@ -48,11 +48,6 @@ def test_the_list_of_commands_has_whole_sentences(words: list[str]) -> None:
     assert [item for item in sentences if not re.search(r"[.:)]$", item.strip()) or "..." in item] == []
 
 
-def test_a_sweep_that_is_resumed_has_its_name() -> None:
-    done = CliRunner().invoke(train.group, ["sweep", "--name=lr", "--resume=sweep_001"])
-    assert str(done.exception).startswith("--name is for a new sweep; resume that of another experiment with --resume=")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch.utils.data import Subset
 
-from mlx_runtime.config.building import build, build_group, declare, declare_group
+from mlx_runtime.config.building import build_group
 from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
-from mlx_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -112,30 +111,6 @@ def test_importing_a_module_makes_no_dataset(source: ModuleType) -> None:
     assert repr(source.later.__kwdefaults__["more"]) == "Rows.double(6)"
 
 
-def test_functions_run_as_they_are_written(source: ModuleType, made: list[int]) -> None:
-    assert isinstance(source.later(), source.Rows)
-    assert isinstance(source.Fields().rows, source.Rows)
-    assert made == [8, 9]
-
-
-def test_other_calls_of_a_module_stay_in_its_frame(source: ModuleType) -> None:
-    assert source.Point.__module__ == source.Color.__module__ == "declared_source"
-    assert source.SIZES == [1, 2]
-
-
-def test_what_is_declared_has_no_attributes_yet(source: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"Rows\(\) is not constructed while src is imported, .* 'count'"):
-        source.CONSTANT.count  # noqa: B018
-
-
-def test_making_a_declaration_makes_those_inside(source: ModuleType, made: list[int]) -> None:
-    around = declare(datasets()["val"])
-    assert isinstance(around, Declaration)
-    assert made == []
-    assert around.make().inner.count == 12
-    assert source.Rows.double(2).count == 4
-
-
 def test_a_group_makes_each_dataset_once_when_it_is_read(source: ModuleType, made: list[int]) -> None:
     entered = []
 
@@ -160,15 +135,3 @@ def test_a_group_that_uses_its_datasets_makes_them_at_once(name: str, made: list
         assert isinstance(group.first, Subset)
         assert group.first.dataset is group.train
     assert made.count(11) == 1
-
-
-def test_a_function_that_returns_a_dataset_is_called_when_it_is_read(made: list[int]) -> None:
-    node = datasets() | {"train": {"_target_": "declared_source.later"}}
-    group = declare_group(node, "datasets")
-    assert made == []
-    assert (group.train.count, made) == (8, [8])
-
-
-def test_what_cannot_be_made_is_an_error_of_the_config(source: ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"it.inner: declared_source.Rows cannot be built: TypeError"):
-        build({"_target_": "declared_source.Around", "inner": {"_target_": "declared_source.Rows", "x": 1}}, "it")

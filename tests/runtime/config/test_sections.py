@@ -11,9 +11,7 @@ import yaml
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
 from mlx_runtime.driver.request import load_config
-from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop import resuming
-from mlx_runtime.loop.options import minimums
 from mlx_runtime.sections import CrossValidation, Elastic, Hub, Section, Sharding
 
 pytestmark = pytest.mark.pure
@@ -45,17 +43,6 @@ class Own(BaseModule):
     cfg: OwnConfig
 
 
-class Foreign:
-    """Settings that do not inherit those of the runtime."""
-
-    def __init__(self, num_epochs: int = 1) -> None:
-        self.num_epochs = num_epochs
-
-
-class WithForeign(BaseModule):
-    cfg: Foreign
-
-
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLX_STORAGE", raising=False)
@@ -83,16 +70,6 @@ def test_few_settings_are_flat() -> None:
     assert len(sections()) <= 8
 
 
-def test_every_number_has_a_minimum() -> None:
-    numbers = {
-        f"{name}.{item.name}"
-        for name, section in sections().items()
-        for item in dataclasses.fields(section)  # type: ignore[arg-type]
-        if item.type in (int, float, int | None)
-    }
-    assert numbers == {name for name in minimums() if "." in name}
-
-
 class TestOverrides:
     def test_a_setting_of_a_section(self, conf: Path) -> None:
         bound(Plain, conf)
@@ -102,32 +79,8 @@ class TestOverrides:
             config.cfg.elastic == load_config(Plain, ["cfg.elastic.max_failures=1"], conf, keys_only=True).cfg.elastic
         )
 
-    @pytest.mark.parametrize(
-        ("override", "problem"),
-        [
-            ("cfg.shard_size=4", "there is no key 'cfg.shard_size' in conf.yaml. Did you mean 'cfg.sharding'?"),
-            ("cfg.sharding.shards=4", "there is no key 'cfg.sharding.shards' in conf.yaml. Did you mean 'cfg.sharding"),
-            ("+cfg.sharding.sizes=4", "cfg.sharding.sizes: mlx_runtime.sections.Sharding has no such argument."),
-            ("cfg.debug.profile=3", "cfg.debug.profile is 3; mlx_runtime.sections.Debug takes bool"),
-            ("cfg.sharding.offload=gpu", "cfg.sharding.offload is 'gpu'; mlx_runtime.sections.Sharding takes Literal["),
-            ("cfg.preparation.max_gb=-1", "cfg.preparation.max_gb is -1; the minimum is 0"),
-            ("cfg.hub=3", "cfg.hub is 3; mlx_runtime.TrainConfig takes Hub"),
-            ("cfg.hub=null", "cfg.hub is None; mlx_runtime.TrainConfig takes Hub"),
-        ],
-    )
-    def test_what_does_not_fit(self, conf: Path, monkeypatch: pytest.MonkeyPatch, override: str, problem: str) -> None:
-        bound(Plain, conf)
-        monkeypatch.chdir(conf.parent)
-        with pytest.raises(ConfigError) as caught:
-            load_config(Plain, [override], Path("conf.yaml"))
-        assert str(caught.value).startswith(f"override {override}: {problem}")
-        assert "\n" not in str(caught.value)
-
 
 class TestConfYaml:
-    def test_it_lists_no_section_that_nobody_has_changed(self, conf: Path) -> None:
-        assert not {*bound(Plain, conf)} & {*sections()}
-
     def test_a_part_of_a_section_is_completed_and_stays_as_it_is(self, conf: Path) -> None:
         bound(Plain, conf)
         write(conf, "  elastic: {max_failures: 5} # flaky\n  hub:\n    timeout_s: 60\n")
@@ -139,17 +92,6 @@ class TestConfYaml:
         assert config.cfg.elastic == Elastic(min_workers=1, max_failures=5)
         assert config.cfg.hub == Hub()
         assert config.tree["cfg"]["elastic"]["keep_global_batch"] is False
-
-    def test_the_conf_yaml_of_a_run_has_all(self, conf: Path, tmp_path: Path) -> None:
-        bound(Plain, conf)
-        stored = tmp_path / "run.yaml"
-        config = load_config(Plain, ["cfg.elastic.max_failures=1"], conf)
-        stored.write_text(config.yaml())
-        listed = yaml.safe_load(stored.read_text())["cfg"]
-        for name, section in sections().items():
-            assert listed[name].keys() == {"_target_", *vars(section)}
-        again = load_config(Plain, [], stored)
-        assert (again.cfg, again.tree) == (config.cfg, config.tree)
 
 
 class TestUserCode:
@@ -163,15 +105,6 @@ class TestUserCode:
         assert config.cfg.cross_validation.splitter.n_splits == 3
         found = load_config(Own, ["cfg.sharding.shard_size=4", "cfg.start_workers=4"], conf).cfg.sharding
         assert found == Sharding(4)
-
-    def test_a_class_that_inherits_no_settings(self, conf: Path) -> None:
-        assert "elastic" not in bound(WithForeign, conf)
-        cfg = load_config(WithForeign, ["cfg.elastic.max_failures=1"], conf).cfg
-        assert (cfg.elastic, cfg.hub) == (Elastic(max_failures=1), Hub())
-
-    def test_a_section_cannot_be_changed_in_place(self) -> None:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            TrainConfig().elastic.max_failures = 1  # type: ignore[misc]
 
 
 def test_settings_that_a_run_keeps(conf: Path) -> None:

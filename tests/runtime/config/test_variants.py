@@ -13,11 +13,10 @@ from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
-from mlx_runtime.config.composition import Config, check, read
+from mlx_runtime.config.composition import Config, read
 from mlx_runtime.config.constructors.signatures import settings_of
 from mlx_runtime.driver.request import load_config
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs.snapshots import Upload
 
 pytestmark = pytest.mark.pure
 
@@ -98,24 +97,6 @@ def test_the_command_line_wins_over_it_and_it_over_conf_yaml(conf: Path, monkeyp
     assert loaded(conf, "--variant=other").cfg.storage_path == "/mnt/here"
 
 
-def test_interpolations_see_the_whole_config(conf: Path) -> None:
-    add(conf.parent, "small", "models: {net: {width: '${cfg.num_epochs}'}}\n")
-    assert loaded(conf, "--variant=small", "cfg.num_epochs=6").tree["models"]["net"]["width"] == 6
-
-
-def test_the_run_keeps_the_values_and_another_variant_may_change_them(conf: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "conf.yaml"
-    run.parent.mkdir()
-    run.write_text(loaded(conf, "--variant=deep").yaml())
-    assert OmegaConf.load(run).models.net == {"_target_": f"{HERE}.Deep"}
-    changed = check(Experiment, read(run, ["--variant=debug"], settings_of(Experiment), project=conf))
-    assert (changed.cfg.num_epochs, changed.tree["models"]["spare"]["width"]) == (1, 3)
-
-
-def test_a_cluster_gets_them(conf: Path) -> None:
-    assert "variants/deep.yaml" in [str(path) for path, _ in Upload.of(conf.parent).files]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -124,7 +105,6 @@ def test_a_cluster_gets_them(conf: Path) -> None:
             "cfg: {num_epoch: 1}\n",
             "conf.yaml: cfg.num_epoch: mlx_runtime.TrainConfig has no such argument. Did you mean 'num_epochs'? (in ",
         ),
-        ("hydra: {searchpath: ['pkg://trap']}\n", "conf.yaml: hydra: there is no such group"),
         ("cfg: [\n", "variants/wrong.yaml is not valid YAML: "),
     ],
 )

@@ -5,10 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import hydra_zen
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding.conf_file import bind
@@ -104,20 +102,3 @@ def test_refused(group: type, tmp_path: Path) -> None:
         bound_text(group, tmp_path)
     assert str(caught.value).startswith(("tools.it", "tools._target_"))
     assert not (tmp_path / "conf.yaml").exists()
-
-
-def test_the_zoo_is_large_and_binding_loads_no_data() -> None:
-    assert len(KEPT) >= 590
-    assert len(REFUSED) >= 18
-    assert zoo.Rows.constructed == 0
-
-
-@pytest.mark.parametrize(
-    "group",
-    [zoo.KeepSequential, zoo.KeepAccuracyFactory, zoo.KeepClassmethod, zoo.KeepConstant, zoo.KeepTorchFunction],
-)
-def test_hydra_reads_the_nodes_as_we_do(group: type, tmp_path: Path) -> None:
-    text = bound_text(group, tmp_path)
-    ours = build(parse_config(text)["tools"]["it"])
-    theirs = hydra_zen.instantiate(OmegaConf.create(text).tools.it, _convert_="all")
-    assert unlike(ours, lambda: theirs) is None

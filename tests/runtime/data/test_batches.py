@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_loaders import shard
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from mlx_runtime.data.batches import stack
 from mlx_runtime.errors import DatasetError
@@ -46,26 +46,16 @@ def test_numbers_of_one_shape_are_stacked_and_the_rest_stays_as_it_is() -> None:
     assert list(batch) == list(rows[0])
 
 
-@pytest.mark.parametrize(("first", "shape"), [([], r"\(0,\)"), ([[]], r"\(1, 0\)")])
-def test_a_first_row_that_is_empty_does_not_hide_the_values_of_others(first: list[Any], shape: str) -> None:
-    with pytest.raises(DatasetError, match=rf"row 9 has 'x' of shape .*, but row 3 has {shape}. Pad"):
-        stack([{"x": first}, {"x": [[1]] if first else [1, 1]}], [3, 9], "train")
-    assert stack([{"x": first}] * 2, [3, 9], "train")["x"].numel() == 0
-
-
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
         ({"x": [1, 2]}, r"datasets.train: row 9 has 'x' of shape \(2,\), but row 3 has \(3,\). Pad them with a `coll"),
-        ({"x": torch.ones(2)}, r"row 9 has 'x' of shape \(2,\), but row 3 has \(3,\)"),
-        ({"x": 1}, r"row 9 has 'x' of shape \(\), but row 3 has \(3,\)"),
         ({"y": [1, 2, 3]}, r"row 9 has the keys \['y'\], but row 3 has \['x'\]; return the same keys for all rows"),
         (([1, 2, 3], 1), "datasets.train has no ray_map_batches, and row 9 is a tuple. Return a dict, or add"),
     ],
 )
-@pytest.mark.parametrize("kind", [list, np.asarray, torch.tensor])
-def test_a_row_that_does_not_fit_is_named_in_one_line(odd: Any, message: str, kind: Any) -> None:
-    rows = [{"x": kind([1, 2, 3])}, {"x": kind([4, 5, 6])}, odd]
+def test_a_row_that_does_not_fit_is_named_in_one_line(odd: Any, message: str) -> None:
+    rows = [{"x": [1, 2, 3]}, {"x": [4, 5, 6]}, odd]
     with pytest.raises(DatasetError, match=message) as caught:
         stack(rows, [3, 5, 9], "train")
     assert "\n" not in str(caught.value)
@@ -97,50 +87,3 @@ def test_a_collate_of_the_dataset_pads_each_batch() -> None:
         assert batch["tokens"].shape[1] == max(1 + row * 7 % 5 for row in batch["label"].tolist())
         seen += batch["label"].tolist()
     assert sorted(seen) == list(range(10))
-
-
-def test_an_error_of_a_collate_names_the_dataset() -> None:
-    class Long(Padded):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"tokens": torch.zeros(9 if index == 7 else 2), "label": index}
-
-    with pytest.raises(ValueError, match="too long") as caught:
-        list(shard(Long(), name="val").iter_torch_batches())
-    assert caught.value.__notes__ == ["in collate, while stacking 2 samples of datasets.val"]
-
-
-class Stream(IterableDataset):
-    batch_size = 2
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Any:
-        return ({"x": [0] * (3 if row == 6 else 2)} for row in range(8))
-
-
-def test_rows_of_a_stream_have_their_position_as_number() -> None:
-    with pytest.raises(DatasetError, match=r"row 6 has 'x' of shape \(3,\), but row 7 has \(2,\)|row 7 .* row 6 has"):
-        list(shard(Stream(), 1, 2, name="val").iter_torch_batches())
-
-
-class Graphs(Dataset):
-    """Samples of different sizes, as docs/guides/data.md stacks them: graph i has i + 1 nodes of 3 numbers."""
-
-    batch_size, shuffle = 2, False
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((index + 1, 3), index)
-
-    @staticmethod
-    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
-        return {"nodes": batch["item"], "nodes_of": [len(item) for item in batch["item"]]}
-
-
-def test_samples_of_different_sizes_are_a_list() -> None:
-    batches = list(shard(Graphs()).iter_torch_batches())
-    assert [torch.cat(batch["nodes"]).shape for batch in batches] == [(3, 3), (7, 3)]
-    assert [batch["nodes_of"].tolist() for batch in batches] == [[1, 2], [3, 4]]

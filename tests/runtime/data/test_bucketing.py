@@ -8,7 +8,6 @@ import torch
 from test_loaders import Rows, shard
 
 from mlx_runtime.data.loaders import Loader
-from mlx_runtime.data.sampling import GROUPS, ShardPlan, group_by_length
 from mlx_runtime.errors import DatasetError
 
 pytestmark = pytest.mark.pure
@@ -41,26 +40,6 @@ def padding(batches: Sequence[Sequence[int]]) -> float:
     """Return the part of padded batches that is padding."""
     padded = sum(len(batch) * int(LENGTHS[batch].max()) for batch in batches)
     return 1 - sum(int(LENGTHS[batch].sum()) for batch in batches) / padded
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 500, 990])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_an_order_stays_a_permutation(rows: int, seed: int | None) -> None:
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    grouped = group_by_length(order, LENGTHS, 8, seed)
-    assert grouped.sort().values.tolist() == list(range(rows))
-    assert torch.equal(grouped, group_by_length(order, LENGTHS, 8, seed))
-    rest = rows % 8
-    assert grouped[rows - rest :].tolist() == order[rows - rest :].tolist()
-
-
-def test_rows_of_a_window_stay_in_it_without_a_seed() -> None:
-    window = 8 * GROUPS
-    grouped = group_by_length(torch.arange(984), LENGTHS, 8, None)
-    for start in range(0, 984, window):
-        part = grouped[start : start + window]
-        assert part.sort().values.tolist() == list(range(start, min(start + window, 984)))
-        assert (LENGTHS[part].diff() >= 0).all()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -103,23 +82,6 @@ def test_an_interrupted_pass_reads_the_rows_that_are_left(workers: int) -> None:
     assert sorted(row for rank in following for batch in rank for row in batch) == list(range(990))
     assert after[0].current is not None
     assert after[0].current.plan.group == 8 * workers
-
-
-def test_a_pass_that_began_without_lengths_ends_without() -> None:
-    taken, state = interrupted(loaders(1, lengths=None)[0], 10)
-    assert state["group"] == 0
-    (after,) = loaders(1)
-    after.load_state_dict(state)
-    assert taken + read(after) == read(loaders(1, lengths=None)[0])
-    (without,) = loaders(1, lengths=None)
-    without.load_state_dict(interrupted(loaders(1)[0], 10)[1])
-    with pytest.raises(DatasetError, match="datasets.train has no group_by_length any more, but had it when"):
-        read(without)
-
-
-def test_a_plan_is_that_of_its_state() -> None:
-    plan = ShardPlan(10, 2, 3, read=((0, 2), (4, 5)), limit=9, group=6)
-    assert ShardPlan.from_state(plan.state_dict() | {"epoch": 1, "steps": 0}) == plan
 
 
 @pytest.mark.parametrize(

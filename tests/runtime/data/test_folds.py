@@ -1,11 +1,8 @@
 """Cross-validation: the rows of each fold, the datasets that read them, and errors."""
 
-import dataclasses
 import random
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +11,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime import TrainConfig
-from mlx_runtime.companions.prepared.fingerprints import Candidate
-from mlx_runtime.companions.prepared.preparation import make
-from mlx_runtime.config import composition
 from mlx_runtime.config.building import build, build_group
 from mlx_runtime.config.composition import Config
 from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
@@ -64,16 +58,6 @@ class Labelled(Plain):
         return [row // 5 for row in range(self.rows)]
 
 
-class Labels(Plain):
-    def fold_labels(self):
-        return torch.arange(self.rows) % 4 == 0
-
-
-class Fewer(Rows):
-    def fold_labels(self):
-        return [0, 1]
-
-
 class Mnist(Rows):
     """`train` chooses the rows, like that of torchvision's datasets."""
 
@@ -95,11 +79,6 @@ class Relabelled(Plain):
 class Stream(IterableDataset):
     def __len__(self):
         return 40
-
-
-class Broken(Plain):
-    def __init__(self, rows: int = 40):
-        raise OSError("no such disk")
 
 
 @dataclass
@@ -228,20 +207,6 @@ def test_an_interrupted_pass_continues_in_the_same_fold() -> None:
     assert sorted(seen + rest) == fold.train.tolist()
 
 
-def test_prepared_columns_are_read_for_both_parts(tmp_path: Path) -> None:
-    """Datasets that differ only in how they are read are one prepared dataset."""
-    of = config(node(Plain, rows=40, batch_size=3), val=node(Plain, batch_size=4))
-    fold, tree = fold_rows(of)[0], with_held_out(of.tree, 0)
-    nodes = {name: tree["datasets"][name] for name in ("train", "val")}
-    candidates = [Candidate(name, item, item, 0, Path(__file__).parent) for name, item in nodes.items()]
-    sets = make(candidates, str(tmp_path), lambda _: None, lambda *_: None)
-    assert sets["train"].manifest == sets["val"].manifest
-    for plain in shards(of, fold):
-        prepared = dataclasses.replace(plain, group=None, prepared=sets[plain.name])
-        assert read(prepared.iter_torch_batches()) == read(plain.iter_torch_batches())
-        assert (prepared.training, prepared.shuffle) == (plain.name == "train",) * 2
-
-
 class TestEvaluationMode:
     @pytest.mark.parametrize(
         ("train", "changed"),
@@ -257,10 +222,6 @@ class TestEvaluationMode:
         assert tree["datasets"]["val"] == train | changed
         assert with_held_out(tree, 0) == tree
         assert bool(Fold.leak_warning(tree)) == (not changed)
-
-    def test_nothing_changes_without_a_fold(self) -> None:
-        tree = config(node(Rows)).tree
-        assert with_held_out(tree, None) is tree
 
     @pytest.mark.parametrize("cls", [Mnist, Relabelled])
     def test_it_must_have_the_same_rows(self, cls: type) -> None:
@@ -284,11 +245,6 @@ class TestEvaluationMode:
             r"cannot split the rows of datasets.train: .* \(if the splitter needs labels or groups: Plain needs a",
         ),
         (
-            Labels,
-            5,
-            splitter("GroupKFold"),
-            r"GroupKFold cannot split .*'groups' .* Labels needs a method fold_groups that returns",
-        ),
         (Labelled, 35, splitter("StratifiedKFold"), "cannot split the rows of datasets.train: n_splits=35"),
         (
             Labelled,
@@ -296,15 +252,6 @@ class TestEvaluationMode:
             splitter("KFold", n_splits=3),
             "3 folds, but cfg.cross_validation.folds is 5; set cfg.cross_validation.folds=3",
         ),
-        (
-            Labelled,
-            5,
-            splitter("LeaveOneGroupOut"),
-            "LeaveOneGroupOut makes 8 folds, but cfg.cross_validation.folds is",
-        ),
-        (Plain, 2, node(Halves, wrong=True), "Halves: one part of fold 0 is empty, or both have rows in common"),
-        (Fewer, 5, None, r"Fewer.fold_labels\(\) returned an array of shape \(2,\); datasets.train has 40 rows"),
-        (Broken, 5, None, "cfg.cross_validation cannot split datasets.train: OSError: no such disk"),
         (Stream, 5, None, "cfg.cross_validation cannot split datasets.train: Stream is a stream"),
     ],
 )
@@ -326,24 +273,13 @@ def test_both_datasets_are_needed(missing: str) -> None:
     ("settings", "problem"),
     [
         ({"folds": 5}, "cfg.cross_validation.folds is 5 and cfg.cross_validation.fold is None; set both, or neither"),
-        ({"fold": 1}, "cfg.cross_validation.folds is None and cfg.cross_validation.fold is 1; set both, or neither"),
         (
             {"folds": 5, "fold": 5},
             "cfg.cross_validation.fold is 5; with cfg.cross_validation.folds=5, it is from 0 to",
         ),
-        ({"folds": 1, "fold": 0}, "cfg.cross_validation.folds is 1; the minimum is 2"),
-        ({"folds": 5, "fold": -1}, "cfg.cross_validation.fold is -1; the minimum is 0"),
         ({"splitter": "KFold"}, "cfg.cross_validation.splitter is 'KFold'; it takes an object that splits rows"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], problem: str) -> None:
     (found,) = TrainConfig.out_of_range(TrainConfig(cross_validation=CrossValidation(**settings)))
     assert found.startswith(problem)
-
-
-def test_the_example_of_a_splitter_can_be_typed(tmp_path: Path) -> None:
-    (found,) = TrainConfig.out_of_range(TrainConfig(cross_validation=CrossValidation(splitter="KFold")))
-    (word,) = shlex.split(found.rpartition("like ")[2])
-    (tmp_path / "conf.yaml").write_text("cfg:\n  cross_validation: {splitter: null}\n")
-    node = composition.read(tmp_path / "conf.yaml", [word]).tree["cfg"]["cross_validation"]["splitter"]
-    assert type(build(node, "cfg.cross_validation.splitter")).__name__ == "StratifiedKFold"

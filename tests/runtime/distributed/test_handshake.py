@@ -1,19 +1,11 @@
 """Process groups that other processes on the same machine can neither join nor end."""
 
-import inspect
 import json
-import os
-import re
-import socket
 import subprocess
 import sys
-import tempfile
 from typing import Any
 
 import pytest
-from torch.distributed import distributed_c10d
-
-from mlx_runtime.distributed.handshake import listening_sockets
 
 pytestmark = pytest.mark.process
 
@@ -42,14 +34,6 @@ def test_groups_listen_on_the_loopback_interface(found: dict[str, Any]) -> None:
     assert {host for host, _ in found["strangers"]["addresses"]} == {"127.0.0.1"}
 
 
-def test_looking_for_listening_sockets_leaves_no_files_open() -> None:
-    """Otherwise, each new group would multiply their number."""
-    with tempfile.TemporaryFile():
-        before = len(os.listdir("/proc/self/fd"))
-        listening_sockets()
-        assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_a_stranger_in_the_place_of_a_peer_is_found_out(found: dict[str, Any]) -> None:
     """It has won the race for a connection, and sends as many bytes as a proof has."""
     assert found["impostor"]["error"] == (
@@ -62,26 +46,6 @@ def test_a_stranger_who_says_nothing_ends_the_wait(found: dict[str, Any]) -> Non
     error, _, why = found["silent"]["error"].partition(" the run: ")
     assert error == "WorkerLostError: rank 1 did not prove to rank 0 that it belongs to"
     assert why == "Timed out waiting 500ms for recv operation to complete"
-
-
-def test_looking_for_listening_sockets_opens_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other, tempfile.TemporaryFile():
-        before = os.listdir("/proc/self/fd")
-        found = listening_sockets()
-        assert len(os.listdir("/proc/self/fd")) == len(before)
-        assert (listener.fileno() in found, other.fileno() in found) == (True, False)
-
-
-def test_every_group_is_created_by_this_name() -> None:
-    """`keep_groups_private` replaces it; the rank and the size are those within the group."""
-    creator: Any = getattr(distributed_c10d, "_create_gloo_process_group", None)  # since torch 2.14
-    created = inspect.getsource(creator or distributed_c10d._new_process_group_helper)
-    created = "".join(re.sub("#.*|opts\\.|backend_prefix_(?=store)", "", created).split())
-    reconfigure = "enable_reconfigure=enable_reconfigure," if creator else ""
-    assert f"backend_class=ProcessGroupGloo(store,group_rank,group_size,timeout=timeout,{reconfigure})" in created
-    assert "enable_reconfigure" not in inspect.signature(distributed_c10d.new_group).parameters
-    for name in ("init_process_group", "_new_group_with_tag"):
-        assert "_new_process_group_helper(" in inspect.getsource(getattr(distributed_c10d, name))
 
 
 STRANGERS = r"""

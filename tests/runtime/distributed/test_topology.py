@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import mlx_runtime
-from mlx_runtime.distributed.collectives import agree, broadcast, data_parallel_group, gather
 from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.errors import MlxError
 
@@ -24,26 +23,6 @@ def test_consecutive_ranks_hold_a_replica_together() -> None:
     workers = [Topology(rank, 4, CPU, model_parallel_size=2) for rank in range(4)]
     assert [(item.data_parallel_rank, item.data_parallel_size) for item in workers] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [item.writes for item in workers] == [True, False, False, False]
-
-
-def test_replicas_may_have_different_numbers_of_ranks_in_any_order() -> None:
-    workers = [Topology(rank, 4, CPU, model_parallel_size=3, replica_ranks=((2, 0, 3), (1,))) for rank in range(4)]
-    assert [(item.data_parallel_rank, item.model_parallel_rank) for item in workers] == [(0, 1), (1, 0), (0, 0), (0, 2)]
-    assert {item.data_parallel_size for item in workers} == {2}
-
-
-def test_collectives_without_a_group_are_local() -> None:
-    assert agree([True, False], CPU) == [True, False]
-    assert broadcast("value") == "value"
-    assert gather("value") == ["value"]
-    assert data_parallel_group(Topology(0, 1, CPU)) is None
-
-
-def test_a_model_is_prepared_for_one_worker() -> None:
-    model = nn.Linear(2, 1)
-    with Topology(0, 1, torch.device("meta")).entered():
-        assert mlx_runtime.prepare_model(model) is model
-        assert model.weight.device == mlx_runtime.get_device() == torch.device("meta")
 
 
 def test_a_model_that_is_not_trained_is_only_moved() -> None:

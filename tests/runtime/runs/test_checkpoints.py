@@ -2,17 +2,11 @@
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -27,7 +21,7 @@ from mlx_runtime.runs.checkpoints import groups
 from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merge_ranks, state_of
 from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries import ranking as ranking
 from mlx_runtime.storage.files import storage_at
@@ -107,40 +101,12 @@ def test_attributes_that_would_come_back_as_something_else_are_refused(words: di
         state_of(SimpleNamespace(stopper=stopper))
 
 
-@pytest.mark.parametrize("view", [lambda whole: whole[1:3], torch.Tensor.conj, lambda whole: whole.view(2, 2)])
-def test_a_view_of_another_attribute_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_view_of_another_attribute_is_refused() -> None:
     values = torch.tensor([1j, 2, 3, 4])
     with pytest.raises(
         ConfigError, match=r"^SimpleNamespace.b is a view of another tensor of the tool, .* clone it, or"
     ):
-        state_of(SimpleNamespace(tool=SimpleNamespace(a=[values], b={"part": view(values)})))
-
-
-def test_counters_of_schedulers_come_back_as_what_they_were(tmp_path: Path) -> None:
-    def made() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.SequentialLR]:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-        parts = [
-            torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=2),
-            torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 2]),
-        ]
-        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
-
-    def stepped(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.SequentialLR) -> list[float]:
-        rates = []
-        for _ in range(4):
-            optimizer.step()
-            schedule.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    optimizer, schedule = made()
-    stepped(optimizer, schedule)
-    torch.save([state_of(SimpleNamespace(x=item))[0] for item in (optimizer, schedule)], tmp_path / "x")
-    wanted = stepped(optimizer, schedule)
-    optimizer, schedule = made()
-    for item, saved in zip((optimizer, schedule), torch.load(tmp_path / "x", weights_only=True), strict=True):
-        load_into(SimpleNamespace(x=item), saved, "optimizers")
-    assert stepped(optimizer, schedule) == wanted
+        state_of(SimpleNamespace(tool=SimpleNamespace(a=[values], b={"part": values[1:3]})))
 
 
 def test_tensors_of_tools_come_back_to_their_device(tmp_path: Path) -> None:
@@ -157,11 +123,6 @@ def test_models_must_all_have_a_counterpart() -> None:
     with pytest.raises(ConfigError) as caught:
         load_into(SimpleNamespace(net=nn.Linear(1, 1), new=nn.Linear(1, 1)), state, "models")
     assert str(caught.value).startswith("the checkpoint does not fit: models gone (only there), new (only in the code)")
-
-
-def test_tools_without_a_counterpart_are_told() -> None:
-    lines = load_into(SimpleNamespace(new=Stopper()), {"made_later": {}}, "tools")
-    assert lines == ["tools.new is new: the checkpoint has no state for it"]
 
 
 def test_another_shape_is_told_by_name() -> None:
@@ -204,35 +165,17 @@ def test_a_checkpoint_is_found_with_its_numbers_and_read_back(root: str) -> None
     assert read(saved.path(first))["epoch"] == 0
 
 
-def test_they_are_ordered_as_they_were_trained(root: str) -> None:
-    made = [
-        CheckpointInfo(0, False, 4, {}),
-        CheckpointInfo(0, True, 8, {}),
-        CheckpointInfo(1, False, 12, {}),
-        CheckpointInfo(9999, True, 1, {}),
-    ]
-    assert names(stored(root, *reversed(made))) == [item.name for item in made]
-
-
-def test_one_of_the_same_name_is_replaced(root: str) -> None:
-    saved = stored(root, CheckpointInfo(0, True, 8, {}))
-    saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}))
-    assert [item.global_step for item in saved.all()] == [9]
-    assert saved.load(saved.all()[0])["epoch"] == 7
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+@pytest.mark.parametrize("damage", ["flipped", "gone"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: str) -> None:
     saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
     storage, file = storage_at(root), saved.all()[1].file
     content = storage.read("epoch_0002", file)
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
-    changed = {"cut": content[:-9], "flipped": bytes(flipped), "empty": b""}
     if damage == "gone":
         storage.remove_file("epoch_0002", file)
     else:
-        storage.write(changed[damage], "epoch_0002", file)
+        storage.write(bytes(flipped), "epoch_0002", file)
     told: list[str] = []
     found = saved.newest(told.append)
     assert found is not None
@@ -264,14 +207,14 @@ def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: py
     assert names(saved) == ["epoch_0001", "epoch_0002"]
 
 
-@pytest.mark.parametrize("damage", ["state", "description", "both"])
+@pytest.mark.parametrize("damage", ["state", "description"])
 def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, damage: str) -> None:
     saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
     storage = storage_at(root)
     for item in saved.all():
-        if damage in ("state", "both"):
+        if damage == "state":
             storage.write(b"damaged", item.name, item.file)
-        if damage in ("description", "both"):
+        else:
             storage.write(b'{"epoch": ', item.name, ABOUT)
     before = {item.path: storage.read(item.path) for item in storage.below()}
     for _ in range(2):
@@ -279,14 +222,6 @@ def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, dam
             saved.newest(pytest.fail)
     assert {item.path: storage.read(item.path) for item in storage.below()} == before
     assert saved.any()
-
-
-def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:
-    """A storage in a folder, where checkpoints appear atomically."""
-    saved = stored(str(tmp_path), CheckpointInfo(0, True, 8, {}))
-    (tmp_path / "epoch_0001" / ABOUT).unlink()
-    with pytest.raises(ConfigError, match="No other checkpoint is left"):
-        saved.newest(pytest.fail)
 
 
 def test_readers_name_those_that_they_leave_out(
@@ -310,14 +245,6 @@ def test_readers_name_those_that_they_leave_out(
         reader()
         problem = f"{damaged} is damaged: it does not describe a checkpoint"
         assert capsys.readouterr().err == f"warning: left out epoch_0002: {problem}\n"
-
-
-def test_no_checkpoint_is_none_at_all(root: str) -> None:
-    saved, storage = CheckpointStore(root), storage_at(root)
-    assert (saved.newest(pytest.fail), saved.any()) == (None, False)
-    if not storage.local:  # left by a killed save
-        storage.write(b"half", "epoch_0001", "state-12345678.pt")
-        assert (saved.newest(pytest.fail), saved.any()) == (None, False)
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
@@ -346,15 +273,6 @@ def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_a_save_that_wakes_up_after_another_driver_has_begun_changes_nothing(tmp_path: Path) -> None:
-    """The driver has checked that it owns the run, and is about to rename."""
-    saved, other = stored(str(tmp_path), CheckpointInfo(0, True, 8, {})), CheckpointStore(str(tmp_path))
-    with pytest.raises(StorageError, match="cannot write a checkpoint"):
-        saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}), other.clean)
-    assert [item.global_step for item in other.all()] == [8]
-    assert other.newest(pytest.fail) is not None
-
-
 def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
     saved = stored(root, CheckpointInfo(0, True, 8, {}))
 
@@ -370,49 +288,6 @@ def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
     assert [name for name in storage_at(root).names() if name.startswith(".")] == []
 
 
-@pytest.mark.process
-def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
-    """A process that saves repeatedly is killed at a random moment, ten times.
-
-    All ten are forks of one interpreter, which imports the libraries once.
-    """
-    script = (
-        "import os, sys, torch\n"
-        "from mlx_runtime.runs.checkpoints.index import CheckpointInfo\n"
-        "from mlx_runtime.runs.checkpoints.store import PARTS, CheckpointStore\n"
-        "saved = CheckpointStore(sys.argv[1])\n"
-        "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"
-        "for _ in iter(sys.stdin.readline, ''):\n"
-        "    if pid := os.fork():\n"
-        "        os.waitpid(pid, 0)\n"
-        "        print('ended', flush=True)\n"
-        "        continue\n"
-        "    print(os.getpid(), flush=True)\n"
-        "    for number in range(10_000):\n"
-        "        saved.save(state, CheckpointInfo(number % 3, True, number, {}))\n"
-        "        print(number, flush=True)\n"
-    )
-    saved = CheckpointStore(str(tmp_path))
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **streams, text=True, bufsize=1) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        for delay in range(10):
-            process.stdin.write("another\n")
-            pid = int(process.stdout.readline())
-            for _ in range(5):
-                process.stdout.readline()
-            time.sleep(delay / 300)
-            os.kill(pid, signal.SIGKILL)
-            while process.stdout.readline() != "ended\n":
-                pass
-            found = saved.newest(pytest.fail)
-            assert found is not None
-            assert found[0].global_step >= 2
-    saved.clean()
-    assert all(path.name.startswith("epoch_") for path in tmp_path.iterdir())
-
-
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "epoch_0002").mkdir()
     torch.save({"weights": 1}, tmp_path / "epoch_0002" / STATE)
@@ -421,23 +296,10 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         read(str(tmp_path / "epoch_0001"))
     with pytest.raises(ConfigError, match="was not saved by this version: it has no config, epoch"):
         read(str(tmp_path / "epoch_0002"))
-    with pytest.raises(
-        ConfigError, match=r"^there is no checkpoint at /nope: it has no state\.pt\. Name one, like RUN/checkpoints/"
-    ):
-        read("/nope")
-    run = claim_run(str(tmp_path), "digits")
-    CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
-    with pytest.raises(ConfigError, match=r"no state\.pt\. Name one, like RUN/checkpoints/epoch_0003$"):
-        read(run.location)
     stored(str(tmp_path), CheckpointInfo(3, True, 2, {}))
     next((tmp_path / "epoch_0004").glob("state*.pt")).write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=r"epoch_0004/.* is damaged: "):
         read(str(tmp_path / "epoch_0004"))
-    whole = (tmp_path / "epoch_0003" / STATE).read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):
-        (tmp_path / "epoch_0003" / STATE).write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"state.pt is damaged: "):
-            read(str(tmp_path / "epoch_0003"))
 
 
 def test_reading_one_runs_no_code(tmp_path: Path) -> None:
@@ -500,41 +362,6 @@ def test_saving_in_the_background_keeps_the_values_of_its_moment(tmp_path: Path)
     saver.wait()
     assert [item.name for item in told] == ["epoch_0001"]
     assert read(str(tmp_path / "epoch_0001"))["models"]["net"]["weight"].sum() == 0
-
-
-@pytest.mark.parametrize("method", ["save", "wait"])
-def test_an_interrupt_loses_no_checkpoint(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the thread is being started, or is being waited for."""
-
-    def interrupted() -> None:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-        time.sleep(0.4)
-
-    class SlowlyStarted(threading.Thread):
-        def _bootstrap(self) -> None:
-            interrupted()
-            super()._bootstrap()  # type: ignore[misc]
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    def save_and_wait(saver: BackgroundSaver) -> None:
-        saver.save(a_state(), CheckpointInfo(0, True, 1, {}))
-        saver.wait()
-
-    told: list[CheckpointInfo] = []
-    allowed = interrupted if method == "wait" else lambda: None
-    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), told.append, allowed)
-    if method == "save":
-        monkeypatch.setattr(threading, "Thread", SlowlyStarted)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            save_and_wait(saver)
-        saver.wait()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert [item.name for item in told] == ["epoch_0001"]
 
 
 def test_what_could_not_be_stored_is_told_at_the_next_save(tmp_path: Path) -> None:

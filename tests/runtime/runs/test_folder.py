@@ -12,14 +12,12 @@ from mlx_runtime import BaseModule, DataConfig, TrainConfig
 from mlx_runtime.companions.jobs import contents
 from mlx_runtime.companions.jobs.datajob import output_path
 from mlx_runtime.config import composition
-from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver import request
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
-from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run, read_errors, run_folder
+from mlx_runtime.runs.folder import claim_run, find_run, list_runs, named_run
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.runs.records import load_record
 from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
 
@@ -36,21 +34,6 @@ def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_of_a_run_in_an_object_store_precedes_the_options_of_its_uri() -> None:
-    run = run_folder("s3://bucket/runs?region=x", "digits", "run_001")
-    with (
-        pytest.raises(StorageError, match=r"^cannot read s3://bucket/runs/digits/run_001/run\.json\?region=x: broken$"),
-        read_errors(run, "run.json"),
-    ):
-        raise ValueError("broken")
-
-
-def test_a_number_after_999_still_sorts_last(tmp_path: Path) -> None:
-    (tmp_path / "digits" / "run_999").mkdir(parents=True)
-    assert claim_run(str(tmp_path), "digits").name == "run_1000"
-    assert [run.name for run in list_runs(str(tmp_path))] == ["run_999", "run_1000"]
-
-
 def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
     for _ in range(3):
         claim_run(str(tmp_path), "digits")
@@ -60,12 +43,6 @@ def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
         find_run(str(tmp_path), "digits", "7")
     with pytest.raises(UsageError, match=r"no runs of 'digit' in .*\. Did you mean 'digits'\?"):
         find_run(str(tmp_path), "digit")
-
-
-@pytest.mark.parametrize("name", ["", "a/b", ".hidden"])
-def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="which is not a valid folder name"):
-        claim_run(str(tmp_path), name)
 
 
 def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -90,12 +67,6 @@ def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"error: cannot write runs to {tmp_path}: File too large. Choose another folder")
     assert len(done.stderr.splitlines()) == 1
     assert list((tmp_path / "digits").iterdir()) == []
-
-
-def test_outside_an_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="is not an experiment: it has no src/experiment.py"):
-        AN_EXPERIMENT.folder()
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
@@ -141,19 +112,6 @@ class TestObjectStore:
         run.pull("wandb/*run-*/**/*")
         assert log.exists()
 
-    def test_a_run_is_named_by_its_uri(self, root: str) -> None:
-        run = claim_run(root, "digits")
-        assert run.root == root
-        assert named_run(run.location, "elsewhere", "other") == run
-
-    def test_a_note_asks_to_stop(self, root: str) -> None:
-        run = claim_run(root, "digits")
-        assert run.STOP not in run.names()
-        run.ask(run.STOP)
-        assert run.STOP in run.names()
-        run.withdraw(run.STOP)
-        assert run.STOP not in run.names()
-
 
 def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
     runs = [claim_run(str(tmp_path), "digits") for _ in range(3)]
@@ -163,20 +121,6 @@ def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
     runs[0].record.write_text(runs[1].record.read_text())
     with pytest.raises(UsageError, match=r"all runs of digits belong to sweeps; name one, like digits/run_001"):
         find_run(str(tmp_path), "digits")
-
-
-def test_a_run_that_was_only_claimed_is_named_by_its_path(tmp_path: Path) -> None:
-    run = claim_run(str(tmp_path / "runs"), "digits")
-    assert named_run(run.location, "elsewhere", "other") == run
-
-
-def test_a_run_whose_record_is_a_pipe_is_found_by_its_path(tmp_path: Path) -> None:
-    run = claim_run(str(tmp_path / "runs"), "digits")
-    (run.path / RESERVE).unlink()
-    os.mkfifo(run.record)
-    assert named_run(run.location, "elsewhere", "other") == run
-    with pytest.raises(StorageError, match="run.json: it is not a regular file"):
-        load_record(run)
 
 
 @pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])
@@ -245,9 +189,7 @@ def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == [conf]
 
 
-@pytest.mark.parametrize(
-    "name", ["a\nb", "a\tb", "a\x1b[2J", "a\u202eb", " a", "a ", "", ".a", "a/b", "a?b", "a#b", "\ud800"]
-)
+@pytest.mark.parametrize("name", ["a\x1b[2J", " a", "", ".a", "a/b", "a?b", "\ud800"])
 def test_what_cannot_name_an_experiment_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cfg\.name is .*, which is not a valid folder name") as error:
         claim_run(str(tmp_path), name)

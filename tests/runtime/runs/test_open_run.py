@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,12 +109,6 @@ def test_a_copy_names_its_own_checkpoints(run: Path, tmp_path: Path) -> None:
         assert found[name] == original[name] | {"path": str(copy / "checkpoints" / checkpoint)}
 
 
-def test_its_state_is_read_without_ray(run: Path) -> None:
-    script = f"import sys, mlx_runtime; mlx_runtime.open_run({str(run)!r}).state(); print('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"
-
-
 def test_its_models_give_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parents[2])
     models = open_run("digits/run_001").load_models()
@@ -159,15 +151,3 @@ def test_code_that_has_changed_since_is_one_line_with_the_way_out(
         assert getattr(found, f"load_{name}")(trust=True)
     with pytest.raises(UsageError, match=r"has no checkpoint epoch_0009\. "):
         found.state(checkpoint="epoch_0009")
-
-
-def test_what_is_not_there_is_told(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(run.parents[2])
-    for text, message in [
-        ("digits", "'digits' does not name a run; write name/run_003, or the path of its folder"),
-        ("digit/run_001", "no runs of 'digit' in .* Did you mean 'digits'?"),
-        ("digits/run_009", "digits has no run 'run_009'"),
-        ("digits/sweep_001", "digits has no run 'sweep_001'"),
-    ]:
-        with pytest.raises(MlxError, match=message):
-            open_run(text)

@@ -3,9 +3,7 @@
 import datetime
 import itertools
 import json
-import shlex
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +15,9 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import drivers, records
-from mlx_runtime.runs import records as provenance
-from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
-from mlx_runtime.runs.logs import LogFile
+from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.queries.lookup import resolve_run
-from mlx_runtime.storage import files, leases
+from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.pure
 
@@ -44,14 +40,6 @@ def test_a_living_run_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "heartbeat" not in {thread.name for thread in {*threading.enumerate()} - before}
 
 
-def test_a_killed_attempt_lasted_until_its_last_heartbeat() -> None:
-    times = {"start": "2026-01-01T00:00:00+00:00", "heartbeat": "2026-01-01T10:00:00+00:00"}
-    (killed,) = records.attempts({"status": "RUNNING", "end": None, **times})
-    assert (killed["end"], killed["status"]) == (times["heartbeat"], "STALE")
-    (ended,) = records.attempts({"status": "STOPPED", "end": "2026-01-01T09:00:00+00:00", **times})
-    assert (ended["end"], ended["status"]) == ("2026-01-01T09:00:00+00:00", "STOPPED")
-
-
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     records.Record(RunFolder(tmp_path)).update(metrics={"a": float("nan"), "b": [float("inf"), 1.0]})
     assert fields(tmp_path)["metrics"] == {"a": None, "b": [None, 1.0]}
@@ -63,44 +51,6 @@ def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> N
     record.finish("FAILED", error="x")
     assert not (tmp_path / ".reserve").exists()
     assert (fields(tmp_path)["status"], fields(tmp_path)["error"]) == ("FAILED", "x")
-
-
-def test_the_end_is_stored_though_the_object_store_fails_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(records, "LAST_PAUSES_S", (0.01, 0.01, 0.01))
-    store = tmp_path / "store"
-    (store / "digits" / "run_001" / "logs").mkdir(parents=True)
-    run = run_folder(store.as_uri(), "digits", "run_001")
-    run.path.mkdir(parents=True)
-    record = records.Record(run, status="RUNNING")
-    log = LogFile(run, "logs/driver.log")
-    log.write("accuracy 0.99\n")
-    moved = store.rename(tmp_path / "unreachable")
-    store.write_text("no folder")
-    log.push()
-    with monkeypatch.context() as patch:
-        patch.setattr(records.time, "sleep", lambda _: (store.unlink(), moved.rename(store)))
-        record.finish("SUCCEEDED")
-    log.close()
-    assert fields(store / "digits" / "run_001")["status"] == "SUCCEEDED"
-    assert (store / "digits" / "run_001" / "logs" / "driver.log").read_text() == "accuracy 0.99\n"
-
-
-@pytest.mark.process
-def test_commit_and_uncommitted_changes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert provenance.provenance([])["git"] is None
-    (tmp_path / "a.py").write_text("old\n")
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
-        subprocess.run(["git", *command], check=True)
-    (tmp_path / "a.py").write_text("new\n")
-    found = provenance.provenance(["a=1"])
-    assert len(found["git"]["commit"]) == 40
-    assert "-old\n+new\n" in found["git"]["diff"]
-    assert found["overrides"] == ["a=1"]
-    assert shlex.split(found["command"]) == sys.orig_argv
 
 
 class TestOneDriver:
@@ -191,28 +141,6 @@ class TestOneDriver:
         drivers.take_over(run)
         assert run.STOP in run.names()
 
-    def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
-        records.Record(run, status="SUCCEEDED", attempt=1)
-        record = self.resume(run)
-        with ThreadPoolExecutor(1) as pool:
-            stopped = pool.submit(xp.stop, run)
-            while run.STOP not in run.names() and not stopped.done():
-                time.sleep(0.01)
-            record.withdraw()
-            assert stopped.result() == "digits run_001 is SUCCEEDED"
-        with pytest.raises(UsageError, match="digits run_001 is SUCCEEDED; there is nothing to stop"):
-            xp.stop(run)
-
-    def test_a_job_that_fails_to_resume_puts_the_record_back(self, run: RunFolder) -> None:
-        records.Record(run, status="SUCCEEDED", attempt=1)
-        before, text = records.load_record(run), run.record.read_bytes()
-        records.Record(run, before, **{records.REPLACED: before}, status="PENDING", job={"id": "x", "address": "y"})
-        assert records.load_record(run)["status"] == "PENDING"
-        run.claim_attempt(2)
-        record = records.Record(run, records.load_record(run), status="RUNNING", attempt=2)
-        record.withdraw()
-        assert run.record.read_bytes() == text
-
     def test_one_that_dies_while_it_restores_has_changed_nothing(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
         before = records.load_record(run)
@@ -220,12 +148,6 @@ class TestOneDriver:
         assert records.status_of(records.load_record(run)) == "STALE"
         assert drivers.refuse_living(run) == before
         assert drivers.take_over(run) == 3
-
-    def test_one_that_has_resumed_cannot_put_the_record_back(self, run: RunFolder) -> None:
-        records.Record(run, status="STOPPED", attempt=1)
-        record = self.resume(run)
-        record.begin("{}")
-        assert (record.resuming, records.REPLACED in records.load_record(run)) == (False, False)
 
     def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
         first = records.Record(run, status="STOPPED", attempt=1)
@@ -241,13 +163,6 @@ class TestOneDriver:
         assert (records.load_record(run)["status"], records.load_record(run)["attempt"]) == ("RUNNING", 2)
         assert [path.name for path in run.path.glob(".run.json.*")] == []
 
-    def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Another file system of Arrow simulates an object store without conditional writes."""
-        storage = "mock:///storage"
-        monkeypatch.setattr(files, "SCHEMES", ("mock",))
-        with pytest.raises(StorageError, match="so two drivers could train digits/run_001 at once. Start a new run"):
-            run_folder(storage, "digits", "run_001").claim_attempt(2)
-
     @pytest.mark.s3
     def test_on_an_object_store_too(self, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = claim_run(s3.format(f"fence-{tmp_path.name}"), "digits")
@@ -259,12 +174,6 @@ class TestOneDriver:
         monkeypatch.setattr(ObjectStore, "put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
             folder.claim_attempt(3)
-
-    def test_one_that_was_taken_for_dead_writes_no_more(self, run: RunFolder) -> None:
-        record = records.Record(run, status="RUNNING")
-        record.disown()
-        record.finish("SUCCEEDED")
-        assert records.load_record(run)["status"] == "RUNNING"
 
     def test_one_that_was_followed_writes_no_more(self, run: RunFolder) -> None:
         first = records.Record(run, status="RUNNING", attempt=1)

@@ -1,6 +1,5 @@
 """The files of an experiment that are uploaded to a cluster, and stored with a run."""
 
-import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import MlxError
-from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.snapshots import Upload
@@ -73,16 +71,6 @@ def test_without_git_src_and_the_files_beside_it_are_uploaded(tmp_path: Path, mo
     assert uploaded(tmp_path) >= {*beside, "library/deep/c.py"}
 
 
-def test_a_file_that_was_removed_since_is_left_out(tmp_path: Path) -> None:
-    """As editors do with the files that they write next to the one that is open."""
-    for name in ("main.py", ".main.py.swp"):
-        (tmp_path / name).write_text(name)
-    upload = Upload.of(tmp_path)
-    (tmp_path / ".main.py.swp").unlink()
-    with upload.stage() as staged:
-        assert [path.name for path in staged.glob("*main*")] == ["main.py"]
-
-
 @pytest.mark.parametrize("inside", ["", "projects/digits"])
 def test_what_git_ignores_elsewhere_is_ignored(tmp_path: Path, inside: str) -> None:
     """Exclude by `.git/info/exclude`, and by a `.gitignore` above a project inside a repository."""
@@ -95,20 +83,6 @@ def test_what_git_ignores_elsewhere_is_ignored(tmp_path: Path, inside: str) -> N
     expected = {"main.py", "kept.log"} | (set() if inside else {".gitignore", "README.md"})
     assert uploaded(project) == expected
     assert Upload.of(project).notes == []
-
-
-def test_a_job_uploads_all_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, "main.py", "src/a.py", "data/vocab.json")  # which git tracks
-    (tmp_path / ".gitignore").write_text("data/\n")
-    monkeypatch.setenv("MLX_JOB", "mlx-command")
-    assert uploaded(tmp_path) == {".gitignore", "main.py", "src/a.py", "data/vocab.json"}
-
-
-def test_a_project_that_git_ignores_is_uploaded(tmp_path: Path) -> None:
-    put(tmp_path / "demo" / "digits", "main.py", "src/a.py")
-    git(tmp_path, "init", "-q")
-    (tmp_path / ".gitignore").write_text("demo/\n")
-    assert uploaded(tmp_path / "demo/digits") == {"main.py", "src/a.py"}
 
 
 SECRETS = (
@@ -131,13 +105,6 @@ def test_secrets_are_left_out_and_named(tmp_path: Path) -> None:
     assert note.endswith(" and 4 more")
 
 
-def test_what_is_ignored_is_not_named(tmp_path: Path) -> None:
-    put(tmp_path, "main.py", ".env", "key.pem")
-    (tmp_path / ".gitignore").write_text(".env\n*.pem\n")
-    git(tmp_path, "init", "-q")
-    assert Upload.of(tmp_path).notes == []
-
-
 def test_links_are_not_followed_out_of_the_project(tmp_path: Path) -> None:
     project, outside = tmp_path / "project", tmp_path / "outside"
     put(outside, "secret.txt", "folder/secret.txt")
@@ -154,18 +121,6 @@ def test_links_are_not_followed_out_of_the_project(tmp_path: Path) -> None:
     assert uploaded(project) == {"main.py", "src/a.py", "inside.py"}
     links, secrets = {"file", "data", "up", "src/again"}, {".env", ".aws/credentials", "settings", "settings2"}
     assert {*map(str, Upload.of(project).left_out)} == links | secrets
-
-
-def test_a_project_may_be_reached_by_a_link(tmp_path: Path) -> None:
-    put(tmp_path / "project", "main.py", "src/a.py")
-    (tmp_path / "link").symlink_to("project")
-    assert uploaded(tmp_path / "link") == {"main.py", "src/a.py"}
-
-
-def test_an_ignore_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".rayignore")
-    with pytest.raises(UsageError, match=".rayignore is not a regular file"):
-        Upload.of(tmp_path)
 
 
 SOURCE = {"src/__init__.py", "src/experiment.py", "src/sizes.py"}

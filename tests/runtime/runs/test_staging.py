@@ -8,9 +8,8 @@ import pytest
 import torch
 from test_checkpoints import a_state
 
-from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
-from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore, Staging
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore
 
 pytestmark = pytest.mark.pure
 
@@ -53,36 +52,6 @@ def on_gpu(*values: float) -> torch.Tensor:
     return torch.tensor(values).as_subclass(OnGpu)
 
 
-def test_states_of_a_gpu_share_memory_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, staging = Gpu(monkeypatch), Staging()
-    copies = []
-    for number in range(2):
-        staging.begin()
-        tensors = [on_gpu(number, 1), on_gpu(number, 2)]
-        copies.append(staging.copy_tree({"net": tensors, "epoch": number, "ones": torch.ones(1)}))
-        staging.end()
-        assert [item.tolist() for item in copies[-1]["net"]] == [[number, 1], [number, 2]]
-        assert copies[-1]["epoch"] == number
-    before, after = ({item.data_ptr() for item in copy["net"]} for copy in copies)
-    assert before == after
-    assert len(before) == 2
-    assert copies[0]["ones"].data_ptr() != copies[1]["ones"].data_ptr()
-    assert gpu.calls == ["record on the stream of cuda:0"] * 2
-    staging.wait()
-    assert gpu.calls[2:] == ["wait in MainThread"]
-
-
-def test_what_a_state_does_not_need_any_more_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    Gpu(monkeypatch)
-    staging = Staging()
-    for tensors in ([on_gpu(1), on_gpu(2)], [on_gpu(1, 2)], [on_gpu(1)]):
-        staging.begin()
-        staging.copy_tree(tensors)
-        staging.end()
-    held = [item for group in (staging.free, staging.used) for items in group.values() for item in items]
-    assert sorted(len(item) for item in held) == [1, 2]  # the state before, and this one
-
-
 def test_a_checkpoint_is_written_once_the_gpu_has_copied_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu, stored = Gpu(monkeypatch), list[Any]()
     saver = BackgroundSaver(CheckpointStore(str(tmp_path)), lambda item: stored.append([*gpu.calls]), lambda: None)
@@ -93,17 +62,3 @@ def test_a_checkpoint_is_written_once_the_gpu_has_copied_it(monkeypatch: pytest.
     assert stored == [["record on the stream of cuda:0", "wait in checkpoint"]]
     (saved,) = CheckpointStore(str(tmp_path)).all()
     assert CheckpointStore(str(tmp_path)).load(saved)["models"]["net"]["weights"].tolist() == [1, 2]
-
-
-def test_an_error_of_the_gpu_reaches_the_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    Gpu(monkeypatch)
-    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), lambda item: None, lambda: None)
-
-    def fail(event: Any) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", fail)
-    saver.save(a_state(models={"net": on_gpu(1)}), CheckpointInfo(0, True, 1, {}))
-    with pytest.raises((RuntimeError, StorageError), match="illegal memory access"):
-        saver.wait()
-    assert not CheckpointStore(str(tmp_path)).all()

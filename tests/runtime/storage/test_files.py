@@ -1,17 +1,12 @@
 """Storages in a folder and on an S3 server."""
 
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from mlx_runtime.companions.stores import object_store
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import claim_run
-from mlx_runtime.storage.files import Storage, join_path, parent_of, size_text, storage_at
+from mlx_runtime.storage.files import Storage, storage_at
 
 pytestmark = pytest.mark.pure
 
@@ -79,13 +74,6 @@ def test_an_unknown_option_of_a_uri_is_answered_with_a_known_one(option: str) ->
 
 
 @pytest.mark.process
-def test_google_cloud_storage_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "GCS_LIMIT", "retry_limit_seconds=1")
-    with pytest.raises(OSError, match="Retry policy exhausted"):
-        storage_at("gs://anonymous@bucket/a?scheme=http&endpoint_override=127.0.0.1:1").listed()
-
-
-@pytest.mark.process
 def test_a_store_without_credentials_names_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -95,40 +83,3 @@ def test_a_store_without_credentials_names_the_variables(monkeypatch: pytest.Mon
     storage = storage_at("s3://bucket/a?endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1")
     with pytest.raises(OSError, match="Unable to locate credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         storage.create_exclusively(b"", "mark")
-
-
-@pytest.mark.process
-def test_a_store_in_plain_http_is_answered_with_its_option() -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        uri = f"s3://bucket/a?endpoint_override=127.0.0.1:{server.server_port}&region="
-        with pytest.raises(ConnectionError, match="does not use TLS; .* add the option scheme=http to the URI"):
-            storage_at(f"{uri}us-east-1").names()
-        with pytest.raises(ConnectionError, match="does not use TLS"):  # of botocore, on a connection of its own
-            storage_at(f"{uri}us-west-1").create_exclusively(b"", "mark")
-        server.shutdown()
-
-
-def test_options_stay_at_the_end_of_a_uri() -> None:
-    assert join_path("s3://bucket/runs?region=x", "a", "b") == "s3://bucket/runs/a/b?region=x"
-    storage, name = parent_of("file:///tmp/runs/digits/")
-    assert (storage.path, name) == ("/tmp/runs", "digits")
-    assert [parent_of(path)[1] for path in ("digits", "/a/digits", "a/digits/")] == ["digits"] * 3
-
-
-@pytest.mark.parametrize(("size", "text"), [(0, "0 bytes"), (1_000, "1.0 kB"), (2.5e13, "25.0 TB")])
-def test_sizes_for_people(size: float, text: str) -> None:
-    assert size_text(size) == text
-
-
-@pytest.mark.process
-def test_a_folder_needs_no_pyarrow(tmp_path: Path) -> None:
-    """Importing it takes longer than most looks at runs."""
-    script = (
-        "import sys; from mlx_runtime.storage.files import storage_at\n"
-        "storage = storage_at(sys.argv[1]); storage.write(b'x', 'a'); storage.create('b').close(); storage.open('b')\n"
-        "print(storage.names(), storage.read('a'), storage.size_bytes('a'), storage.remove_file('b'))\n"
-        "print({'pyarrow', 'botocore'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "['a', 'b'] b'x' 1 None\nset()\n", done.stderr

@@ -7,7 +7,6 @@
 """
 
 import contextlib
-import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlx_runtime.storage.files import LocalStorage, Storage, storage_at
-from mlx_runtime.storage.publishing import HashingWriter, Publication, recover, sha256_of, unpublish
+from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
 pytestmark = pytest.mark.pure
 
@@ -160,21 +159,3 @@ def test_of_several_in_place_the_first_counts(tmp_path: Path) -> None:
         assert not slow.commit_first(b"slow")
     assert storage.read("data", MARKER) == b"fast"
     assert storage.names("data") == sorted([fast.unique("a.bin"), MARKER])
-
-
-def test_leftovers_of_others_stay(tmp_path: Path) -> None:
-    storage = storage_at(str(tmp_path))
-    for name in (".a.part-0123", ".b.part-0123", ".a.old-4567", "a.part-0123"):
-        (tmp_path / name).mkdir()
-    recover(storage, "a", lambda leftover: "old" in leftover)
-    assert storage.names() == [".a.part-0123", ".b.part-0123", "a", "a.part-0123"]
-
-
-def test_a_file_is_hashed_while_it_is_written(tmp_path: Path) -> None:
-    content = bytes(range(100))
-    with HashingWriter((tmp_path / "x").open("wb")) as writer:
-        for start in range(0, 100, 7):
-            writer.write(content[start : start + 7])
-    with (tmp_path / "x").open("rb") as file:
-        assert sha256_of(file) == (writer.sha256, writer.size_bytes) == (hashlib.sha256(content).hexdigest(), 100)
-        assert file.read() == content

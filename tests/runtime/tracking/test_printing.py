@@ -25,12 +25,6 @@ def test_no_control_character_is_left() -> None:
     left.encode()
 
 
-def test_what_prints_stays() -> None:
-    text = "größe 数据 naïve — 👩‍🔬 ±1.5\n\t50 %"
-    assert printable(text) == text
-    assert printable("\x1b[31mred\x1b[0m") == "red"
-
-
 @pytest.mark.process
 def test_commands_print_what_others_wrote_as_text(mlx: Mlx, tmp_path: Path) -> None:
     """Names of experiments and files, every field of a record, and conf.yaml."""
