@@ -1,4 +1,4 @@
-"""Uses of the private API of FSDP2 and gradient scalers. `test_private_torch.py` fails when torch changes it."""
+"""Uses of the private API of FSDP2 and gradient scalers. `test_sharding.py` fails when torch changes it."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from conftest import Mlx, Script
 from torch import nn
 
 from mlx_runtime import clusterize
-from mlx_runtime.companions.fragments.clusterizing import machines_of, next_step
+from mlx_runtime.companions.fragments.clusterizing import machines_of
 from mlx_runtime.errors import ConfigError, UsageError
 
 
@@ -57,22 +56,6 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.pure
-def test_the_next_command_has_what_the_plan_was_made_for(tmp_path: Path) -> None:
-    model, file = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "plan.json"
-    listed, rows = nodes(*[(1, 10)] * 4), (torch.rand(4, 8),)
-    two = clusterize(model, rows, listed, clusters=2, all_nodes=True, output=None)
-    given = ["cfg.fragments.plan=null", "cfg.replicas.every=10", "cfg.name=a b", "--variant=small"]
-    start = f"next: mlx train join n.json --name NODE cfg.strategy=pipeline cfg.fragments.plan={file}"
-    assert (
-        next_step(two, file, Path("n.json"), given) == f"{start} cfg.replicas.every=10 'cfg.name=a b' --variant=small"
-    )
-    alone = clusterize(model, rows, listed, clusters=1, output=None)
-    assert next_step(alone, file, Path("n.json")).startswith(
-        "each cluster is one node, so train with cfg.strategy=ddp,"
-    )
-
-
-@pytest.mark.pure
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match=r"write a tuple of arguments: example_args=\(tensor,\)"):
         clusterize(nn.Linear(8, 8), torch.rand(4, 8))  # type: ignore[arg-type]
@@ -85,14 +68,7 @@ def test_wrong_arguments_are_refused() -> None:
     ("content", "problem"),
     [
         ({"0": {"IP": "10.0.0.1", "ram": 8}}, 'node node_0: bandwidth is missing; write "bandwidth": its Mbps'),
-        ({"0": {"IP": "10.0.0.1", "bandwidth": 8}}, "node node_0: ram is missing"),
-        ({"0": {"benchmarks": {"ram": 8, "bandwidth": 20}}}, "IP is missing"),
-        (nodes((8, 0)), "bandwidth is 0, not a number above 0"),
         (nodes((float("nan"), 10)), "ram is nan, not a number above 0"),
-        (nodes((8, -1)), "bandwidth is -1, not a number above 0"),
-        (nodes((8, 10), (8, 10), name="same"), "the name same is already used by another node"),
-        (nodes((8, 10), speed=0), "speed is 0, not a number above 0"),
-        ({}, "it lists no machines"),
     ],
 )
 def test_nodes_without_a_size_are_refused(content: Any, problem: str, tmp_path: Path) -> None:
@@ -128,17 +104,6 @@ def test_the_command_plans_an_experiment(bound: Path, mlx: Mlx, tmp_path: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.process
-def test_a_model_that_fits_nowhere_is_refused_by_the_command(bound: Path, mlx: Mlx, tmp_path: Path) -> None:
-    file = tmp_path / "nodes.json"
-    file.write_text(json.dumps(nodes((0.0005, 20), (0.0005, 10))))
-    done = mlx(bound, "train", "clusterize", "--nodes", str(file), "--dry-run")
-    assert done.returncode == 1
-    assert "the model does not fit" in done.stderr
-    assert "MB" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 CAPTURE = """
 import json
 import shutil
@@ -163,19 +128,9 @@ print(json.dumps({{
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("prepare", ["mlx_runtime", "ray.train.torch"])
-def test_a_model_too_large_for_this_machine_has_the_same_sizes(
-    baked: Path, mlx: Mlx, script: Script, tmp_path: Path, prepare: str
-) -> None:
+def test_a_model_too_large_for_this_machine_has_the_same_sizes(bound: Path, script: Script) -> None:
     """It is built without memory, and its loop runs until it is called; `prepare_model` cannot move it."""
-    folder = Path(shutil.copytree(baked, tmp_path / "digits"))
-    file = folder / "src" / "experiment.py"
-    imports = f"from mlx_runtime import DUMMY_PARAMS, BaseModule\nfrom {prepare} import prepare_model\n"
-    file.write_text(
-        file.read_text().replace("from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model\n", imports)
-    )
-    assert mlx(folder, "train", "bind").returncode == 0
-    small, large = (script(folder, CAPTURE.format(share=share)) for share in (1, 0))
+    small, large = (script(bound, CAPTURE.format(share=share)) for share in (1, 0))
     assert not any(small["meta"])
     assert all(large["meta"])
     assert small["sizes"] == large["sizes"] != []

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mlx_runtime.companions.fragments import tracing
 from mlx_runtime.companions.fragments.scripted import opened
 from mlx_runtime.companions.fragments.tracing import states_after_step, trace
 from mlx_runtime.errors import ConfigError
@@ -40,10 +39,6 @@ class Net(nn.Module):
 class Stubborn(SGD):
     def __init__(self, params: Any, lr: float, *, must: int) -> None:
         super().__init__(params, lr, momentum=0.9)
-
-
-def names(model: nn.Module, rows: torch.Tensor) -> list[str]:
-    return [block.name for block in trace(model, (rows,)).blocks]
 
 
 def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
@@ -89,40 +84,6 @@ def test_what_crosses_a_cut_is_compressed_and_outputs_are_not() -> None:
         assert (second.sends, second.returns, second.crossing) == (FLOAT * ROWS * 3, 0, 0)
 
 
-def test_what_skips_a_block_crosses_both_cuts() -> None:
-    """All stages have the inputs of the model, like the mask."""
-
-    class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(10, 3)
-
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            a = self.a(x)
-            result: torch.Tensor = self.c(torch.cat([a, self.b(a)], dim=1)) * mask
-            return result
-
-    found = trace(Skip(), (torch.rand(ROWS, 4),), {"mask": torch.ones(ROWS, 1)}).blocks
-    assert [block.sends for block in found] == [FLOAT * ROWS * 8, FLOAT * ROWS * 10, FLOAT * ROWS * 3]
-    assert [block.returns for block in found] == [FLOAT * ROWS * 8, FLOAT * ROWS * 10, 0]
-
-
-def test_a_tensor_that_two_blocks_keep_counts_once() -> None:
-    first, second = trace(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), (torch.rand(ROWS, 4),)).blocks
-    assert (first.activations, second.activations) == (FLOAT * ROWS * (4 + 8), FLOAT * ROWS * 2)
-    assert first.sends == FLOAT * ROWS * 8  # counted by the stage that receives it
-
-
-def test_frozen_parts_have_no_gradients() -> None:
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    net[0].requires_grad_(False)
-    found = trace(net, (torch.rand(ROWS, 4),), optimizers=[SGD(net.parameters(), momentum=0.9)]).blocks
-    assert [block.gradients for block in found] == [0, FLOAT * 16, FLOAT * 18]
-    assert [block.states for block in found] == [0, FLOAT * 16, FLOAT * 18]
-    assert [block.returns for block in found] == [0, FLOAT * ROWS * 8, 0]
-    assert found[1].weights == FLOAT * (2 * 8 + 2 * 8) + 8  # with running statistics
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,19 +106,6 @@ def test_blocks_that_share_weights_are_one_with_those_between() -> None:
     assert [block.name for block in found.blocks] == ["embed", "last"]
     assert found.notes == ["embed and head share embed.weight, so all from one to the other are one block"]
     assert sum(block.parameters for block in found.blocks) == sum(item.numel() for item in net.parameters())
-    net.head.weight = nn.Parameter(torch.ones(20, 4))
-    assert names(net, rows) == ["embed", "layers.0", "layers.1", "norm", "head", "last"]
-
-
-def test_a_model_without_modules_inside_is_one_block() -> None:
-    [block] = trace(nn.Linear(4, 2), (torch.rand(ROWS, 4),)).blocks
-    assert (block.name, block.parameters) == ("", 10)
-    assert block.seconds > 0
-
-
-def test_a_compiled_model_has_the_blocks_of_the_model() -> None:
-    net = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend="eager")
-    assert names(net, torch.rand(ROWS, 4)) == ["0", "1"]
 
 
 class Slow(torch.autograd.Function):
@@ -212,23 +160,10 @@ def test_a_model_without_memory_has_estimated_times() -> None:
     assert note.startswith("times are estimated from FLOPs")
 
 
-def test_a_model_larger_than_free_memory_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "available_bytes", lambda device: 100)
-    [note] = trace(Net(), (torch.rand(ROWS, 8),)).notes
-    assert "needs 0.0 GB here, and 0.0 GB are free" in note
-
-
 class Selecting(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         result: torch.Tensor = self.second(x[x[:, 0] > 0])
-        return result
-
-
-class Picking(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        result: torch.Tensor = self.second(x[torch.tensor([0, 2, 2])])
         return result
 
 
@@ -244,20 +179,11 @@ def test_shapes_that_depend_on_values_are_refused_with_their_line() -> None:
         trace(Selecting(), (torch.rand(ROWS, 8),))
 
 
-def test_rows_picked_by_number_have_a_fixed_shape() -> None:
-    assert [block.sends for block in trace(Picking(), (torch.rand(ROWS, 8),)).blocks] == [FLOAT * 3 * 16, FLOAT * 3 * 3]
-
-
 def test_branches_that_depend_on_values_are_measured_with_real_tensors() -> None:
     found = trace(Branching(), (torch.rand(ROWS, 8),))
     assert [block.name for block in found.blocks] == ["first", "second"]
     assert found.blocks[0].sends == FLOAT * ROWS * 16
     assert "test_tracing.py:" in found.notes[0]
-
-
-def test_a_model_that_fails_is_reported_with_its_line() -> None:
-    with pytest.raises(ConfigError, match=r"fails on the example rows: .*test_tracing.py:\d+: .*shapes cannot be mult"):
-        trace(Net(), (torch.rand(ROWS, 7),))
 
 
 class Plain(nn.Module):

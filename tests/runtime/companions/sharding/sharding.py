@@ -62,7 +62,7 @@ class Best:
         self.weights = {name: item.to("cpu", copy=True) for name, item in model.state_dict().items()}
 
 
-def experiment(strategy: str, *, width: int = 6, adam: bool = True) -> SimpleNamespace:
+def experiment(strategy: str, *, width: int = 6) -> SimpleNamespace:
     """Groups like those of an experiment: the same values whatever the strategy."""
     torch.manual_seed(0)
     net = Net(width)
@@ -76,8 +76,7 @@ def experiment(strategy: str, *, width: int = 6, adam: bool = True) -> SimpleNam
         for layer in net.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(net, mesh=mesh)
-    made = torch.optim.AdamW if adam else torch.optim.SGD
-    optimizer = made(net.parameters(), lr=0.01, **({} if adam else {"momentum": 0.9}))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     return SimpleNamespace(
         models=SimpleNamespace(net=net),
         optimizers=SimpleNamespace(main=optimizer),
@@ -147,20 +146,17 @@ def restore(root: Path | str, groups: SimpleNamespace) -> SimpleNamespace:
     return groups
 
 
-def saved_by(strategy: str, root: Path, *, adam: bool = True) -> dict[str, Any]:
-    groups = trained(experiment(strategy, adam=adam))
+def saved_by(strategy: str, root: Path) -> dict[str, Any]:
+    groups = trained(experiment(strategy))
     save(saver_of(root), groups)
     found = {"saved": values(groups)}
     return found | {"continued": values(trained(groups))}
 
 
-def restored_by(strategy: str, root: Path, *, adam: bool = True, again: Path | None = None) -> dict[str, Any]:
-    """Restore, and train on; `layouts` are those of the kept weights and of the momenta."""
-    groups = restore(root, experiment(strategy, adam=adam))
+def restored_by(strategy: str, root: Path, *, again: Path | None = None) -> dict[str, Any]:
+    """Restore, and train on."""
+    groups = restore(root, experiment(strategy))
     found: dict[str, Any] = {"restored": values(groups)}
-    momenta = next(iter(groups.optimizers.main.state.values()))
-    tensors = [groups.tools.best.weights["embed.weight"], momenta["exp_avg" if adam else "momentum_buffer"]]
-    found["layouts"] = [str(getattr(item, "placements", "whole")) for item in tensors]
     if again is not None:
         save(saver_of(again), groups)
     groups.models.net.load_state_dict(groups.tools.best.weights)
@@ -190,15 +186,14 @@ def uneven(root: Path) -> str:
 
 def stages(root: Path) -> dict[str, tuple[int, Callable[[], dict[str, Any]]]]:
     """The number of workers, and what each of them does, in order."""
-    two, four, whole, momentum = (root / name for name in ("two", "four", "whole", "momentum"))
+    two, four, whole = (root / name for name in ("two", "four", "whole"))
     return {
-        "saved": (2, lambda: saved_by("fsdp", two) | {"momentum": saved_by("fsdp", momentum, adam=False)}),
+        "saved": (2, lambda: saved_by("fsdp", two)),
         "same": (2, lambda: restored_by("fsdp", two) | {"misfit": misfit("fsdp", two)}),
-        "three": (3, lambda: restored_by("fsdp", two) | {"momentum": restored_by("fsdp", momentum, adam=False)}),
         "hybrid": (4, lambda: restored_by("hsdp", two, again=four)),
-        "hybrid to two": (2, lambda: restored_by("fsdp", four) | {"uneven": uneven(root / "uneven")}),
-        "one": (1, lambda: restored_by("ddp", two, again=whole) | {"misfit": misfit("ddp", two)}),
-        "from whole": (2, lambda: restored_by("fsdp", whole)),
+        "three": (3, lambda: restored_by("fsdp", four)),
+        "one": (1, lambda: restored_by("ddp", two, again=whole)),
+        "from whole": (2, lambda: restored_by("fsdp", whole) | {"uneven": uneven(root / "uneven")}),
     }
 
 

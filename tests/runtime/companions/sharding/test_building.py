@@ -52,34 +52,18 @@ class TestErrors:
                 "Models.strategies names 'nett', which is not a model. Did you mean 'net'?",
             ),
             ({"strategies": {"net": "fspd"}}, "Models.strategies['net'] is 'fspd'. Did you mean 'fsdp'?"),
-            (
-                {"deferred_init": ("nte",)},
-                "Models.deferred_init names 'nte', which is not a model. Did you mean 'net'?",
-            ),
             ({"deferred_init": ("net",)}, "Models.deferred_init names 'net', but its class has no init_weights()"),
-            ({"shard_plan": {"ner": []}}, "Models.shard_plan names 'ner', which is not a model. Did you mean 'net'?"),
         ],
     )
     def test_names(self, attributes: dict[str, Any], message: str) -> None:
-        cfg, node = TrainConfig(activation_checkpointing="shard_plan" in attributes), tree(**attributes)
+        node = tree(**attributes)
         with pytest.raises(ConfigError) as error:
-            strategy_of(cfg, ALONE, node).build(node)
+            strategy_of(CFG, ALONE, node).build(node)
         assert str(error.value) == message
 
-    @pytest.mark.parametrize(
-        ("wanted", "message"),
-        [
-            (
-                True,
-                "cfg.activation_checkpointing is true, but no model has blocks that repeat; name them",
-            ),
-            ("layer.*", "cfg.activation_checkpointing: 'layer.*' matches no module; print(model) shows"),
-        ],
-    )
-    def test_activation_checkpointing(self, wanted: bool | str, message: str) -> None:
-        with pytest.raises(ConfigError) as error:
-            DDP(TrainConfig(activation_checkpointing=wanted), ALONE).build(NODE | {"_target_": f"{__name__}.Models"})
-        assert str(error.value).startswith(message)
+    def test_activation_checkpointing(self) -> None:
+        with pytest.raises(ConfigError, match="is true, but no model has blocks that repeat; name them"):
+            DDP(TrainConfig(activation_checkpointing=True), ALONE).build(NODE | {"_target_": f"{__name__}.Models"})
 
 
 class Copied(Models):
@@ -125,9 +109,6 @@ class Positioned(Later):
 def test_deferred_initialization_covers_buffers_of_any_type() -> None:
     node = {"_target_": f"{__name__}.Late", "net": {"_target_": f"{__name__}.Positioned", "left": 2}}
     with pytest.raises(ConfigError, match=r"init_weights\(\) of models.net does not initialize mask, turns"):
-        DDP(CFG, ALONE).build(node)
-    node["net"]["left"] = 1  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"does not initialize turns$"):
         DDP(CFG, ALONE).build(node)
     node["net"]["left"] = 0  # type: ignore[index]
     net = DDP(CFG, ALONE).build(node).net

@@ -2,16 +2,13 @@
 
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import groups
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Mlx
 from forkserver import Commands
 from ray.train.torch import prepare_model  # bound before anything is sharded, as in user code
 from sessions import ALONE
@@ -20,7 +17,7 @@ from torch import nn
 import mlx_runtime
 from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import is_sharded, raised_by_sharded_tensors, total_norm
+from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
 from mlx_runtime.errors import MlxError
 from mlx_runtime.loop.optimization import check_finite, prepare_models
 from mlx_runtime.loop.strategies import DDP, strategy_of
@@ -112,37 +109,6 @@ class Attentive(nn.Module):
             self.get_buffer("angles").copy_(torch.rand(4))
 
 
-class Forgetful(Attentive):
-    def init_weights(self) -> None:
-        super().init_weights()
-        with torch.no_grad():
-            self.qkv[0] = torch.nan
-
-
-class Stubborn(nn.Module):
-    """Needs real values to be built, and has a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = [item.item() for item in torch.linspace(0, 1, 3)]
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x)
-        return y
-
-
-class Secretive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.tables = {"scale": [torch.arange(2.0)]}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x) * self.tables["scale"][0]
-        return y
-
-
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -175,19 +141,10 @@ class Planned(Models):
     shard_plan = {"net": ["blocks.1", "norm", "head"]}
 
 
-class Nested:
-    def __init__(self, net: Net) -> None:
-        self.net, self.first = net, net.norm
-
-
 class Tied:
     def __init__(self, net: Net) -> None:
         self.net, self.head = net, nn.Linear(7, 12)
         self.head.weight = net.embed.weight
-
-
-class AverageReplicated(WithAverage):
-    strategies = {"average": "ddp"}
 
 
 class Scalar(nn.Linear):
@@ -282,16 +239,6 @@ def values(rank: int) -> dict[str, Any]:
 
 
 @work
-def unusual_constructors(rank: int) -> list[float]:
-    trees = [node(Models, net=Stubborn), node(Models, net=Secretive), node(Different, net=Net, small=Small)]
-    pairs = [(sharded(tree)[1], alone(tree)) for tree in trees]
-    with torch.no_grad():
-        assert pairs[1][0].net(torch.ones(1, 3)).shape == (1, 2)
-    found = [distance(one.net, other.net) for one, other in pairs]
-    return [*found, distance(pairs[2][0].small, pairs[2][1].small)]
-
-
-@work
 def deferred(rank: int) -> dict[str, Any]:
     tree = node(Late, net=Attentive)
     _, ours = sharded(tree)
@@ -300,8 +247,6 @@ def deferred(rank: int) -> dict[str, Any]:
         "distance": distance(ours.net, theirs.net),
         "tied": ours.net.head.weight is ours.net.embed.weight and theirs.net.head.weight is theirs.net.embed.weight,
         "row": theirs.net.embed.weight[3].abs().sum().item(),
-        "incomplete": error_of(lambda: sharded(node(Late, net=Forgetful))),
-        "missing": error_of(lambda: sharded(node(Late, net=Net))),
     }
 
 
@@ -444,16 +389,13 @@ def half_precision(rank: int) -> list[Any]:
 
 
 @work
-def gradients(rank: int) -> dict[str, Any]:
-    """Norms of whole gradients, and NaN in the part of one worker."""
+def gradients(rank: int) -> str:
+    """The error about a NaN in the part of one worker."""
     _, ours = sharded(node(Models, net=Net))
-    theirs = alone(node(Models, net=Net))
     loss_of(ours.net, 0).backward()
-    loss_of(theirs.net, 0, *range(WORLD)).backward()
-    seen = [[total_norm([item.grad]).item() for item in trained(models.net)] for models in (ours, theirs)]
     if rank == 1:
         ours.net.embed.weight.grad.to_local()[0] = torch.nan
-    return {"seen": seen, "stop": error_of(lambda: check_finite({"net": ours.net}, ours.net.parameters(), 4))}
+    return error_of(lambda: check_finite({"net": ours.net}, ours.net.parameters(), 4))
 
 
 @work
@@ -475,23 +417,9 @@ def preparation(rank: int) -> list[Any]:
 
 
 @work
-def copies(rank: int) -> bool:
-    _, ours = sharded(node(Models, net=Net))
-    with pytest.raises(AssertionError, match="FSDP does not support deepcopy. Please use state dict"):  # of torch
-        torch.optim.swa_utils.AveragedModel(ours.net)
-    return copy.deepcopy(ours.net.state_dict()).keys() == ours.net.state_dict().keys()
-
-
-@work
 def refused(rank: int) -> list[str]:
-    trees = (node(Nested, net=Net), node(Tied, net=Net), node(Models, net=Scalar))
+    trees = (node(Tied, net=Net), node(Models, net=Scalar))
     return [error_of(functools.partial(sharded, tree)) for tree in trees]
-
-
-@work
-def made_by_models(rank: int) -> list[bool]:
-    _, ours = sharded(node(AverageReplicated, net=Net))
-    return [is_sharded(ours.net), is_sharded(ours.average)]
 
 
 # -- what they found
@@ -508,17 +436,9 @@ class TestValues:
             assert (found["distance"], found["next number"], found["tied"]) == (0, True, True)
         assert [found["elements"] for found in on_workers["values"]] == [42, 42]
 
-    def test_constructors_that_need_values_and_models_that_are_not_sharded(self, on_workers: dict[str, Any]) -> None:
-        assert on_workers["unusual_constructors"] == [[0.0] * 4] * WORLD
-
     def test_deferred_initialization_draws_the_same_numbers(self, on_workers: dict[str, Any]) -> None:
         for found in everywhere(on_workers["deferred"]):
             assert (found["distance"], found["tied"], found["row"]) == (0, True, 0)
-
-    def test_what_is_not_initialized_is_an_error(self, on_workers: dict[str, Any]) -> None:
-        found = on_workers["deferred"][0]
-        assert found["incomplete"] == "init_weights() of models.net does not initialize qkv"
-        assert found["missing"] == "Models.deferred_init names 'net', but its class has no init_weights()"
 
 
 class TestTraining:
@@ -551,42 +471,17 @@ class TestTraining:
         half, full = torch.bfloat16, torch.float32
         assert on_workers["half_precision"] == [[half, full, full, full, False]] * WORLD
 
-    def test_norms_are_those_of_whole_gradients(self, on_workers: dict[str, Any]) -> None:
-        for found in everywhere(on_workers["gradients"]):
-            ours, theirs = found["seen"]
-            assert ours == pytest.approx(theirs, rel=1e-4)
-
     def test_all_workers_stop_at_a_nan_on_one(self, on_workers: dict[str, Any]) -> None:
         for found in everywhere(on_workers["gradients"]):
-            assert found["stop"] == "the gradient of net.embed.weight is not finite at step 4 (cfg.debug.stop_on_nan)"
+            assert found == "the gradient of net.embed.weight is not finite at step 4 (cfg.debug.stop_on_nan)"
 
 
 class TestUserCode:
     def test_prepare_model_returns_a_sharded_model_as_it_is(self, on_workers: dict[str, Any]) -> None:
         assert on_workers["preparation"] == [[True, "DistributedDataParallel", False]] * WORLD
 
-    def test_torch_refuses_copies_of_models_but_not_of_their_states(self, on_workers: dict[str, Any]) -> None:
-        assert all(everywhere(on_workers["copies"]))
-
-    def test_a_model_that_only_models_constructs_has_a_strategy(self, on_workers: dict[str, Any]) -> None:
-        assert on_workers["made_by_models"][0] == [True, False]
-
     def test_models_that_cannot_be_sharded(self, on_workers: dict[str, Any]) -> None:
-        nested, tied, scalar = on_workers["refused"][0]
-        assert nested.startswith("models.first shares parameters with models.net, so neither can be sharded; Models.")
+        tied, scalar = on_workers["refused"][0]
         assert tied.startswith("models.head shares parameters with models.net, so neither can be sharded; Models.")
         assert scalar.startswith("models.net cannot be sharded: fully_shard doesn't support scalar parameters. Change")
         assert scalar.endswith('\nModels.strategies = {"name": "ddp"} replicates a model on all workers')
-
-
-def test_a_run_records_the_losses_of_one_process(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
-    folder, losses = experiment("shards"), []
-    settings = ("cfg.gradient_clip=0.5", "cfg.accumulate_grad_batches=2")
-    for workers, rows, strategy in ((2, 4, "fsdp"), (0, 8, "fsdp")):
-        batch = f"datasets.train.batch_size={rows}"
-        done = mlx(folder, "train", "run", f"cfg.start_workers={workers}", f"cfg.strategy={strategy}", batch, *settings)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("net: fsdp over 2, 3 blocks;" in done.stdout) == (workers == 2)
-        assert ("without workers, models are whole: fsdp has no effect" in done.stdout) == (workers == 0)
-        losses.append(json.loads((folder / "seen" / "losses.json").read_text()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -24,11 +24,10 @@ from transcripts import check_transcript
 
 from mlx_runtime import TrainConfig, open_run
 from mlx_runtime.companions.torchrun import roster
-from mlx_runtime.companions.torchrun.commands import TORCHRUN, train_join
-from mlx_runtime.companions.torchrun.engine import Members, Torchrun
+from mlx_runtime.companions.torchrun.commands import train_join
+from mlx_runtime.companions.torchrun.engine import Torchrun
 from mlx_runtime.companions.torchrun.offers import Offer
 from mlx_runtime.companions.torchrun.seats import Seat
-from mlx_runtime.companions.torchrun.worker import Driver
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.events import RunInfo
@@ -65,18 +64,11 @@ class TestRoster:
         ("content", "problem"),
         [
             ("{", "nodes.json: Expecting"),
-            ("[]", "nodes.json: it is a list, not a mapping"),
             ("{}", "nodes.json: it lists no machines"),
-            ({"0": 1}, "node '0': it is 1, not a mapping"),
             ({"0": {}}, "node '0': IP is missing"),
-            ({"0": {"IP": "10.0.0.1:99999"}}, "node '0': IP is '10.0.0.1:99999', not an address like 10.0.0.1:29500"),
-            ({"0": {"IP": "10.0.0.300"}}, "node '0': IP is '10.0.0.300', not an address"),
-            ({"0": {"IP": "::1"}}, "node '0': IP is '::1', not an address"),
             ({"0": {"IP": "-oProxyCommand=x"}}, "node '0': IP is '-oProxyCommand=x', not an address"),
             ({"0": {"IP": "a", "ram": -1}}, "node '0': ram is -1, not a number above 0"),
-            ({"0": {"IP": "a", "benchmarks": {"ram": "8"}}}, "node '0': benchmarks: ram is '8', not a number above 0"),
             ({"0": {"IP": "a", "slot": 1}}, "node '0': unknown field 'slot'. Did you mean 'slots'?"),
-            ({"0": {"IP": "a", "slots": 0}}, "node '0': slots is 0, not a whole number above 0"),
             ({"0": {"IP": "a"}, "1": {"IP": "a"}}, "node '1': IP is the same as that of node_0"),
             ({"0": {"IP": "a"}, "1": {"IP": "b", "name": "node_0"}}, "node '1': the name node_0 is already used"),
         ],
@@ -102,7 +94,6 @@ class TestRoster:
             ["--name=node_1"],
             "nodes.json: node_0, the first machine, needs a port; write its IP as HOST:PORT",
         ),
-        ("10.0.0.1:29500", ["--name=node_1", "--key-file=k"], "there is no option --key-file=k; see: mlx train join"),
         ("10.0.0.1:29500", ["--name=node_1"], "is not an experiment: it has no src/experiment.py"),
     ],
 )
@@ -165,26 +156,6 @@ def test_a_wrong_or_busy_port_is_named_before_anything_starts(tmp_path: Path, mo
         assert str(done.exception) == (
             f"{problem}end the process that uses it, or write another port into nodes.json, on all machines"
         )
-
-
-@pytest.mark.process
-def test_an_error_of_torchrun_itself_is_one_line() -> None:
-    with socket.create_server(("", 0)) as busy:
-        options = ("--nnodes=2", "--node-rank=0", "--rdzv-backend=static", "--master-addr=127.0.0.1")
-        command = [sys.executable, "-c", TORCHRUN, *options, f"--master-port={busy.getsockname()[1]}", "-m", "nothing"]
-        quiet = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 1
-    assert re.fullmatch(r"error: torchrun: .*address already in use.*\n", done.stderr)
-
-
-@pytest.mark.pure
-def test_a_worker_that_ends_before_it_trains_is_gone() -> None:
-    with contextlib.closing(Members("127.0.0.1")) as members:
-        driver = Driver(1, (members.address, members.key))
-        assert members.gone == set()
-        del driver
-        wait_for(lambda: members.gone == {1}, 10)
 
 
 Machines = list[tuple[str, list[str]]]
