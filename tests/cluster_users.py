@@ -107,7 +107,7 @@ def tags(port: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(user: User) -> Path:
-    """The folder of a run of three epochs with two workers, trained on the user's machine."""
-    done = user.types("train", "run", "cfg.num_epochs=3")
+    """The folder of a run of three epochs with one worker, trained on the user's machine."""
+    done = user.types("train", "run", "cfg.num_epochs=3", "cfg.start_workers=1")
     assert done.returncode == 0, done.stdout + done.stderr
     return user.folder / "runs" / "digits" / "run_001"

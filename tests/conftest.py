@@ -41,11 +41,11 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 
 LONGEST = (
     *("test_cluster.py", "test_faults.py", "test_kinds.py", "test_cluster_jobs.py"),
-    *("test_cluster_retries.py", "test_engines.py", "test_export.py", "test_template.py"),
+    *("test_engines.py", "test_export.py", "test_template.py"),
     *("test_cluster_folder.py", "test_install.py", "test_growth.py", "test_extending.py"),
     *("test_offline.py", "test_server.py", "test_functions.py", "test_command.py", "test_schedules.py"),
     *("test_sharding.py", "test_data_jobs.py", "test_pipeline.py", "test_torchrun.py", "test_slurm.py"),
-    *("test_cluster_trials.py", "test_second_machine.py", "test_python.py", "test_cluster_job.py"),
+    *("test_second_machine.py", "test_python.py", "test_cluster_job.py"),
     *("test_runs_from_python.py", "test_runs.py", "test_mirrors.py", "test_examples.py", "test_setup.py"),
     *("test_driver.py", "test_notebook.py", "test_waterline.py", "test_tuning.py", "test_backends.py"),
     *("test_function_sweeps.py", "test_sources.py", "test_light.py", "test_serving_on_a_cluster.py"),

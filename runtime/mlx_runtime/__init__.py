@@ -119,7 +119,7 @@ _HOMES = {
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%%mlx`; IPython calls this for `%load_ext mlx_runtime`."""
-    from mlx_runtime.companions.notebook.magic import register
+    from mlx_runtime.companions.notebook.cells import register
 
     register(shell)
 

@@ -63,6 +63,10 @@ class UsageError(MlxError):
 class ClusterError(MlxError):
     """The cluster does not answer, refuses a job, or cannot run it."""
 
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
 
 class BindError(MlxError):
     """`bind` cannot write a constructor or a default to conf.yaml exactly."""

@@ -8,7 +8,6 @@ EXTRAS = {
     "botocore": "stores",
     "cloudpickle": "train",
     "datasets": "text",
-    "httptools": "serving",
     "huggingface_hub": "hub",
     "jax": "jax",
     "jinja2": "views",
@@ -23,13 +22,13 @@ EXTRAS = {
     "ray": "train",
     "safetensors": "export",
     "sklearn": "sweeps",
+    "starlette": "serving",
     "tensorboard": "train",
     "tensorflow": "tensorflow",
     "torch": "train",
     "torchmetrics": "train",
     "transformers": "text",
     "uvicorn": "serving",
-    "uvloop": "serving",
     "wandb": "wandb",
 }
 """The extra that installs each library, by the name to import."""

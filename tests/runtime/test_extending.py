@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TIMEOUT_S, Mlx, Start
-from faults import wait_for
+from conftest import TIMEOUT_S, Mlx
 from forkserver import Commands
 
 from mlx_runtime.distributed.messages import encode
@@ -155,8 +154,6 @@ class Experiment(mlx_runtime.BaseModule):
                 self.save_losses(number, 0)
 """
 
-SWEEP = ("optimizers.sgd.lr=0.1,0.01", "--metric=weight", "--mode=min", "cfg.start_workers=1")
-IN_TURN = "cfg.engine=more_mlx.trials.OneByOne"
 SPLIT = "cfg.strategy=more_mlx.split.Split"
 
 
@@ -407,68 +404,6 @@ def test_what_a_strategy_cannot_train_is_refused_before_there_is_a_run(
     assert not (tmp_path / "experiment").exists()
 
 
-def records(storage: Path) -> list[dict[str, Any]]:
-    """The records of all runs of the experiment, in their order."""
-    return [json.loads(file.read_text()) for file in sorted(storage.glob("experiment/run_*/run.json"))]
-
-
-@pytest.mark.examples
-def test_an_engine_of_sweeps_trains_as_ours_does(run: Run, tmp_path: Path) -> None:
-    printed = run("train", "sweep", *SWEEP, IN_TURN)
-    assert "best      trial " in printed
-    one, other = records(tmp_path)
-    assert [item["status"] for item in (one, other)] == ["SUCCEEDED"] * 2
-    assert one["end"] <= other["start"]
-    assert one["pid"] != other["pid"]
-    assert one["sweep"]["values"] == {"optimizers.sgd.lr": "0.1"}
-    run("train", "sweep", *SWEEP)
-    assert [item["latest"]["value"] for item in records(tmp_path)[2:]] == [
-        item["latest"]["value"] for item in (one, other)
-    ]
-
-
-@pytest.mark.examples
-def test_an_engine_of_sweeps_prunes(run: Run, tmp_path: Path) -> None:
-    """The second run learns nothing, so it is worse than the first when a ninth of its epochs is over."""
-    run("train", "sweep", "optimizers.sgd.lr=0.1,0", *SWEEP[1:], IN_TURN, "cfg.num_epochs=90", "--scheduler=asha")
-    assert [item["status"] for item in records(tmp_path)] == ["SUCCEEDED", "PRUNED"]
-
-
-@pytest.mark.kills
-def test_an_engine_of_sweeps_stops_and_goes_on(
-    run: Run, extended: Path, start: Start, settings: dict[str, str], tmp_path: Path
-) -> None:
-    """Its first run is lost, and the second stopped."""
-    process = start(extended, "train", "sweep", *SWEEP, IN_TURN, "cfg.num_epochs=200", **settings)
-
-    def latest(number: int) -> dict[str, Any] | None:
-        found = records(tmp_path)
-        return found[number] if len(found) > number and found[number].get("latest") else None
-
-    wait_for(lambda: latest(0))
-    os.kill(records(tmp_path)[0]["pid"], signal.SIGKILL)
-    wait_for(lambda: latest(1))
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
-    assert [item["status"] for item in records(tmp_path)] == ["FAILED", "STOPPED"]
-    assert ": its process was lost" in out
-    run("train", "sweep", "--resume", "--retry-failed")
-    assert {item["status"] for item in records(tmp_path)} == {"SUCCEEDED"}
-
-
-@pytest.mark.process
-def test_an_engine_of_sweeps_refuses_before_there_is_a_sweep(
-    extended: Path, mlx: Mlx, settings: dict[str, str], tmp_path: Path
-) -> None:
-    done = mlx(extended, "train", "sweep", *SWEEP, IN_TURN, "--parallel=2", **settings)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "error: more_mlx.trials.OneByOne trains one run at a time, on CPUs\n",
-    )
-    assert not (tmp_path / "experiment").exists()
-
-
 @pytest.mark.process
 def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run: Run, extended: Path) -> None:
     edited = extended / "src" / "experiment.py"
@@ -502,8 +437,11 @@ def test_an_extension_accompanies_a_run(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.pure
-def test_the_guide_shows_these_files() -> None:
+def test_the_guide_links_these_files_and_shows_parts_of_them() -> None:
     page = PAGE.read_text()
-    for file in (*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml"):
-        if file.name != "__init__.py" and "build" not in file.parts:
-            assert f"\n{file.read_text()}```\n" in page, file.name
+    files = [file for file in EXAMPLE.rglob("*.py") if file.name != "__init__.py" and "build" not in file.parts]
+    for file in files:
+        assert f"(../examples/extending/more_mlx/{file.name})" in page, file.name
+    texts = [file.read_text() for file in (*files, EXAMPLE / "pyproject.toml")]
+    for block in re.findall(r"```(?:python|toml)\n(.*?)```", page, re.DOTALL):
+        assert any(block in text for text in texts), block

@@ -48,7 +48,7 @@ class Job(DataJob):
         """
         count = len(load_digits().target)
         firsts = range(0, count, self.images.per_shard)
-        rows = self.map(self.write_shard, firsts, title="shards")  # cfg.start_workers at a time, on any node
+        rows = self.map(self.write_shard, firsts, title="shards", key=str)  # cfg.start_workers at a time, on any node
         self.output.write(json.dumps({"size": self.images.size, "rows": rows}), "index.json")
 
     def write_shard(self, first: int) -> int:

@@ -31,11 +31,11 @@ class Companion(NamedTuple):
 
 LAUNCHES = ("train launch", "data launch", "xp ray")
 STORAGE = tuple(f"data {word}" for word in ("new", "bind", "run", "ls", "logs", "stop", "show", "rm"))
-SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "ls", "logs", "stop", "update"))
+SERVERS = tuple(f"serve {word}" for word in ("run", "launch", "stop"))
 
 COMPANIONS = {
     "fragments": Companion(("train clusterize",)),
-    "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
+    "hub": Companion(("xp push",), setting="mirror", scheme="hf"),
     "jobs": Companion(STORAGE),
     "kubernetes": Companion(jobs=Jobs(("kube",), "kubernetes.kubectl", "launch --kube", requeues=True)),
     "notebook": Companion(),

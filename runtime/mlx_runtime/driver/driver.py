@@ -161,7 +161,7 @@ class Driver:
         run = events.RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
         self._emit(events.RunStarted(run))
         self._receive()
-        if plan.fold is not None and (warning := companions.part("sweeps.folds").leak_warning(config.tree)):
+        if plan.fold is not None and (warning := plan.fold.leak_warning(config.tree)):
             self._emit(events.Notice(warning))
         sets: dict[str, PreparedSet] = {}
         if may_be_prepared(config):

@@ -30,7 +30,7 @@ from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.workers.placement import engine_class, engine_for
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sweeps.folds import Fold
+    from mlx_runtime.data.folds import Fold
     from mlx_runtime.workers.protocol import Engine
 
 Listener = Callable[[Event], object]
@@ -104,9 +104,10 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
             the rows of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` for an evaluation.
     """
-    folds = companions.part("sweeps.folds") if config.cfg.cross_validation.fold is not None else None
-    if folds is not None:
-        config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.cross_validation.fold))
+    if (number := config.cfg.cross_validation.fold) is not None:
+        from mlx_runtime.data import folds
+
+        config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, number))
     check_datasets(config)
     check_optimizers(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
@@ -131,7 +132,11 @@ def prepare_run(experiment: type[BaseModule], config: RunConfig, cluster: Cluste
                 config = dataclasses.replace(config, changes=changes_since(before, config))
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
-        fold = folds.fold_of(config) if folds is not None else None
+        fold = None
+        if number is not None:
+            before = records.load_record(config.run).get("fold") if config.run is not None else None
+            again = new_run(config.run, config.cfg) if config.run is not None else ""
+            fold = folds.fold_of(config, (before or {}).get("rows"), again)
         extensions = tuple(_extensions(config)) if config.kept else ()
         yield RunPlan(experiment, config, cluster, engine, project, extensions, fold)
 

@@ -12,15 +12,14 @@ from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.composition import Composition, Config, check, quote, read, storage_override
 from mlx_runtime.config.constructors.signatures import settings_of
 from mlx_runtime.config.constructors.targets import names_repositories
-from mlx_runtime.config.interpolation import escape, parse_config, values_by_key
+from mlx_runtime.config.interpolation import escape, parse_config
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.driver.arguments import Request
-from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder, list_runs, named_run, read_errors
 from mlx_runtime.storage.files import join_path, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError, write_atomic
-from mlx_runtime.storage.redaction import LEFT_OUT
 from mlx_runtime.workers.placement import is_launched
 from mlx_runtime.workers.stop_requests import StopRequests, sigterm_stops
 
@@ -121,8 +120,6 @@ def load_config(
     if choice.typed or implied:
         composition = read(path, [*typed, *implied], settings, title, project)
     config = check(experiment, composition, keys_only=keys_only)
-    if source is not None:
-        _refuse_hidden(config)
     if not keys_only and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
         pin_checkpoint(config)
     if not keys_only and names_repositories(config.tree):
@@ -232,16 +229,6 @@ def pin_checkpoint(config: Config) -> None:
     config.cfg.restore_checkpoint_path = pinned_uri
     for tree in (config.tree, config.unresolved):
         tree["cfg"]["restore_checkpoint_path"] = pinned_uri
-
-
-def _refuse_hidden(config: Config) -> None:
-    """Raise a ConfigError if the conf.yaml comes from a mirror, without its secrets."""
-    leaves = values_by_key(config.unresolved).items()
-    if hidden := [key for key, value in leaves if isinstance(value, str) and LEFT_OUT.search(value)]:
-        raise ConfigError(
-            f"the mirror of the run does not hold the secret {', '.join(hidden)}; pass it again, like {hidden[0]}=…, "
-            "or read it from the environment: ${oc.env:NAME}"
-        )
 
 
 def new_run(run: RunFolder, cfg: TrainConfig, checkpoint: str = "") -> str:

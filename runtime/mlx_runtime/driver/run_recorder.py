@@ -175,9 +175,8 @@ def _facts(plan: RunPlan, *, launched: bool) -> dict[str, Any]:
     if launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if plan.fold is not None:
-        rows = companions.part("sweeps.folds").rows_digest([plan.fold])
         split = cfg.cross_validation
-        facts["fold"] = {"fold": split.fold, "folds": split.folds, "rows": rows}
+        facts["fold"] = {"fold": split.fold, "folds": split.folds, "rows": plan.fold.digest}
     return facts | {
         "status": "RUNNING",
         "seed": cfg.seed,

@@ -63,6 +63,7 @@ def fit(
     *,
     listeners: Sequence[Callable[[Event], None]] = (),
     control: StopRequests | None = None,
+    resume_call: Callable[[str], str] | None = None,
 ) -> Result:
     """Train an experiment in a new run, or resume the run that the config names.
 
@@ -74,6 +75,7 @@ def fit(
         cluster: cluster returned by `connect`.
         listeners: called with each event of the run (`mlx_runtime.events`).
         control: lets other threads end the run; it interrupts the main thread.
+        resume_call: returns the code that resumes the run at a path or URI, if that is not a command.
 
     Raises:
         DatasetError: a dataset cannot be batched; nothing was started.
@@ -85,7 +87,7 @@ def fit(
         RunStopped: Ctrl-C, SIGTERM, a closed terminal or pipe, or `mlx xp stop`; the run is marked STOPPED.
     """
     with prepare_run(experiment, config, cluster) as plan:
-        terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main))
+        terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main), resume_call)
         ended = terminal.run()
         return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
 
@@ -93,9 +95,15 @@ def fit(
 class _Terminal:
     """Adds the parts of a terminal to a driver: signals, a log, a display, and the next command to type."""
 
-    def __init__(self, plan: RunPlan, listeners: Sequence[Callable[[Event], None]], control: StopRequests) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        listeners: Sequence[Callable[[Event], None]],
+        control: StopRequests,
+        resume_call: Callable[[str], str] | None,
+    ) -> None:
         self.driver = Driver(plan, [self._handle, *listeners], control=control)
-        self._plan = plan
+        self._plan, self._resume_call = plan, resume_call
         self._stack = contextlib.ExitStack()
         self._lines: ConsoleLines | None = None
 
@@ -197,6 +205,8 @@ class _Terminal:
 
     @property
     def _resume_command(self) -> str:
+        if self._resume_call is not None:
+            return self._resume_call(self.driver.folder.location)
         return resume_command(self.driver.folder, self._plan.config.overrides)
 
 

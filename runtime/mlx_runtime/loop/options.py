@@ -172,7 +172,9 @@ class TrainConfig:
             if cfg.strategy in STRATEGIES or "." in cfg.strategy:
                 problems += strategy_problems(cfg)
             if cfg.cross_validation != CrossValidation():
-                problems += companions.part("sweeps.folds").problems(cfg.cross_validation)
+                from mlx_runtime.data import folds
+
+                problems += folds.problems(cfg.cross_validation)
         for kind, hooks in HOOKS.items():
             for name, item in getattr(cfg, kind).items():
                 if item is not None and not any(hasattr(item, hook) for hook in hooks):

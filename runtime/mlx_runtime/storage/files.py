@@ -361,12 +361,13 @@ def size_text(size_bytes: float) -> str:
 
 def to_json(value: Any) -> str:
     """Return JSON text that ends with a newline. NaN and infinity, which JSON lacks, become null."""
-    return json.dumps(_finite(value), indent=2) + "\n"
+    return json.dumps(finite(value), indent=2) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain values with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

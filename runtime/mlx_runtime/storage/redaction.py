@@ -1,6 +1,6 @@
 """Keep secrets out of records, reports and logs: the values of keys that name secrets, and users in URLs.
 
-Secrets without such a name are not recognized. What is uploaded is also scanned by `companions/hub/detection.py`.
+Secrets without such a name are not recognized. `companions/hub/detection.py` also looks for them in what is uploaded.
 """
 
 import re
@@ -11,7 +11,7 @@ HIDDEN = "…"
 """Replacement for a secret."""
 
 LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
-"""Matches values of a mirrored conf.yaml whose secret was left out."""
+"""Matches values of a redacted config whose secret was left out."""
 
 NOT_SECRET = re.compile(
     r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|.*\{.*\}|\$\{.*|%s|[.*…]+|<.*>"

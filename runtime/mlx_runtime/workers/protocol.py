@@ -36,7 +36,7 @@ class Engine(Protocol):
 
 
 class EngineClass(Protocol):
-    """A class of engines, which `cfg.engine` names; see [the guide](../guides/extending.md#an-engine)."""
+    """A class of engines, which `cfg.engine` names; see [the guide](guides/extending.md#an-engine)."""
 
     def refusal(self, cfg: Any, *, in_job: bool) -> str | None:
         """Return the reason why the engine cannot train with these settings, or None. A static method."""

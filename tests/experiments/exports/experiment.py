@@ -34,7 +34,7 @@ class Vocabulary:
 class Texts(torch.utils.data.Dataset):
     def __init__(self, rows: int = 80, vocabulary: Vocabulary = Vocabulary()):
         self.rows, self.vocabulary, self.batch_size = rows, vocabulary, 8
-        self.api_key = "sk-ant-abcdef1234567890"  # left out of exports
+        self.api_key = "<your key>"  # a placeholder is no secret
 
     def __len__(self):
         return self.rows
@@ -56,8 +56,6 @@ class Encoder(nn.Module):
     def __init__(self, kind: str = "plain"):
         super().__init__()
         self.kind = kind
-        if kind == "file":
-            Path("letters.txt").read_text()
         self.embed = nn.Embedding(9, WIDTH)
         self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
         self.drop = nn.Dropout()

@@ -62,7 +62,7 @@ class Cluster(BaseHTTPRequestHandler):
         answer = answers.get(self.path, {"status": "SUCCEEDED", "message": "", "driver_exit_code": 0})
         if self.path.endswith("/logs"):
             room = {"nodes": [{"CPU": 64, "GPU": 0}], "grows": False}
-            found = {"nodes": [], "groups": {}, "room": room}
+            found = {"nodes": [], "group": None, "room": room}
             answer = {"logs": f"mlx-probe {json.dumps(found)}\n"}
         self.answer(404 if "/packages/" in self.path else 200, answer)
 

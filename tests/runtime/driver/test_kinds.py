@@ -106,7 +106,7 @@ class TestDirect:
 
 @pytest.fixture(scope="module")
 def prepared(mlx: Mlx, folder: Path, direct: object) -> tuple[str, Seen]:
-    """The same run, prepared first: `train` is slow enough to be mapped by processes of Ray Data."""
+    """The same run, prepared first: `train` is slow enough for reading processes."""
     shutil.rmtree(folder / "seen")
     done = mlx(folder, "train", "run", "--prepare-batches", "datasets.train.slow_s=0.1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +145,6 @@ class TestPrepared:
         assert "ray       starting" in done.stdout, "rows of the streams are compared with the prepared ones"
         assert record(folder, "run_003")["engine"] == {"asked": "auto", "used": "local"}
         check_every_row_once_in_equal_steps(seen(folder), ["train", "table"], epochs=1)
-        assert [item.busy for item in Store(str(folder / "runs" / ".prepared")).entries()] == [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -208,7 +207,7 @@ def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, 
     preparing.kill()
     preparing.wait()
     assert files
-    assert all(item.manifest is None for item in Store(str(root)).entries())
+    assert not any(item.complete for item in Store(str(root)).entries())
     done = mlx(folder, "train", "run", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prepared " not in done.stdout
@@ -229,12 +228,14 @@ def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, envir
         out, _ = one.communicate(timeout=560)
         assert one.returncode == 0, out
         assert "4 prepared in" in out
-    found = Store(str(folder / "runs" / ".prepared")).entries()
+    store = Store(str(folder / "runs" / ".prepared"))
+    found = store.entries()
     assert sorted(item.name.partition("-")[0] for item in found) == ["Rows", "Rows", "Table", "Table"]
     for item in found:
-        assert item.manifest is not None
+        manifest = store.find(item.name)
+        assert manifest is not None
         files = {path.name for path in (folder / "runs" / ".prepared" / item.name).glob("*.npy")}
-        assert files == {file for file, _, _ in item.manifest.columns.values()}
+        assert files == {file for file, _, _ in manifest.columns.values()}
 
 
 @pytest.mark.s3

@@ -48,7 +48,8 @@ def test_a_checkpoint(stored: Path) -> None:
 def test_a_prepared_dataset(stored: Path) -> None:
     store = Store(str(stored / "prepared"))
     (entry,) = store.entries()
-    assert entry.manifest is not None
-    assert (entry.name, entry.manifest.rows, entry.busy) == ("Rows-1a2b3c-4d5e6f", 2, False)
-    columns = load_columns(store, entry.manifest, stored / "cache", max_bytes=0)
+    manifest = store.find(entry.name)
+    assert manifest is not None
+    assert (entry.name, manifest.rows, entry.complete) == ("Rows-1a2b3c-4d5e6f", 2, True)
+    columns = load_columns(store, manifest, stored / "cache", max_bytes=0)
     assert {name: column.tolist() for name, column in columns.items()} == {"x": [[0, 1], [2, 3]], "label": [0, 1]}

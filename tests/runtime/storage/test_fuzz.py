@@ -25,7 +25,7 @@ from torch import nn
 
 from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
 from mlx_runtime.cli import mlx as command
-from mlx_runtime.companions.notebook.cells import Cell, insert_cell
+from mlx_runtime.companions.notebook.cells import Block, insert_cell
 from mlx_runtime.companions.prepared.store import Manifest
 from mlx_runtime.companions.sharding.shards import ShardedTensors
 from mlx_runtime.companions.sweeps import space
@@ -404,11 +404,11 @@ CELLS = (
 def test_cells() -> None:
     """A cell is Python, or refused with a SyntaxError."""
     for first, second in itertools.product(CELLS, CELLS):
-        cells: list[Cell] = []
+        blocks: list[Block] = []
         for text in (first, second):
             with contextlib.suppress(SyntaxError):
-                cells = insert_cell(cells, Cell(text))
-        compile("\n\n".join(cell.text for cell in cells), "", "exec", ast.PyCF_ONLY_AST)
+                blocks = insert_cell(blocks, text)
+        compile("\n\n".join(block.text for block in blocks), "", "exec", ast.PyCF_ONLY_AST)
 
 
 def test_states(storage: Path) -> None:

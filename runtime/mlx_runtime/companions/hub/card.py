@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,11 @@ from mlx_runtime.runs.tables import format_number
 
 _NOT_REPEATED = ("cfg.hub.mirror=", "cfg.storage_path=", "--resume")
 
-ROWS = 100
-"""Maximum number of trials in the card of a sweep; its page lists all."""
-
 TAGS = ("mlx-runtime", "pytorch")
 
 
-def text(record: Mapping[str, Any], conf: Path, trials: str = "") -> str:
-    """Return the card of a run, in Markdown, with metadata for the Hub.
-
-    `trials` is a section about the sweep, if the run is the best one of a sweep.
-    """
+def text(record: Mapping[str, Any], conf: Path) -> str:
+    """Return the card of a run, in Markdown, with metadata for the Hub."""
     lines = ["---", f"tags: {json.dumps(list(TAGS))}", "---", ""]
     lines += [f"# {_plain(record.get('experiment'))} {_plain(record.get('run'))}", ""]
     epochs = f" after epoch {record['epoch'] + 1} of {record.get('epochs')}" if record.get("epoch") is not None else ""
@@ -36,7 +30,7 @@ def text(record: Mapping[str, Any], conf: Path, trials: str = "") -> str:
     if metrics := record.get("metrics"):
         lines += ["| metric | last value |", "|---|---|"]
         lines += [f"| `{_plain(name)}` | {format_number(value)} |" for name, value in sorted(metrics.items())] + [""]
-    lines += [*([trials] if trials else []), "## Reproduce", "", *_commands(record), ""]
+    lines += ["## Reproduce", "", *_commands(record), ""]
     versions = {"python": record.get("python"), **(record.get("packages") or {})}
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     machine = f"{record.get('workers')} workers, {_plain(record.get('device'))}"
@@ -45,20 +39,6 @@ def text(record: Mapping[str, Any], conf: Path, trials: str = "") -> str:
     with contextlib.suppress(OSError, ValueError):
         lines += _code("yaml", *conf.read_text(encoding="utf-8").splitlines())
     return "\n".join(lines) + "\n"
-
-
-def trials(comparison: str, rows: Sequence[Mapping[str, str]], page: str) -> str:
-    """Return a section with the trials of a sweep, best first."""
-    lines = ["## Trials", "", f"{_plain(comparison)} `{page}` has charts of all trials.", ""]
-    if rows:
-        lines += [_row(rows[0]), _row(["---"] * len(rows[0])), *(_row(row.values()) for row in rows[:ROWS]), ""]
-    if len(rows) > ROWS:
-        lines += [f"{len(rows) - ROWS:,} more are in `{page}`.", ""]
-    return "\n".join(lines)
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(map(_plain, cells))} |"
 
 
 def _commands(record: Mapping[str, Any]) -> list[str]:

@@ -4,13 +4,12 @@ The Hub accepts a commit only if its parent is still the latest commit, so of se
 the claim of another. A claim expires if its driver has not committed for `LEASE_S`.
 """
 
-import contextlib
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlx_runtime.companions.hub.repository import Head, OutdatedError, Repository
+from mlx_runtime.companions.hub.repository import Head, Repository
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.folder import RUN_NAME
 from mlx_runtime.runs.records import LIVING
@@ -26,9 +25,6 @@ LEASE_S = 600
 
 REFRESH_S = LEASE_S / 2
 """Time without a commit after which a driver refreshes its claim."""
-
-TRIES = 20
-"""Attempts to release a claim while its driver commits."""
 
 IGNORED = (".gitattributes", "README.md")
 """Files of a new repository that was created on the web."""
@@ -54,7 +50,7 @@ class Claim:
         id: identifies the run on every machine, independently of its number there.
         attempt: number of times that a driver has started the run, on all machines.
         step: global step of the latest checkpoint in the repository.
-        status: status of the run, or RELEASED if a user has ended the claim.
+        status: status of the run.
         driver: identifies the process that committed; different for each attempt.
         commits: commits of that driver so far.
         process: host and id of the process.
@@ -72,9 +68,10 @@ class Claim:
     process: Mapping[str, Any]
 
     @classmethod
-    def of(cls, run_id: str, experiment: str, run: str, attempt: int) -> "Claim":
+    def of(cls, run_id: str, experiment: str, run: str, attempt: int, step: int = 0) -> "Claim":
         """Return the first claim of this process."""
-        return cls(run_id, experiment, run, attempt, 0, "RUNNING", uuid.uuid4().hex, 0, documents.now(), this_process())
+        driver, process = uuid.uuid4().hex, this_process()
+        return cls(run_id, experiment, run, attempt, step, "RUNNING", driver, 0, documents.now(), process)
 
     def next(self, **fields: Any) -> "Claim":
         """Return the claim for the next commit."""
@@ -107,8 +104,7 @@ class Claim:
             left_s = max(0, LEASE_S - age_s(self._lease))
             raise UsageError(
                 f"{repository.address} belongs to process {self.process.get('pid')} on {self.host}, which trains "
-                f"{self.title} (attempt {self.attempt}). Stop it; if it is gone, wait {left_s:.0f} s, or run: "
-                f"mlx xp release {repository.address}"
+                f"{self.title} (attempt {self.attempt}). Stop it; if it is gone, its claim expires in {left_s:.0f} s"
             )
 
 
@@ -131,24 +127,3 @@ def claim_of(repository: Repository, head: Head) -> Claim | None:
         return Claim(**{name: from_json(content, _SHAPE, needs=tuple(_SHAPE))[name] for name in _SHAPE})
     except ValueError as error:
         raise StorageError(f"cannot read {FILE} of {repository.address}: {error}") from error
-
-
-def release(repository: Repository) -> str:
-    """End the claim of a driver that is gone or should stop. Return a message for the user."""
-    repository.require_token()
-    driver = uuid.uuid4().hex
-    for _ in range(TRIES):
-        head = repository.require()
-        claim = claim_of(repository, head)
-        if claim is None:
-            raise UsageError(f"{repository.address} contains no run")
-        arrived = claim.driver == driver  # although the answer to the commit was lost
-        if not arrived and not claim.held:
-            return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
-        released = replace(claim, status="RELEASED", driver=driver)
-        with contextlib.suppress(OutdatedError):
-            if not arrived:
-                repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})
-            text = f"if {claim.title} still trains on {claim.host}, it stops at its next commit"
-            return f"released {repository.address}; {text}"
-    raise StorageError(f"{repository.address} keeps receiving commits; stop the run that is mirrored to it")

@@ -2,12 +2,9 @@
 
 import click
 
-from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import say, word
-from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.runs.folder import SWEEP, RunFolder
 from mlx_runtime.runs.queries import lookup
 
 
@@ -16,21 +13,11 @@ from mlx_runtime.runs.queries import lookup
 @options.run()
 @click.option("--to", metavar="URI", type=word, help="Like hf://user/name. Default: the mirror of the run.")
 def xp_push(name: str | None, run: str | None, to: str | None) -> None:
-    """Complete the mirror of a RUN (run_003, 3 or latest) of NAME; by default, all unfinished mirrors.
-
-    For a sweep (sweep_001), upload its best run, with a table of the trials. The repository may also be an argument:
-    mlx xp push digits/sweep_001 hf://user/name
-    """
+    """Complete the mirror of a RUN (run_003, 3 or latest) of NAME; by default, all unfinished mirrors."""
     from mlx_runtime.companions.hub import pushing
 
-    def mirror(folder: RunFolder) -> str:
-        def announce(text: str) -> None:
-            say(text, err=True)
-
-        if folder.name.startswith(SWEEP):
-            url: str = companions.part("sweeps.report").push(folder, to, announce)
-            return url
-        return pushing.push(folder, to, announce)
+    def announce(text: str) -> None:
+        say(text, err=True)
 
     if name is None:
         folders = pushing.unfinished_runs(lookup.storage_root())
@@ -38,14 +25,12 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
             raise UsageError("which run? mlx xp push NAME RUN --to URI")
         if not folders:
             say("all mirrors are complete", err=True)
-    elif run is not None and is_remote(run):
-        folders, to = [lookup.resolve_run(name)], run
     else:
         folders = [lookup.resolve_run(name, run or "latest")]
     failed: list[MlxError] = []
     for folder in folders:
         try:
-            say(mirror(folder))
+            say(pushing.push(folder, to, announce))
         except MlxError as error:  # continue with the others
             if len(folders) == 1:
                 raise
@@ -53,13 +38,3 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
             say(f"error: {error}", err=True)
     if failed:
         raise MlxError(f"{len(failed)} of {len(folders)} runs were not uploaded; see above")
-
-
-@click.command("release")
-@click.argument("repository", type=word)
-def xp_release(repository: str) -> None:
-    """End the claim of a lost machine to REPOSITORY, like hf://user/name, so that another one can continue the run."""
-    from mlx_runtime.companions.hub import claims
-    from mlx_runtime.companions.hub.repository import Address, Repository
-
-    say(claims.release(Repository(Address.parse(repository))))

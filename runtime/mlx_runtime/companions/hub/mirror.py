@@ -3,19 +3,21 @@
 import contextlib
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.hub.claims import FILE, REFRESH_S, Claim, claim_of
-from mlx_runtime.companions.hub.contents import StagedRun, SweepSummary, latest_step, stage_run
-from mlx_runtime.companions.hub.downloads import MAX_FILES, MirroredRun
-from mlx_runtime.companions.hub.repository import Address, Head, OutdatedError, Repository, UnreachableError
-from mlx_runtime.companions.hub.screening import announcement, redactions
+from mlx_runtime.companions.hub.contents import StagedRun, latest_step, stage_run
+from mlx_runtime.companions.hub.remote import MAX_FILES, MirroredRun
+from mlx_runtime.companions.hub.repository import Address, OutdatedError, Repository
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.tables import plural
+from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
@@ -29,9 +31,6 @@ RETRY_S = 15.0
 
 POLL_S = 0.2
 """Interval at which the wait for the last upload checks for interrupts from another thread."""
-
-WITHOUT = "To train without it: cfg.hub.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
-"""Hint for errors if the Hub does not answer."""
 
 
 class SupersededError(UsageError):
@@ -69,17 +68,16 @@ class Mirror:
     """
 
     def __init__(self, uri: str, announce: Callable[[str], object] = lambda text: None) -> None:
-        self._announce = announce
+        self.announce = announce
         address = Address.parse(uri)
         if address.revision is not None:
             raise UsageError(f"{uri} names a revision, which cannot change; write {address._replace(revision=None)}")
         self.repository = Repository(address)
         self.repository.require_token()
-        self._head: Head | None = self.repository.head()
-        self._found = MirroredRun.of(self.repository) if self._head is not None else None
-        if self._found is not None:
-            self._head = self._found.head
+        self._found = MirroredRun.of(self.repository)
+        self._head = self._found.head if self._found is not None else self.repository.head()
         self.repository.require_write(self._head)
+        self._checked = False
 
     @property
     def uri(self) -> str:
@@ -90,8 +88,8 @@ class Mirror:
         """True if the repository existed already, and is public."""
         return self._head is not None and not self._head.private
 
-    def check(self, run: RunFolder | None, sweep: RunFolder | None = None) -> None:
-        """Check that this machine may mirror an existing run, a new run or the best run of a sweep to the repository.
+    def check(self, run: RunFolder | None) -> None:
+        """Check that this machine may mirror an existing run, or a new run, to the repository.
 
         Raises:
             UsageError: the repository contains another run or a newer state of this one, or another driver has claimed
@@ -100,80 +98,44 @@ class Mirror:
         if self._found is None:
             return
         claim = self._found.claim
-        if not self._found.begun:  # a driver died before it mirrored anything
-            claim.refuse_held(self.repository)
-            return
-        of = f"{self.uri} holds {claim.title} of {claim.host} (attempt {claim.attempt}, step {claim.step})"
-        if run is None:
-            raise UsageError(
-                f"{of}, and this is a new run: continue that one with --resume auto, or name another repository"
-            )
-        owner = sweep or run
-        if (records.load_record(owner).get("mirror") or {}).get("id") != claim.id:
-            raise UsageError(f"{of}, which is not {owner.title} of this machine; name another repository")
+        if self._found.begun:  # otherwise a driver died before it mirrored anything
+            of = f"{self.uri} holds {claim.title} of {claim.host} (attempt {claim.attempt}, step {claim.step})"
+            if run is None:
+                raise UsageError(
+                    f"{of}, and this is a new run: continue that one with --resume auto, or name another repository"
+                )
+            if (records.load_record(run).get("mirror") or {}).get("id") != claim.id:
+                raise UsageError(f"{of}, which is not {run.title} of this machine; name another repository")
         claim.refuse_held(self.repository)
-        if sweep is None and (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
+        if self._found.begun and run is not None and (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
             raise UsageError(
                 f"{of}, which is newer than {run.title} here (attempt {run.attempts()}, step {latest_step(run)}): "
                 "continue from it with --resume auto"
             )
 
-    def claim(self, run: RunFolder, attempt: int, sweep: RunFolder | None = None) -> Claim:
+    def claim(self, run: RunFolder, attempt: int) -> Claim:
         """Become the driver that writes to the repository, and create it if necessary.
 
         Raises:
             SupersededError: another driver was faster.
         """
-        claim = Claim.of(_id(sweep or run), run.experiment, run.name, attempt)
-        if self._found is not None and self._found.begun:
-            claim = claim.next(step=self._found.claim.step)
+        self._begun = self._found is not None and self._found.begun
+        step = self._found.claim.step if self._found is not None and self._begun else 0
+        self._claim = Claim.of(_id(run), run.experiment, run.name, attempt, step)
         if self._head is None:
             self._head = self.repository.create()
-        begun = self._found is not None and self._found.begun
-        before = self._found.claim.run if self._found is not None else run.name
-        visibility = "private" if self._head.private else "public: everybody can read it"
-        self._writer = Writer(self.repository, self._head.commit, claim, visibility, self._announce, begun=begun)
-        self._writer.replaces = before != run.name
-        self._writer.write(f"Attempt {attempt} of {run.title}", None)
-        return claim
+        self._parent = self._head.commit
+        self.write(f"Attempt {attempt} of {run.title}", None)
+        return self._claim
 
-    def push(self, run: RunFolder, sweep: SweepSummary | None = None) -> tuple[Claim, int]:
+    def push(self, run: RunFolder) -> tuple[Claim, int]:
         """Upload a run that is not training. Return the claim, and the number of uploaded files."""
         record = records.load_record(run)
-        claim = self.claim(run, max(1, run.attempts()), sweep.folder if sweep is not None else None)
-        with stage_run(run, weights=True, sweep=sweep) as state:
-            return claim, self._writer.write(_title(state, record), state, status=records.status_of(record))
-
-    def follow(
-        self, record: records.Record, stop: Callable[[str], object], notify: Callable[[Notice], object]
-    ) -> "Follower":
-        """Claim the repository, and start the thread that mirrors a run; see `Follower`."""
-        try:
-            claim = self.claim(record.folder, record["attempt"])
-        except UnreachableError as error:
-            error.hint = WITHOUT
-            raise
-        return Follower(self._writer, record, claim.id, stop, notify)
-
-
-class Writer:
-    """Commits states of a run to a repository, as long as no other driver does."""
-
-    def __init__(
-        self,
-        repository: Repository,
-        parent: str,
-        claim: Claim,
-        visibility: str,
-        announce: Callable[[str], object],
-        *,
-        begun: bool,
-    ) -> None:
-        self._repository, self._parent, self._claim = repository, parent, claim
-        self._visibility, self.announce, self._begun = visibility, announce, begun
-        self._hidden: tuple[str, ...] = ()
-        self.replaces = False  # the previous best run of the same sweep
-        self.address = repository.address
+        with stage_run(run, weights=True) as state:
+            self._check(state)
+            self.claim(run, max(1, run.attempts()))
+            count = self.write(_title(state, record), state, status=records.status_of(record))
+            return self._claim, count
 
     def write(self, title: str, state: StagedRun | None, status: str = "RUNNING") -> int:
         """Commit a state of the run, or only the claim. Return the number of uploaded files.
@@ -181,9 +143,10 @@ class Writer:
         Raises:
             SupersededError: another driver has committed.
             OutdatedError: the Hub refuses each commit as outdated, although no other driver has committed.
+            UsageError: the config or the code holds likely secrets, or the run has too many files.
         """
-        if state is not None and len(state.files) > MAX_FILES:
-            raise UsageError(f"the run has {len(state.files):,} files; {self.address} may have {MAX_FILES:,}")
+        if state is not None:
+            self._check(state)
         committed, step = self._claim, self._claim.step if state is None else state.step
         self._claim = self._claim.next(status=status, step=step)
         pauses = iter(CONFLICTS_S)
@@ -191,13 +154,15 @@ class Writer:
             added: dict[str, Path] = {}
             removed: list[str] = []
             if state is not None:
-                added, removed = state.changes(self._repository.files(self._parent), replace=self.replaces)
-                self._name(added, state.hidden)
+                added, removed = state.changes(self.repository.files(self._parent))
+                if not self._begun:
+                    self._begun = True
+                    self.announce(self._announcement(added))
             with heartbeat(lambda: self._refresh(committed), REFRESH_S):
-                uploaded = self._repository.upload(added)
+                uploaded = self.repository.upload(added)
             try:
                 content = {**uploaded, FILE: self._claim.content()}
-                self._parent = self._repository.commit(title, self._parent, content, removed)
+                self._parent = self.repository.commit(title, self._parent, content, removed)
                 return len(added)
             except OutdatedError:
                 if self._arrived():
@@ -207,34 +172,46 @@ class Writer:
                     raise
                 time.sleep(pause_s)
 
-    def _name(self, added: Mapping[str, Path], hidden: tuple[str, ...]) -> None:
-        """List the files before the first upload, and removed secrets before any upload if they are new."""
-        if not self._begun:
-            title = f"{self.address} ({self._visibility})"
-            self.announce(announcement(added, hidden, title, self._repository.settings_page))
-        elif hidden and hidden != self._hidden:
-            self.announce(f"mirror    {redactions(hidden).lstrip()}")
-        self._begun, self._hidden = True, hidden
+    def _check(self, state: StagedRun) -> None:
+        """Raise a UsageError if a state must not be uploaded. Config and code are read once: they stay the same."""
+        if len(state.files) > MAX_FILES:
+            raise UsageError(f"the run has {len(state.files):,} files; {self.uri} may have {MAX_FILES:,}")
+        if not self._checked:
+            state.refuse_secrets(self.uri)
+            self._checked = True
+
+    def _announcement(self, files: Mapping[str, Path]) -> str:
+        """Return lines about a first upload: files by the first part of their paths, and what changes them."""
+        size = size_text(sum(file.stat().st_size for file in files.values()))
+        names = ", ".join(sorted({path.partition("/")[0] for path in files}))
+        visibility = "public: everybody can read it" if self.public else "private"
+        return (
+            f"mirror    first upload to {self.uri} ({visibility}): {plural(len(files), 'file')}, {size}: {names}\n"
+            "          to change this: cfg.hub.mirror, cfg.keep_checkpoints, .gitignore; to change the visibility: "
+            f"{self.repository.settings_page}"
+        )
 
     def _refresh(self, committed: Claim) -> None:
         """Refresh the claim, so that it does not expire during an upload that takes longer than `LEASE_S`."""
         with contextlib.suppress(MlxError):  # `write` will fail with the same error
             content = {FILE: committed.content()}
-            self._parent = self._repository.commit("Upload of a checkpoint", self._parent, content)
+            self._parent = self.repository.commit("Upload of a checkpoint", self._parent, content)
 
     def _arrived(self) -> bool:
         """Return True if the last commit has arrived although its answer was lost; accept commits of other tools."""
-        head = self._repository.require()
-        present = claim_of(self._repository, head)
+        head = self.repository.require()
+        present = claim_of(self.repository, head)
         if present is None or present.driver != self._claim.driver:
             who = f"attempt {present.attempt} on {present.host}" if present is not None else "somebody"
-            raise SupersededError(f"{self.address} was taken over by {who}; this driver no longer writes to it")
+            raise SupersededError(f"{self.uri} was taken over by {who}; this driver no longer writes to it")
         self._parent = head.commit
         return present.commits == self._claim.commits
 
 
 class Follower:
     """The thread that mirrors a run: its newest state after each checkpoint, and its last state at the end.
+
+    Claims the repository. Must be created in the driver.
 
     Args:
         record: record of the run, in which an unfinished upload is marked.
@@ -244,20 +221,19 @@ class Follower:
 
     def __init__(
         self,
-        writer: Writer,
+        mirror: Mirror,
         record: records.Record,
-        run_id: str,
         stop: Callable[[str], object],
         notify: Callable[[Notice], object],
     ) -> None:
-        self._writer, self._record, self._stop, self._notify = writer, record, stop, notify
-        self._id = run_id
+        self._mirror, self._record, self._stop, self._notify = mirror, record, stop, notify
+        self._id = mirror.claim(record.folder, record["attempt"]).id
         self._changed = threading.Condition()
         self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
         self.done = threading.Event()
-        self._failure: str | None = None  # reason why uploads have ended
+        self._failure: Exception | None = None  # that ended uploads
         self.allowance = Allowance()
-        writer.announce = lambda text: notify(Notice(text))
+        mirror.announce = lambda text: notify(Notice(text))
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
@@ -282,17 +258,18 @@ class Follower:
                 pass
         except KeyboardInterrupt:
             interrupted = True
-        late = f"it was not done within cfg.hub.timeout_s={timeout_s:g}"
-        if interrupted:
-            late = "the wait for it was interrupted"
+        waited_s = time.monotonic() - started
         if self.done.is_set() and self._failure is None:
             self._mark(unfinished=False)
-            text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
-            self._notify(Notice(text))
+            self._notify(Notice(f"mirror    {self._mirror.uri} is complete (waited {waited_s:.1f} s)"))
             return
-        run = self._record.folder
-        text = f"the upload to {self._writer.address} is unfinished: {self._failure or late}"
-        if not isinstance(self._failure, _SupersededReason):
+        late = "the wait for it was interrupted"
+        if not interrupted:
+            late = f"it was not done within cfg.hub.timeout_s={timeout_s:g}"
+        why = late if self._failure is None else short_message(self._failure)
+        text = f"the upload to {self._mirror.uri} is unfinished: {why}"
+        if not isinstance(self._failure, SupersededError):
+            run = self._record.folder
             text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
         self._notify(WarningNotice(text))
 
@@ -304,19 +281,18 @@ class Follower:
 
     def _mark(self, *, unfinished: bool) -> None:
         with contextlib.suppress(StorageError):
-            self._record.update(mirror={"uri": str(self._writer.address), "id": self._id, "unfinished": unfinished})
+            self._record.update(mirror={"uri": self._mirror.uri, "id": self._id, "unfinished": unfinished})
 
     def _run(self) -> None:
         try:
             while not self._step():
                 pass
         except Exception as error:
-            self._failure = short_message(error)
+            self._failure = error
             if isinstance(error, SupersededError):
-                self._failure = _SupersededReason(self._failure)
-                self._stop(self._failure)
+                self._stop(short_message(error))
             elif not self._ending:
-                self._notify(WarningNotice(f"nothing more is mirrored: {self._failure}"))
+                self._notify(WarningNotice(f"nothing more is mirrored: {short_message(error)}"))
         finally:
             self.done.set()
 
@@ -346,7 +322,7 @@ class Follower:
                 self._dirty = self._dirty or dirty
             return False
         if self._trying_again:
-            self._notify(Notice(f"mirror    {self._writer.address} is up to date again"))
+            self._notify(Notice(f"mirror    {self._mirror.uri} is up to date again"))
         self._trying_again = False
         self.allowance.take()
         return last
@@ -354,22 +330,18 @@ class Follower:
     def _upload(self, *, last: bool, whole: bool) -> None:
         folder, status = self._record.folder, self._record["status"]
         if not whole:
-            self._writer.write("Still training", None)
+            self._mirror.write("Still training", None)
         elif self._record.resuming:  # the run never resumed, so the repository has its state
-            self._writer.write("Not resumed", None, status="STOPPED")
+            self._mirror.write("Not resumed", None, status="STOPPED")
         else:
             with stage_run(folder, weights=last) as state:
                 title = _title(state, records.load_record(folder))
-                self._writer.write(title, state, status=status if last else "RUNNING")
+                self._mirror.write(title, state, status=status if last else "RUNNING")
 
     def _pause(self, seconds: float) -> None:
         """Wait for a time, or until the run ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending, seconds)
-
-
-class _SupersededReason(str):
-    """The reason why another driver continues the run."""
 
 
 def _title(state: StagedRun, record: Mapping[str, Any]) -> str:
@@ -379,9 +351,7 @@ def _title(state: StagedRun, record: Mapping[str, Any]) -> str:
 
 
 def _id(run: RunFolder) -> str:
-    """Return the id of a run or sweep: the one of its mirror, or a new one."""
-    import uuid
-
+    """Return the id of a run: the one of its mirror, or a new one."""
     with contextlib.suppress(MlxError):
         if found := (records.load_record(run).get("mirror") or {}).get("id"):
             return str(found)

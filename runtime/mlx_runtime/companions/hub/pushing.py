@@ -3,11 +3,10 @@
 import contextlib
 from collections.abc import Callable
 
-from mlx_runtime.companions.hub.contents import SweepSummary
 from mlx_runtime.companions.hub.mirror import Mirror
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import drivers, records
-from mlx_runtime.runs.folder import RunFolder, list_runs
+from mlx_runtime.runs.folder import SWEEP, RunFolder, list_runs
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import storage_at, storage_errors, to_json
 
@@ -17,38 +16,33 @@ def unfinished_runs(root: str) -> list[RunFolder]:
     return [run for run in list_runs(root) if _unfinished(run)]
 
 
-def push(
-    run: RunFolder,
-    uri: str | None = None,
-    announce: Callable[[str], object] = lambda text: None,
-    sweep: SweepSummary | None = None,
-) -> str:
+def push(run: RunFolder, uri: str | None = None, announce: Callable[[str], object] = lambda text: None) -> str:
     """Upload a run to a repository, by default its mirror. Return a message for the user.
-
-    With `sweep`, the run is the best one of that sweep, and the repository becomes the mirror of the sweep.
 
     `announce` is called with lines that list the files, before the first upload to a repository.
 
     Raises:
-        UsageError: the run is training or has no mirror, or the repository contains another run or a newer state.
+        UsageError: the run is training or has no mirror, its config or code holds likely secrets, or the repository
+            contains another run or a newer state.
         UnreachableError: the Hub does not answer.
     """
-    drivers.refuse_living(run)
-    owner = run if sweep is None else sweep.folder
-    record = drivers.refuse_living(owner)
+    if run.name.startswith(SWEEP):
+        raise UsageError(
+            f"{run.title} is a sweep, and a repository holds one run; push its best: mlx xp best {run.title}"
+        )
+    record = drivers.refuse_living(run)
     uri = uri or (record.get("mirror") or {}).get("uri")
     if uri is None:
-        raise UsageError(f"{owner.title} has no mirror; name one with --to hf://USER/NAME")
+        raise UsageError(f"{run.title} has no mirror; name one with --to hf://USER/NAME")
     mirror = Mirror(uri, announce)
-    mirror.check(run, None if sweep is None else owner)
-    claim, count = mirror.push(run, sweep)
-    if drivers.refuse_living(owner) != record:
-        raise UsageError(f"{owner.title} has changed during the upload; repeat the command")
+    mirror.check(run)
+    claim, count = mirror.push(run)
+    if drivers.refuse_living(run) != record:
+        raise UsageError(f"{run.title} has changed during the upload; repeat the command")
     complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
-    with storage_errors(f"cannot write {owner.location}"):  # a `Record` would mark the run as alive
-        storage_at(owner.location).write(to_json(record | {"mirror": complete}).encode(), owner.record.name)
-    of = run.title if sweep is None else f"{owner.title} and its best run, {run.title},"
-    return f"{mirror.uri} is complete: {plural(count, 'file')} of {of} uploaded"
+    with storage_errors(f"cannot write {run.location}"):  # a `Record` would mark the run as alive
+        storage_at(run.location).write(to_json(record | {"mirror": complete}).encode(), run.record.name)
+    return f"{mirror.uri} is complete: {plural(count, 'file')} of {run.title} uploaded"
 
 
 def _unfinished(run: RunFolder) -> bool:

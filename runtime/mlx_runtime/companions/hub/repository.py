@@ -5,6 +5,7 @@ its client has no timeout. Here, every operation is retried, and then fails with
 """
 
 import contextlib
+import glob
 import json
 import os
 import random
@@ -171,30 +172,33 @@ class Repository:
 
     def read(self, path: str, commit: str) -> bytes | None:
         """Return the content of a small file of a commit, or None if there is no such file."""
+        from huggingface_hub import hf_hub_download
+
+        options = {"revision": commit, "endpoint": self._api.endpoint}
         with tempfile.TemporaryDirectory(prefix="mlx-hub-") as temporary:
             try:
-                return self.download(path, commit, Path(temporary)).read_bytes()
+                file = self._call(hf_hub_download, self.address.name, path, local_dir=temporary, **options)
+                return Path(file).read_bytes()
             except UsageError as error:
                 if isinstance(error.__cause__, self._errors.RemoteEntryNotFoundError):
                     return None
                 raise
 
-    def download(self, path: str, commit: str, folder: Path) -> Path:
-        """Copy a file of a commit to the same path below a new folder of this process.
+    def download(self, paths: Collection[str], commit: str, folder: Path) -> None:
+        """Copy files of a commit to the same paths below a folder. A retry resumes a failed download.
 
-        A retry resumes a failed download.
+        Raises:
+            StorageError: the folder cannot be written, or some files did not arrive.
         """
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import snapshot_download
 
-        found = self._call(
-            hf_hub_download,
-            self.address.name,
-            path,
-            revision=commit,
-            local_dir=folder,
-            endpoint=self._api.endpoint,
-        )
-        return Path(found)
+        if not paths:
+            return
+        options = {"revision": commit, "local_dir": folder, "endpoint": self._api.endpoint}
+        self._call(snapshot_download, self.address.name, allow_patterns=[*map(glob.escape, paths)], **options)
+        # If the Hub does not answer, snapshot_download may return a folder that it finds.
+        if missing := [path for path in paths if not (folder / path).is_file()]:
+            raise UnreachableError(f"{missing[0]} of {self.address} did not arrive in {folder}; repeat the command")
 
     def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
         """Upload files ahead of a commit, and return handles for `commit`, by path.
@@ -311,7 +315,8 @@ class Repository:
 
 def _root(error: BaseException) -> BaseException:
     """Return the cause of a failed upload or a missing local copy."""
-    while type(error) is RuntimeError or type(error).__name__ == "LocalEntryNotFoundError":
+    local = ("LocalEntryNotFoundError", "IncompleteSnapshotError")
+    while type(error) is RuntimeError or type(error).__name__ in local:
         if error.__cause__ is None:
             break
         error = error.__cause__

@@ -1,1 +1,1 @@
-"""Launched jobs of any scheme; data jobs, which fill a folder of the storage completely or not at all; its contents."""
+"""Launched jobs, and what follows their end; data jobs, which fill a folder of the storage completely or not at all."""

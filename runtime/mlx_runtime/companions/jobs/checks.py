@@ -58,29 +58,33 @@ class Checks:
                 self._write(check.line())
         return all(check.ok for check in checks)
 
+    def require(self, *checks: Check) -> None:
+        """Raise ClusterError if one of these has failed, after all of them."""
+        if not self.add(*checks):
+            raise self.failure()
+
     def failure(self) -> ClusterError:
         """Return the error that ends the launch."""
         return ClusterError(f"preflight failed: {self.failed} check{'s' * (self.failed != 1)}, see above")
+
+    def config(self, load: "Callable[[], RunConfig]") -> "RunConfig":
+        """Load the config of a run, sweep or data job. Raises UsageError for a wrong name, as of a run to resume."""
+        try:
+            config = load()
+        except UsageError:
+            raise
+        except MlxError as error:
+            cure = f"Edit {CONF}, or pass overrides" if isinstance(error, ConfigError) else "See: mlx train show"
+            self.add(Check("config", str(error), cure))
+            raise self.failure() from error
+        self.add(valid_config())
+        return config
 
 
 def require(check: Check) -> None:
     """Raise ClusterError if a check has failed."""
     if not check.ok:
-        error = ClusterError(check.text)
-        error.hint = check.hint or ""
-        raise error
-
-
-def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
-    """Load the config of a run, sweep or data job. Raises UsageError for a wrong name, as of a run to resume."""
-    try:
-        return load(), valid_config()
-    except ConfigError as error:
-        return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
-    except UsageError:
-        raise
-    except MlxError as error:
-        return None, Check("config", str(error), f"See: {commands()} launch --help")
+        raise ClusterError(check.text, check.hint or "")
 
 
 def refuse_engine(cfg: "TrainConfig") -> None:

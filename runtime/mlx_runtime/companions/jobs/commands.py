@@ -28,7 +28,6 @@ from mlx_runtime.runs.folder import RunFolder, find_run, list_runs
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import Row, summarize
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, join_path, size_text, to_json
 
 data_new = commands.new_command(DATA_JOB)
@@ -114,17 +113,13 @@ def _find_job(name: str, run: str) -> RunFolder:
 @click.command("show")
 @click.option("--depth", type=click.IntRange(min=0), default=2, show_default=True, help="Levels to list.")
 @options.json
-@options.address
 @click.argument("path", type=word, required=False)
-def data_show(depth: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
-    """Show the contents of the storage, or of PATH in it, with sizes; through a cluster if only that can see it."""
-    with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
-        root = lookup.storage_root()
-        if not is_uri(root) and not Path(root).is_dir():
-            raise UsageError(
-                f"{root} does not exist on this machine; if only a cluster has it, pass --ray-address http://HEAD:8265"
-            )
-        found = contents.survey(contents.path_in(root, path or ""), depth)
+def data_show(depth: int, as_json: bool, path: str | None) -> None:
+    """Show the contents of the storage, or of PATH in it, with sizes."""
+    root = lookup.storage_root()
+    if not is_uri(root) and not Path(root).is_dir():
+        raise UsageError(f"{root} does not exist on this machine; on a cluster: mlx --on http://HEAD:8265 data show")
+    found = contents.survey(contents.path_in(root, path or ""), depth)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
         return

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_runtime.companions.jobs.filling import RECORD, job_record, job_status
-from mlx_runtime.companions.prepared.store import is_fresh_mark
+from mlx_runtime.companions.prepared.store import is_in_use
 from mlx_runtime.errors import StorageError, UsageError, printable, short_message
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import ATTEMPT
@@ -121,8 +121,8 @@ def refuse_in_use(path: StoragePath) -> None:
         title = join_path(path.root, *folder)
         if name == RUN or name.startswith(ATTEMPT):
             raise UsageError(f"{title} is a run; remove it with: mlx xp rm {title}")
-        if is_fresh_mark(file):
-            raise UsageError(f"{title} is being read; wait for the runs that read it")
+        if is_in_use(file):
+            raise UsageError(f"{title} is in use, or was in the last five minutes; wait for the runs that read it")
         record = job_record(storage, *folder) if name == RECORD else None
         if record is not None and job_status(record) in records.LIVING:
             raise UsageError(f"{title} is being filled by {leases.holder(record)}; end that first")

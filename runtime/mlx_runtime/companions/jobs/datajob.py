@@ -79,7 +79,13 @@ class DataJob:
         """Fill `self.output`, with plain Python, Ray or Ray Data. Called on the driver; implemented by the user."""
         raise NotImplementedError(f"{type(self).__name__} must define run(self)")
 
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item], title: str = "done") -> list[Result]:
+    def map(
+        self,
+        function: Callable[[Item], Result],
+        items: Iterable[Item],
+        title: str = "done",
+        key: Callable[[Item], object] | None = None,
+    ) -> list[Result]:
         """Call a function with each item, `cfg.start_workers` at a time on any node, and show the progress.
 
         Starting a call takes milliseconds, so an item should take a second or more. If its process or node is lost, an
@@ -89,6 +95,9 @@ class DataJob:
             function: a method or function; it and its items must be picklable.
             items: arguments of the calls.
             title: title of the progress bar.
+            key: function that returns the text that identifies an item in the whole job, like `str`. With it, a job
+                that is resumed keeps the results and the files of finished items. Pass it only if calls that are
+                repeated, in any order, have the same effect.
 
         Returns:
             The results, in the order of the items.
@@ -98,15 +107,16 @@ class DataJob:
             MlxError: the process or node of an item was lost too many times.
         """
         items = list(items)
-        keys, known = self._finished.begin_call(self, function, items) if self._finished is not None else ([], {})
-        results: list[Any] = [known[index].result if index in known else None for index in range(len(items))]
+        keys = [str(key(item)) for item in items] if key is not None else []
+        known = self._finished.results(keys) if self._finished is not None else {}
+        results: list[Any] = [known.get(index) for index in range(len(items))]
         calls = _calls_here if self.cfg.start_workers == 0 else _calls_on_ray
         waiting = [(index, item) for index, item in enumerate(items) if index not in known]
         with contextlib.closing(calls(function, waiting, self.cfg)) as finished:
             for count, (index, result, files) in enumerate(finished, start=len(known) + 1):
                 results[index] = result
                 if self._finished is not None:
-                    self._finished.add(keys[index], result, files)
+                    self._finished.add(keys[index] if keys else None, result, files)
                 if self._display is not None:
                     self._display.show_progress(title, count, len(items))
         return results
@@ -149,7 +159,7 @@ def run_job(job: type[DataJob], config: Config) -> str:
             finished: FinishedItems | None = None
             try:
                 record.update(filling=target.id, **fingerprints(config))
-                finished = FinishedItems(record.folder, target.output, config.tree, resumed=target.adopted)
+                finished = FinishedItems(record.folder, target.output, resumed=target.adopted)
                 stack.callback(finished.close)
                 if cfg.resume:
                     display.print(f"resumed   {plural(finished.count, 'finished item')}")

@@ -7,9 +7,11 @@ job_statuses(jobs)          the statuses of jobs by address and id, perhaps with
 """
 
 import abc
+import codecs
 import contextlib
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,7 @@ from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ClusterError, MlxError, RunStopped, StorageError, full_message, short_message
 from mlx_runtime.runs import drivers, records, snapshots
 from mlx_runtime.runs.folder import RUN, SWEEP, RunFolder, claim_run
+from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import storage_root
@@ -27,6 +30,10 @@ from mlx_runtime.storage.redaction import redact
 
 if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig
+
+FOLLOW_S = 1.0  # interval for reading the output of a job
+STARTUP_S = 30.0  # maximum wait for a job to begin, in order to report failures during startup
+FAILED_LOG_LINES = 40
 
 
 @dataclass(frozen=True)
@@ -74,53 +81,126 @@ class JobClient(Protocol):
         """Remove a job that has not begun; end any other one, with time for a checkpoint."""
 
 
-class SubmittedJob(Protocol):
-    """A job that a cluster has accepted."""
+class PollingClient(abc.ABC):
+    """A client of jobs whose output is a file that grows. It is read again and again, but only what is new."""
 
-    @property
-    def facts(self) -> Mapping[str, str]:
-        """Facts to print by title."""
+    @abc.abstractmethod
+    def state(self, job: str) -> JobState: ...
+
+    @abc.abstractmethod
+    def stop(self, job: str) -> None: ...
+
+    @abc.abstractmethod
+    def source(self, job: str) -> str | None:
+        """Return where the output of a job is now, or None if there is none yet, or no more."""
+
+    @abc.abstractmethod
+    def read(self, job: str, source: str, start: int) -> bytes:
+        """Return the output at a source from a byte on."""
+
+    def log(self, job: str) -> str:
+        if (source := self.source(job)) is None:
+            raise ClusterError(f"there is no output of {job} yet, or no more")
+        return self.read(job, source, 0).decode(errors="replace")
+
+    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
+        """Write the output as it grows, also while the job waits, perhaps again, and return its last state."""
+        source, seen, decoder = self.source(job), 0, codecs.getincrementaldecoder("utf-8")("replace")
+        while True:
+            state, content = self.state(job), self.read(job, source, seen) if source is not None else b""
+            if content:
+                text = decoder.decode(content)
+                write(text if tail is None or seen else last_lines(text, tail))
+                seen += len(content)
+            elif (found := self.source(job)) != source:
+                source, seen = found, 0
+                continue
+            elif state.ended:
+                return state
+            time.sleep(FOLLOW_S)
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job that a cluster has accepted.
+
+    Attributes:
+        facts: facts to print by title.
+        run: its run or sweep, which the job begins within `STARTUP_S` or reports why not; None if the job may stay in a
+            queue for days.
+    """
+
+    client: JobClient
+    id: str
+    facts: Mapping[str, str]
+    run: RunFolder | None = None
 
     def follow(self) -> int:
         """Print the output of the job until it ends. Return its exit code."""
+        return self.client.follow(self.id, partial(print, end="", flush=True)).exit_code
 
     def wait(self) -> str:
-        """Return the status of the job; the cluster decides how long it waits for the job to begin."""
+        """Return the status of the job, once its run has begun; PENDING if it has not, or if the cluster is silent.
+
+        Raises:
+            ClusterError: the job has failed.
+        """
+        deadline = time.monotonic() + (STARTUP_S if self.run is not None else 0)
+        while True:
+            state = JobState("PENDING")
+            with contextlib.suppress(ClusterError):  # it has accepted the job
+                state = self.client.state(self.id)
+            begun = self.run is None or records.load_record(self.run)["status"] != "PENDING"
+            if state.ended or begun or time.monotonic() >= deadline:
+                break
+            time.sleep(0.3)
+        if self.run is None:
+            return str(state)  # with the reason for which it waits
+        if state.ended and state.exit_code:
+            log = last_lines(self.client.log(self.id), FAILED_LOG_LINES)
+            raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())
+        return state.status if state.ended or begun else "PENDING"
 
 
-class Launch(Protocol):
+class Launch(abc.ABC):
     """An experiment and options that have passed the checks of a cluster."""
 
-    def submit_run(self) -> SubmittedJob:
-        """Submit the run of the config, or the run to resume."""
+    config: "RunConfig"
 
+    @abc.abstractmethod
+    def submit_run(self) -> SubmittedJob:
+        """Submit the run to resume, or a new one."""
+
+    @abc.abstractmethod
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
     ) -> SubmittedJob:
         """Submit `mlx train sweep` with these words, for an existing sweep or a new one of this name."""
 
 
-class ClaimingLaunch(abc.ABC):
+class ClaimingLaunch(Launch):
     """A launch from a machine that sees the storage: the folder of the run or sweep is created here."""
 
-    config: "RunConfig"
+    def submit_run(self, driver: Sequence[str] = ("main.py",), **metadata: str) -> SubmittedJob:
+        """Claim the run, or find the one to resume, and submit it.
 
-    def submit_run(self) -> SubmittedJob:
-        """Submit the run to resume, or a new one."""
+        `driver` is the script or module of the job, before the arguments of main.py; `metadata` is kept with the job.
+
+        If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
+        """
         config = self.config
         run = config.run or self._claim(RUN)
         before = drivers.refuse_living(run) if config.run else {}
-        origin = self._location(config.origin) if config.origin else None
-        request = Request(config.overrides, origin=origin, claimed=self._location(run))
-        return self._submit_driver(run, before, ["main.py", *request.words], {})
+        origin = config.origin.location if config.origin else None
+        request = Request(config.overrides, origin=origin, claimed=run.location)
+        return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
     ) -> SubmittedJob:
-        """Submit `mlx train sweep --resume` with these words, for an existing sweep or a new one of this name."""
         folder = sweep or self._claim(SWEEP, name)
         before = drivers.refuse_living(folder) if sweep else {}
-        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={self._location(folder)}", *words]
+        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]
         new = {} if sweep else {"definition": dict(definition), "trials": []}
         return self._submit_driver(folder, before, command, {}, **new)
 
@@ -131,10 +211,6 @@ class ClaimingLaunch(abc.ABC):
         if kind == SWEEP:
             snapshots.store(Path.cwd(), folder)
         return folder
-
-    def _location(self, folder: RunFolder) -> str:
-        """Return the folder or URI of a run, as its job sees it."""
-        return folder.location
 
     @abc.abstractmethod
     def _submit_driver(
@@ -154,26 +230,6 @@ class ClaimingLaunch(abc.ABC):
             metadata: kept by the cluster with the job.
             fields: further fields of the record.
         """
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """A job in a queue, where it may stay for days, and facts to print by title."""
-
-    client: JobClient
-    id: str
-    facts: Mapping[str, str]
-
-    def follow(self) -> int:
-        """Print the output of the job until it ends. Return its exit code."""
-        return self.client.follow(self.id, partial(print, end="", flush=True)).exit_code
-
-    def wait(self) -> str:
-        """Return the status of the job now; PENDING if the cluster does not tell, because it has accepted the job."""
-        try:
-            return str(self.client.state(self.id))
-        except ClusterError:
-            return "PENDING"
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mlx_runtime import companions
 from mlx_runtime.cli.verbs import projects
+from mlx_runtime.companions.jobs.endings import DriverEnd
 from mlx_runtime.companions.jobs.launching import pending
 from mlx_runtime.companions.kubernetes.manifest import PID_FILE
 from mlx_runtime.config.projects import AN_EXPERIMENT
@@ -89,15 +90,15 @@ def _has_succeeded(folder: RunFolder) -> bool:
 
 @contextlib.contextmanager
 def ends_for_good() -> Iterator[None]:
-    """Let only `mlx xp stop` end the job as STOPPED, for good.
+    """Let the job end as STOPPED if nothing follows.
 
-    After any other early stop, like that of a drained node, this process exits as if it had failed, so that KubeRay
-    starts the job again.
+    After a preemption, like that of a drained node, this process exits as if it had failed, so that KubeRay starts the
+    job again, `backoffLimit` times.
     """
     try:
         yield
     except RunStopped as error:
-        if error.reason == RunStopped.REQUESTED:
+        if DriverEnd(error.exit_code, "STOPPED", error.reason).next == "done":
             raise
         print(f"{error}\nThe job fails, so that Kubernetes starts it again", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

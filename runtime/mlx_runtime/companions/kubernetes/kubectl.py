@@ -4,11 +4,12 @@ import contextlib
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_runtime.companions.jobs.launching import JobState
+from mlx_runtime.companions.jobs.launching import JobState, PollingClient
+from mlx_runtime.companions.kubernetes.manifest import HEAD_CONTAINER, JOB_LABEL
 from mlx_runtime.errors import ClusterError
 
 ANSWER_S = 60.0
@@ -17,11 +18,17 @@ ANSWER_S = 60.0
 STATE_S = 10.0
 """Timeout of a call that asks for the states of jobs."""
 
+LOGS = "/tmp/ray/session_latest/logs"
+"""Folder in the pod of the head with the output of jobs."""
+
+READ = '[ ! -f "$1" ] || tail -c "+$2" "$1"'
+"""Command that prints a file, which may not be there yet, from a byte on."""
+
 MISSING = "install kubectl, or print the manifest with --dry-run, for whoever has it"
 
 
 @dataclass(frozen=True)
-class Kubectl:
+class Kubectl(PollingClient):
     """kubectl with the options of a launch. Methods raise `ClusterError`."""
 
     options: tuple[str, ...] = ()
@@ -31,19 +38,21 @@ class Kubectl:
         given = {"--context": context, "--namespace": namespace}
         return cls(tuple(f"{option}={value}" for option, value in given.items() if value))
 
-    def run(self, *arguments: str, document: str | None = None, timeout_s: float = ANSWER_S) -> str:
+    def run(self, *arguments: str, document: str = "", timeout_s: float = ANSWER_S) -> str:
         """Return the output of a call. Pass a manifest for `-f -` as `document`."""
+        return self._bytes(*arguments, document=document, timeout_s=timeout_s).decode(errors="replace")
+
+    def _bytes(self, *arguments: str, document: str = "", timeout_s: float = ANSWER_S) -> bytes:
         if (program := shutil.which("kubectl")) is None:
-            error = ClusterError("there is no kubectl on the PATH")
-            error.hint = MISSING
-            raise error
+            raise ClusterError("there is no kubectl on the PATH", MISSING)
         command = [program, *self.options, *arguments]
         try:
-            done = subprocess.run(command, input=document, capture_output=True, text=True, timeout=timeout_s)
+            done = subprocess.run(command, input=document.encode(), capture_output=True, timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise ClusterError(f"kubectl {arguments[0]} did not end within {timeout_s:.0f} s") from error
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["kubectl failed without a reason"]
+            printed = done.stderr.decode(errors="replace").splitlines()
+            lines = [line for line in printed if line.strip()] or ["kubectl failed without a reason"]
             raise ClusterError("; ".join(lines).removeprefix("error: ").removeprefix("Error from server ").strip())
         return done.stdout
 
@@ -51,13 +60,20 @@ class Kubectl:
         """Return the state of a job, by the name of its RayJob."""
         return _state(json.loads(self.run("get", f"rayjob/{job}", "--output=json", timeout_s=STATE_S)))
 
-    def log(self, job: str) -> str:
-        """Raise an error: the output of a job is in its pod, and in the folder of its run."""
-        raise ClusterError(f"the output of {job} is in the pod of its head")
+    def source(self, job: str) -> str | None:
+        """Return the running pod of the head; a job that KubeRay starts again has another one."""
+        labels = f"--selector={JOB_LABEL}={job},ray.io/node-type=head"
+        pods = self.run("get", "pod", labels, "--field-selector=status.phase=Running", "--output=name").split()
+        return pods[-1] if pods else None
 
-    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
-        """Raise an error, like `log`."""
-        raise ClusterError(f"the output of {job} is in the pod of its head")
+    def read(self, job: str, source: str, start: int) -> bytes:
+        words = ("/bin/sh", "-c", READ, "sh", f"{LOGS}/job-driver-{job}.log", str(start + 1))
+        try:
+            return self._bytes("exec", source, f"--container={HEAD_CONTAINER}", "--", *words)
+        except ClusterError:
+            if self.source(job) == source:
+                raise
+            return b""  # the pod has just been deleted
 
     def stop(self, job: str) -> None:
         """Delete a RayJob with its pods, whose hooks save a checkpoint."""

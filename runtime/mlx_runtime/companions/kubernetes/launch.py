@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.companions.jobs.checks import Check, Checks, check_config, check_secrets, refuse_engine
-from mlx_runtime.companions.jobs.launching import QueuedJob
+from mlx_runtime.companions.jobs.checks import Check, Checks, check_secrets, refuse_engine
+from mlx_runtime.companions.jobs.launching import Launch, SubmittedJob
 from mlx_runtime.companions.kubernetes.kubectl import Kubectl
 from mlx_runtime.companions.kubernetes.manifest import JOB_LABEL, MOUNT, Pods, job_name, rayjob
 from mlx_runtime.config.composition import storage_override
@@ -32,7 +32,7 @@ KUBERAY = "See: kubectl config get-contexts, and KubeRay: https://docs.ray.io/en
 
 
 @dataclass(frozen=True)
-class KubeLaunch:
+class KubeLaunch(Launch):
     """An experiment and options that have passed the checks; `trials` is as in `manifest.rayjob`."""
 
     pods: Pods
@@ -53,7 +53,7 @@ class KubeLaunch:
         typed = any(item.lstrip("+").startswith("cfg.storage_path=") for item in self.config.overrides)
         return [storage_override(self.root)] if typed else []
 
-    def submit_run(self) -> QueuedJob:
+    def submit_run(self) -> SubmittedJob:
         """Apply the RayJob of a run."""
         from mlx_runtime.driver.arguments import Request
 
@@ -65,7 +65,7 @@ class KubeLaunch:
 
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
-    ) -> QueuedJob:
+    ) -> SubmittedJob:
         """Apply the RayJob of a sweep, new or resumed; its driver reads the definition from the words."""
         resume = [f"--resume={sweep.name}"] if sweep else []
         title = f"{self.config.cfg.name}-{name or 'sweep'}"
@@ -79,9 +79,8 @@ class KubeLaunch:
         try:
             self._kubectl.run("apply", "--dry-run=server", "--output=name", "--filename=-", document=manifest)
         except ClusterError as error:
-            self.shown.add(Check("cluster", f"it rejects the job: {error}", error.hint or KUBERAY))
-            raise self.shown.failure() from None
-        self.shown.add(Check("cluster", "it accepts the job"))
+            self.shown.require(Check("cluster", f"rejected the job: {error}", error.hint or KUBERAY))
+        self.shown.add(Check("cluster", "accepted the job"))
 
     @property
     def _kubectl(self) -> Kubectl:
@@ -106,7 +105,7 @@ class KubeLaunch:
             raise ConfigError(f"the manifest would contain a secret in {', '.join(found)}; pass it with --secret NAME")
         return to_yaml(tree)
 
-    def _submit(self, kind: str, title: str, words: Sequence[str]) -> QueuedJob:
+    def _submit(self, kind: str, title: str, words: Sequence[str]) -> SubmittedJob:
         pods, name = self.pods, job_name(title)
         manifest = self._manifest(name, kind, words)
         if self.dry_run:
@@ -124,7 +123,7 @@ class KubeLaunch:
             "follow": f"{typed} exec {head} -- {logs}",
             "stop": f"{typed} delete rayjob {name}",
         }
-        return QueuedJob(self._kubectl, name, facts)
+        return SubmittedJob(self._kubectl, name, facts)
 
 
 def pod_storage(storage_path: str) -> str:
@@ -150,17 +149,14 @@ def prepare(
     """
     shown, template = Checks(show_all=show_all), _template(pods.template)
     with _stdout_to_stderr():
-        config, check = check_config(load)
-    if not shown.add(check) or config is None:
-        raise shown.failure()
+        config = shown.config(load)
     cfg = config.cfg
     refuse_engine(cfg)
     for line in config.notes:
         print(line, file=sys.stderr)
     if found := sorted({"working_dir", "py_modules", "pip", "uv", "conda"} & (cfg.runtime_env or {}).keys()):
-        raise ConfigError(f"cfg.runtime_env.{found[0]} is not installed in the pods; it belongs in the image")
-    if not shown.add(check_secrets(config), *check_options(pods, pod_storage(cfg.storage_path), cfg.secrets)):
-        raise shown.failure()
+        raise ConfigError(f"cfg.runtime_env.{found[0]} is not supported on Kubernetes; install packages in the image")
+    shown.require(check_secrets(config), *check_options(pods, pod_storage(cfg.storage_path), cfg.secrets))
     if cfg.use_gpu is None and not Settings.read().quiet:
         print("note      the pods have no GPUs; cfg.use_gpu=true requests them", file=sys.stderr)
     launch = KubeLaunch(pods, template, config, trials, dry_run, shown)
@@ -173,18 +169,18 @@ def check_options(pods: Pods, root: str, secrets: Sequence[str]) -> Iterator[Che
     """Check the options of a launch without the cluster. `secrets` are the names in `cfg.secrets`."""
     tag = pods.image.rpartition("/")[2].partition(":")[2]
     if "@" not in pods.image and tag in ("", "latest"):
-        hint = "Tag each build, like --image registry/digits:1, so that an attempt that resumes has the same code"
-        yield Check("image", f"{pods.image} names no version", hint)
+        hint = "Tag each build, as in --image registry/digits:1, so that resumed attempts run the same code"
+        yield Check("image", f"{pods.image} has no version tag", hint)
     else:
         yield Check("image", pods.image)
     if is_uri(root) and pods.claim:
         yield Check("storage", f"{root} is not on the claim {pods.claim}", "Leave out --claim")
     if not is_uri(root) and not (pods.claim or pods.template):
         hint = "Name a PersistentVolumeClaim with --claim, or set cfg.storage_path=s3://BUCKET/PATH"
-        yield Check("storage", f"{root} would end with the pods", hint)
+        yield Check("storage", f"{root} would be deleted with the pods", hint)
     if secrets and not (pods.secret or pods.template):
         hint = "Create one: kubectl create secret generic NAME --from-env-file=.env; then pass --secret NAME"
-        yield Check("secrets", f"no Secret holds {', '.join(secrets)} of cfg.secrets", hint)
+        yield Check("secrets", f"no Secret was passed for {', '.join(secrets)} in cfg.secrets", hint)
 
 
 def _template(file: str | None) -> dict[str, Any]:
@@ -195,9 +191,10 @@ def _template(file: str | None) -> dict[str, Any]:
         found = from_plain_yaml(Path(file).read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--template: cannot read {file}: {short_message(error)}") from error
+    cures = {"name": "each launch gives its RayJob a new name", "namespace": "pass --namespace"}
     about = found.get("metadata")
-    if isinstance(about, Mapping) and "name" in about:
-        raise ConfigError(f"--template: remove metadata.name from {file}; each launch gives its RayJob a new name")
+    for key in cures.keys() & (about.keys() if isinstance(about, Mapping) else ()):
+        raise ConfigError(f"--template: remove metadata.{key} from {file}; {cures[key]}")
     return found
 
 
@@ -220,5 +217,5 @@ def _ray_version() -> str:
     file = Path("constraints.txt")
     pinned = re.search(r"^ray==(\S+)", file.read_text(), re.MULTILINE) if file.is_file() else None
     if pinned is None:
-        raise UsageError("the version of Ray in the image is unknown; write ray==VERSION to constraints.txt")
+        raise UsageError("the version of Ray in the image is unknown; add ray==VERSION to constraints.txt")
     return pinned[1]

@@ -25,6 +25,9 @@ MOUNT = "/mnt/runs"
 JOB_LABEL = "mlx-runtime/job"
 """Label of the pods with the name of their RayJob."""
 
+HEAD_CONTAINER = "ray-head"
+"""Container of the head."""
+
 GPU = "nvidia.com/gpu"
 """Resource of a GPU, with `cfg.use_gpu=true`."""
 
@@ -95,7 +98,7 @@ def rayjob(
         template: fields of the RayJob that are merged into the manifest; see `merge`.
     """
     alone = trials is None and cfg.start_workers == 0  # trains in the driver
-    head = _pod(name, pods, root, "ray-head", _worker_amounts(cfg, pods, 1) if alone else HEAD, STOP_DRIVER)
+    head = _pod(name, pods, root, HEAD_CONTAINER, _worker_amounts(cfg, pods, 1) if alone else HEAD, STOP_DRIVER)
     if alone:
         head["spec"] |= _tolerations(cfg)
     cluster: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}

@@ -1,10 +1,8 @@
 """Calls of training functions: their arguments, checked and written as the settings of a run."""
 
-import contextlib
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from mlx_runtime.companions.notebook.runs import importable
 from mlx_runtime.config.binding.nodes import RESERVED
 from mlx_runtime.config.composition import parse_overrides, quote
 from mlx_runtime.config.interpolation import escape
-from mlx_runtime.errors import ConfigError, MlxError, UsageError, WorkerLoopError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.folder import list_runs, named_run
 from mlx_runtime.runs.queries.lookup import conf_value
 from mlx_runtime.runs.queries.reader import Run
@@ -24,8 +22,8 @@ from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_root
 
-MOST_VALUES = 1000
-"""Maximum number of values in a config, because it is recorded and passed on as an override."""
+MOST_TEXT = 20_000
+"""Maximum length of a config, because it is recorded and passed on as an override."""
 
 FIXED = {"dataset_files": "dataset", "fold": "fold"}
 """Settings that must be those of a run to resume, and the arguments that set them."""
@@ -67,7 +65,7 @@ def run_settings(
 ) -> tuple[str, dict[str, Any]]:
     """Return the import path of a function, and the settings of its run: values by their key below `cfg`.
 
-    Datasets and checkpoints of tensors are stored first.
+    Datasets and checkpoints are stored first.
 
     Args:
         settings: those of the Trainer, with `start_workers`.
@@ -94,12 +92,10 @@ def run_settings(
         values["fold"] = _checked_fold(fold, datasets)
     if isinstance(checkpoint, str | Path):
         values["restore_checkpoint_path"] = escape(str(checkpoint))
-    elif checkpoint is not None and not isinstance(checkpoint, Mapping):
-        raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
-    elif checkpoint is not None and _is_plain(checkpoint):
-        values["checkpoint"] = escape(dict(checkpoint))
-    elif checkpoint is not None:
+    elif isinstance(checkpoint, Mapping):
         values["checkpoint_file"] = inputs.store_state(root, checkpoint)
+    elif checkpoint is not None:
+        raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
     if any(map(inputs.is_stream, datasets.values())):
         values["engine"] = "ray"
     if datasets:
@@ -121,31 +117,12 @@ def _check_config(path: str, function: Callable[..., Any], config: Any) -> None:
         raise UsageError(text) from None
     if config is not None and not isinstance(config, dict):
         raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
-    if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
-        text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
-        raise UsageError(f"{text}: put data into a file, and its path into config")
+    if len(repr(config)) > MOST_TEXT:
+        raise UsageError(
+            f"config is longer than {MOST_TEXT:,} characters: put data into a file, and its path into config"
+        )
     if config and not takes:
         raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the numbers and texts in a config. Refuse keys that would be interpreted in conf.yaml."""
-    if not isinstance(value, dict | list | tuple):
-        yield value
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        if key in RESERVED:
-            raise UsageError(f"config has the key {key!r}, which names an object in conf.yaml; rename it")
-        yield from _leaves(item)
-
-
-def _is_plain(value: Any) -> bool:
-    """Return True if conf.yaml can hold a checkpoint itself."""
-    if isinstance(value, dict):
-        return all(type(name) is str and name not in RESERVED and _is_plain(item) for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return len(value) <= MOST_VALUES and all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _checked_fold(fold: Any, datasets: Mapping[str, Any]) -> tuple[int, int]:
@@ -195,58 +172,6 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def in_own_words(error: BaseException) -> BaseException:
-    """Return an error whose text names the arguments of `Trainer` and `run` instead of the settings of a config."""
-    if isinstance(error, MlxError) and error.args:
-        text = str(error.args[0])
-        for pattern, argument in _OF_SAMPLES if isinstance(error, WorkerLoopError) else _ARGUMENTS:
-            text = pattern.sub(argument, text)
-        error.args = (text, *error.args[1:])
-    return error
-
-
-@contextlib.contextmanager
-def own_words() -> Iterator[None]:
-    """Apply `in_own_words` to the errors of a block."""
-    try:
-        yield
-    except MlxError as error:
-        raise in_own_words(error) from error.__cause__
-
-
-def _assignment(found: "re.Match[str]") -> str:
-    """Return `cfg.engine=ray` as Python."""
-    name, value = found.groups()
-    plain = {"null": "None", "true": "True", "false": "False"}.get(value, value)
-    return f"cfg.{name}={plain if plain in PLAIN else repr(plain)}"
-
-
-PLAIN = ("None", "True", "False", "nan", "inf")
-"""Values in Python that are words."""
-
-_ARGUMENTS: "list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]" = [
-    (re.compile(rf"(?<![\w.]){pattern}"), argument)
-    for pattern, argument in (
-        (r"cfg\.([\w.]*\w)=([A-Za-z_](?:[\w./=,-]*\w)?)", _assignment),
-        (r"null(?=$|[\s,;.])", "None"),
-        (r"--resume\b", "resume"),
-        (r"cfg\.start_workers\b", "num_workers"),
-        (r"cfg\.restore_checkpoint_path\b", "checkpoint"),
-        (r"cfg\.(?=\w)", ""),
-        (r"datasets\.\w+\.batch_size\b", "batch_size"),
-        (r"datasets\.train\b", "dataset"),
-        (r"datasets\.(\w+)", r"dataset['\1']"),
-    )
-]
-"""Settings in the texts of errors, and the arguments that set them."""
-
-_OF_SAMPLES: "list[tuple[re.Pattern[str], str]]" = [
-    (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.train\b"), r"\1of dataset"),
-    (re.compile(r"(\bsamples? (?:\d+ )?)of datasets\.(\w+)"), r"\1of dataset['\2']"),
-]
-"""The same for errors of the function, whose own words stay as they are."""
-
-
 def override(key: str, value: Any) -> str:
     """Return the override that sets a key, new or not, to a plain value; tuples become lists.
 
@@ -268,6 +193,8 @@ def _plain_value(value: Any, key: str) -> Any:
         return value
     if type(value) in (list, tuple):
         return [_plain_value(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if type(value) is dict and (reserved := value.keys() & RESERVED):
+        raise UsageError(f"{key} has the key {min(reserved)!r}, which names an object in conf.yaml; rename it")
     if type(value) is dict:
         return {name: _plain_value(item, f"{key}.{name}") for name, item in value.items()}
     kind = type(value).__name__

@@ -1,45 +1,77 @@
-"""The module of the `%%mlx` cells of a notebook, written to a file for workers and later readers."""
+"""The `%%mlx` cells of a notebook: a module in `src`, which workers import, and which is stored with runs."""
 
 import ast
 import importlib
+import keyword
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.local import write_atomic
+
+DEFAULT = "notebook"
+"""Default name of the module in `src`."""
 
 PACKAGE = "import mlx_runtime\n\nmlx_runtime.defer_loading(__name__)  # importing this package loads no data\n"
 HEADER = '"""The %%mlx cells of a notebook. Edit them there: running one overwrites this file."""\n'
 
 
-@dataclass
-class Cell:
-    """An executed cell; `id` is None if the notebook does not send one."""
+def register(shell: Any) -> None:
+    """Register `%%mlx` in a shell of IPython."""
+    modules: dict[Path, CellModule] = {}
+
+    def mlx(line: str, text: str) -> None:
+        """Write a cell to the module `src.notebook`, or `src.NAME` after `%%mlx NAME`, and define its names here."""
+        name = line.strip() or DEFAULT
+        if not name.isidentifier() or keyword.iskeyword(name) or not is_name(f"{name}.py"):
+            raise UsageError(f"%%mlx {name:.100}: write %%mlx, or %%mlx NAME for a module src/NAME.py")
+        module = CellModule(name, Path.cwd())
+        module = modules.setdefault(module.path, module)
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        try:
+            loaded = module.run(text)
+        except NameError as error:
+            if error.name in shell.user_ns:
+                raise UsageError(
+                    f"{error.name} is defined in a cell without %%mlx, so workers would not find it; "
+                    "add %%mlx to that cell and run it first"
+                ) from None
+            raise
+        shell.push({name: value for name, value in vars(loaded).items() if not name.startswith("_")})
+
+    shell.register_magic_function(mlx, "cell", "mlx")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A statement of a cell, with the comments above it, and others on the same line."""
 
     text: str
-    id: str | None = None
+    is_import: bool
+    names: frozenset[str]  # that it defines
+    uses: frozenset[str]  # names in it
+    needs: frozenset[str]  # those that it uses when it is executed, and not only in bodies of functions
 
 
 class CellModule:
-    """The module `src.NAME` of a project: its cells in the order in which they were first run.
+    """The module `src.NAME` of a project, made of cells.
 
-    As in the namespace of a notebook, the latest definition counts: a cell replaces its own earlier text, and
-    definitions of the same names in other cells.
+    As in the namespace of a notebook, the latest definition of a name counts.
     """
 
     def __init__(self, name: str, project: Path) -> None:
         self.name = f"src.{name}"
         self.path = project / "src" / f"{name}.py"
-        self._cells: list[Cell] = []
+        self._blocks: list[Block] = []
 
-    @property
-    def text(self) -> str:
-        return "\n\n".join([HEADER, *(f"# %%\n{cell.text.strip()}\n" for cell in self._cells)])
-
-    def run(self, cell: Cell) -> ModuleType:
+    def run(self, text: str) -> ModuleType:
         """Add a cell, write the module, and import it again. If that fails, the module stays as it was.
 
         Raises:
@@ -47,79 +79,97 @@ class CellModule:
             UsageError: the file exists, and was not written from cells.
             StorageError: it cannot be written.
         """
-        before, loaded = self._cells, sys.modules.pop(self.name, None)
+        if self.path.is_file() and not self.path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+            raise UsageError(f"{self.path} exists and does not come from %%mlx cells; name another module: %%mlx NAME")
+        blocks = insert_cell(self._blocks, text)
+        loaded = sys.modules.pop(self.name, None)
         try:
-            self._cells = insert_cell(before, cell)
-            self._write()
+            self._write(blocks)
             importlib.invalidate_caches()
-            return importlib.import_module(self.name)
+            module = importlib.import_module(self.name)
         except BaseException:
-            self._cells = before
-            if before:
-                self._write()
-            elif self.path.is_file() and self._ours():
-                self.path.unlink()
+            self._write(self._blocks)
             if loaded is not None:
                 sys.modules[self.name] = loaded
             raise
+        self._blocks = blocks
+        return module
 
-    def _write(self) -> None:
-        if self.path.is_file() and not self._ours():
-            raise UsageError(f"{self.path} exists and does not come from %%mlx cells; name another module: %%mlx NAME")
+    def _write(self, blocks: Sequence[Block]) -> None:
+        text = "".join(f"{block.text}\n" if block.is_import else f"\n\n{block.text}\n" for block in blocks)
         try:
             if not self.path.parent.is_dir():
                 self.path.parent.mkdir()
                 (self.path.parent / "__init__.py").write_text(PACKAGE, encoding="utf-8")
-            write_atomic(self.path, self.text)
+            write_atomic(self.path, HEADER + text)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {short_message(error)}") from error
 
-    def _ours(self) -> bool:
-        return self.path.read_text(encoding="utf-8", errors="replace").startswith(HEADER)
 
+def insert_cell(blocks: Sequence[Block], text: str) -> list[Block]:
+    """Return the blocks of a module with those of a cell, which replace earlier definitions of the same names.
 
-def insert_cell(cells: list[Cell], new: Cell) -> list[Cell]:
-    """Return the cells with a new one in place of the one that it replaces, or at the end.
+    The cell comes last, so that it can use all others. Blocks that need what it replaces follow it; so do blocks that
+    use what it defines, unless it uses them.
 
     Raises:
-        SyntaxError: the new cell is not Python.
+        SyntaxError: the cell is not Python.
     """
+    imported = {block.text for block in blocks if block.is_import}
+    new = [block for block in _split(text) if block.text not in imported]
+    texts, names = {block.text for block in new}, {name for block in new for name in block.names}
+    used = {name for block in new for name in block.uses}
+    before, after, changed, gone = [], [], set(names), set[str]()
+    for block in blocks:
+        if block.text in texts or (block.names and block.names <= names):
+            gone |= block.names
+        elif block.needs & gone or (block.uses & changed and not block.names & used):
+            after.append(block)
+            changed |= block.names
+            gone |= block.names
+        else:
+            before.append(block)
+    return [*before, *new, *after]
+
+
+def _split(text: str) -> Iterator[Block]:
+    """Yield the statements of a cell."""
     try:
-        statements = ast.parse(new.text, "<%%mlx cell>").body
+        statements = ast.parse(text, "<%%mlx cell>").body
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, half a surrogate pair, deep nesting
         raise SyntaxError(f"the cell cannot be parsed: {short_message(error)}") from error
-    result: list[Cell] = []
-    positions: dict[bool, int] = {}  # of the first cell with the same id, and of the first that has changed
-    for cell in cells:
-        same = new.id is not None and cell.id == new.id
-        head, tail = ("", "") if same or cell.text == new.text else _cut(cell.text, statements)
-        if head.strip():
-            result.append(Cell(head, cell.id))
-        if head != cell.text:
-            positions.setdefault(same, len(result))
-        if tail.strip():
-            result.append(Cell(tail, cell.id))
-    result.insert(positions.get(True, positions.get(False, len(result))), new)
-    return result
+    groups: list[list[ast.stmt]] = []
+    for node in statements:
+        if groups and node.lineno <= (groups[-1][-1].end_lineno or 0):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    lines, end = re.split(r"\r\n?|\n", text), 0
+    for group in groups:
+        begin, end = end, group[-1].end_lineno or 0
+        walked = [item for node in group for item in ast.walk(node)]
+        yield Block(
+            "\n".join(lines[begin:end]).strip(),
+            is_import=all(isinstance(node, ast.Import | ast.ImportFrom) for node in group),
+            names=frozenset(name for node in group for name in defined_names(node)),
+            uses=frozenset(item.id for item in walked if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Load)),
+            needs=frozenset(name for node in group for name in needed_names(node)),
+        )
 
 
-def _cut(text: str, new: Sequence[ast.stmt]) -> tuple[str, str]:
-    """Return the text of a cell before and after its first definition of a name that new statements define.
-
-    Neither part defines any of them. Both are empty if nothing but imports of the new statements would be left.
-    """
-    names, known = {name for node in new for name in defined_names(node)}, {ast.dump(node) for node in new}
-    statements = ast.parse(text).body
-    gone = [node for node in statements if (found := set(defined_names(node))) and found <= names]
-    if not gone:
-        return text, ""
-    imports = (ast.Import, ast.ImportFrom)
-    if all(node in gone or (isinstance(node, imports) and ast.dump(node) in known) for node in statements):
-        return "", ""
-    removed = {line for node in gone for line in range(first_line(node), (node.end_lineno or 0) + 1)}
-    lines = [line for number, line in enumerate(text.splitlines(keepends=True), start=1) if number not in removed]
-    before = min(removed) - 1
-    return "".join(lines[:before]), "".join(lines[before:])
+def needed_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement uses when it is executed."""
+    parts = [node]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts += [part.args, *part.decorator_list, *filter(None, [part.returns])]
+        elif isinstance(part, ast.Lambda):
+            parts.append(part.args)
+        else:
+            parts += ast.iter_child_nodes(part)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
+            yield part.id
 
 
 def defined_names(node: ast.stmt) -> Iterator[str]:
@@ -127,11 +177,6 @@ def defined_names(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    for target in targets:
-        yield from (item.id for item in ast.walk(target) if isinstance(item, ast.Name))
-
-
-def first_line(node: ast.stmt) -> int:
-    """Return the number of the first line of a statement, including its decorators."""
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(item.lineno for item in decorators)])
+    for item in [item for target in targets for item in ast.walk(target)]:
+        if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+            yield item.id

@@ -1,12 +1,13 @@
 """The job that trains a run launched from Python: its log has frames for the machines that follow it.
 
 `out` frames are the events of the run, one JSON object per line; the last one, of the kind `END`, is the outcome.
-`file` frames are the values that a training function has returned, by rank, see `returned`.
+`file` frames are the values that a training function has returned, by rank; nothing in them can run code.
 
 With `LAUNCH`, it submits that job from the cluster, for a machine that lacks the storage, and answers in one frame.
 """
 
 import base64
+import io
 import json
 import os
 import pickle
@@ -15,23 +16,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
+
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.background import load_bound_config
 from mlx_runtime.companions.notebook.calls import kept_settings, override
 from mlx_runtime.companions.notebook.cluster_runs import ASKED, END, KEY, LAUNCH, SENT, submit
 from mlx_runtime.companions.notebook.functions import FunctionConfig
-from mlx_runtime.companions.notebook.returned import write_value
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.planning import connect
 from mlx_runtime.driver.terminal import fit
-from mlx_runtime.errors import MlxError, full_message
+from mlx_runtime.errors import MlxError, full_message, short_message
 from mlx_runtime.events import Event, FunctionReturned, RunEnded, StepProgress, WorkerEvent, encode
 from mlx_runtime.exits import clean_exit
+from mlx_runtime.runs.checkpoints.groups import copy_to_cpu, plain_entries
 from mlx_runtime.runs.queries.lookup import storage_root
 from mlx_runtime.storage.files import storage_root as root_of
 from mlx_runtime.storage.redaction import redact
+
+KINDS = "numbers, text, tensors, or lists and dicts of these; of a model, model.state_dict()"
+"""What a function can return to another machine."""
 
 
 def send_event(event: Event) -> None:
@@ -61,6 +67,25 @@ def _send_value(event: FunctionReturned) -> FunctionReturned:
     except MlxError as error:
         problem = f"what rank {event.rank} returned was not sent back: {error}"
     return FunctionReturned(event.rank, event.world_size, "", problem)
+
+
+def write_value(value: Any) -> bytes:
+    """Return a value as bytes that another machine reads with `weights_only=True`, on its CPU.
+
+    Raises:
+        MlxError: it would not.
+    """
+    kept, refused = plain_entries({"value": value})
+    try:
+        torch.save(value if refused else copy_to_cpu(kept["value"]), file := io.BytesIO())
+        content = file.getvalue()
+        if not (classes := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))):
+            torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch and the user's classes raise many types
+        raise MlxError(f"{short_message(error)}; return {KINDS}") from error
+    if classes:
+        raise MlxError(f"it contains {', '.join(sorted(classes))}; return {KINDS}")
+    return content
 
 
 def main(key: str, module: str, name: str, function: str, *words: str) -> None:

@@ -6,6 +6,7 @@ process, and any process that reaches the dashboard can follow it.
 
 import base64
 import contextlib
+import io
 import json
 import multiprocessing
 import pickle
@@ -17,10 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from mlx_runtime.companions import part
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.background import RunJob, load_bound_config
-from mlx_runtime.companions.notebook.returned import UnknownClassError, read_value
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, short_message
@@ -57,7 +59,7 @@ LOST = "LOST"
 
 @dataclass
 class ClusterRun:
-    """A run on a cluster, in place of the server and the process of a run on this machine.
+    """A run on a cluster, in place of the process of a run on this machine.
 
     Args:
         dashboard: the cluster.
@@ -73,13 +75,13 @@ class ClusterRun:
     folder: str
     function: str = ""
 
-    def start(self, _: object) -> tuple[int, "ClusterRun"]:
+    def follow(self) -> "ClusterRun":
         """Follow the run in a thread, which ends with this process."""
         self.ended: RunEnded | None = None
         self.events, self._events = multiprocessing.Pipe(duplex=False)
         self._asked = False
         threading.Thread(target=self._follow, name="cluster run", daemon=True).start()
-        return 0, self
+        return self
 
     def read(self) -> Iterator[Event]:
         """Yield the events that have arrived, except the end of the run, which `ended` holds."""
@@ -97,15 +99,9 @@ class ClusterRun:
             with contextlib.suppress(ClusterError):  # the connection will be lost
                 self.dashboard.stop(self.job)
 
-    def kill(self, _: int) -> None:
+    def kill(self) -> None:
         """End the job."""
         self.ask("", again=True)
-
-    def exit_code(self, _: int) -> None:
-        """Return None: the end of a job is an event."""
-
-    def release(self, _: int) -> None:
-        """Do nothing: the thread has ended with the run."""
 
     def _follow(self) -> None:
         *_, experiment, name = split_options(self.folder)[0].split("/")
@@ -138,9 +134,7 @@ class ClusterRun:
         event = decode(line)
         if isinstance(event, FunctionReturned) and not event.problem:
             try:
-                value = read_value(values.pop(str(event.rank)))
-            except UnknownClassError as error:
-                return replace(event, problem=f"what rank {event.rank} returned cannot be read here: {error}")
+                value = torch.load(io.BytesIO(values.pop(str(event.rank))), map_location="cpu", weights_only=True)
             except Exception as error:  # damaged or hostile: torch raises many types
                 raise ValueError(f"what rank {event.rank} returned is not a value") from error
             event = replace(event, pickled=base64.b64encode(pickle.dumps(value)).decode())
@@ -157,9 +151,8 @@ class ClusterRun:
 
     def _lost(self, error: Exception) -> ClusterError:
         title = "/".join(split_options(self.folder)[0].rsplit("/", 2)[1:])
-        lost = ClusterError(f"cannot follow {title}, which may still train: {short_message(error)}")
-        lost.hint = f'Follow it again: reattach("{title}", address="{self.dashboard.address.url}")'
-        return lost
+        hint = f'Follow it again: reattach("{title}", address="{self.dashboard.address.url}")'
+        return ClusterError(f"cannot follow {title}, which may still train: {short_message(error)}", hint)
 
 
 class _FollowedError(Exception):
@@ -220,7 +213,7 @@ def launch(job: RunJob, address: str) -> ClusterRun:
     """
     if job.request.fast or job.request.checkpoint:
         raise UsageError("--fast-dev-run and --eval run on this machine; leave out address=")
-    typed = part("ray.remote").typed_storage(job.request.overrides)
+    typed = part("ray.commands").typed_storage(job.request.overrides)
     if is_elsewhere(typed):
         return launch_there(job, address, typed)
     return submit(job.module, job.name, job.function, job.request, address)
@@ -244,7 +237,7 @@ def submit(module: str, name: str, function: str, request: Request, address: str
         raise ClusterError("\n".join(failed) or str(error)) from None
     driver = ["-m", JOB, key, module, name, function]
     submitted = launched.submit_run(driver, function=function, key=key)
-    return ClusterRun(submitted.dashboard, submitted.id, key, submitted.facts["folder"], function)
+    return ClusterRun(submitted.client, submitted.id, key, submitted.facts["folder"], function)
 
 
 def launch_there(
@@ -290,17 +283,15 @@ def launch_there(
     spec = part("ray.jobs").JobSpec(command, upload, environment, {"mlx": "command"}, added=added)
     name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()
     dashboard.submit(name, spec)
+    dashboard.forget_ended("mlx-launch-")
     state = dashboard.follow(name, lambda text: answers.extend(lines.feed(text, {})))
-    dashboard.forget(name)
     if not answers:
         raise ClusterError(f"the launch on {where.url} failed: {lines.reader.other or state.reason}")
     match from_json(answers[-1], {}):
         case {"job": str(submitted), "key": str(key), "folder": str(run)}:
             return ClusterRun(dashboard, submitted, key, run, job.function)
         case {"error": str(text), "hint": str(hint)}:
-            error = ClusterError(text)
-            error.hint = hint
-            raise error
+            raise ClusterError(text, hint)
     raise ClusterError(f"the launch on {where.url} has sent a damaged answer")
 
 

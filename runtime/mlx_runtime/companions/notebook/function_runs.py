@@ -17,22 +17,14 @@ from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.backends import backend_class, require_library
 from mlx_runtime.companions.notebook.background import RunJob
-from mlx_runtime.companions.notebook.calls import (
-    FIXED,
-    MOST_WORKERS,
-    in_own_words,
-    override,
-    own_words,
-    run_settings,
-    sizes,
-)
+from mlx_runtime.companions.notebook.calls import FIXED, MOST_WORKERS, override, run_settings, sizes
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment
 from mlx_runtime.companions.notebook.runs import RunIterator, Training
 from mlx_runtime.config.constructors.signatures import convert, parameters, type_name
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
-from mlx_runtime.events import CheckpointSaved, Event, FunctionReport, FunctionReturned
+from mlx_runtime.events import Event, FunctionReport, FunctionReturned
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.lookup import resolve_run
@@ -69,8 +61,6 @@ FORMER = {
 class FunctionRun(RunIterator[Results]):
     """A run that was started by `Trainer.run_iterator`: an iterator of the workers' reports, as lists by rank."""
 
-    resume_argument = 'resume="{}"'
-
     def __init__(
         self,
         job: RunJob,
@@ -81,7 +71,6 @@ class FunctionRun(RunIterator[Results]):
         self._callbacks = callbacks
         self._returned: dict[int, FunctionReturned] = {}
         self._world_size = 0
-        self.checkpoint_path: str | None = None  # of the newest complete checkpoint
         super().__init__(job, (), show, remote)
 
     def items(self, event: Event) -> Iterator[Results]:
@@ -93,13 +82,8 @@ class FunctionRun(RunIterator[Results]):
                     callback(results)
                 self._callbacks = callbacks
                 yield results
-            case CheckpointSaved(path=path):
-                self.checkpoint_path = path
             case FunctionReturned(rank, world_size):
                 self._returned[rank], self._world_size = event, world_size
-
-    def error(self, error: BaseException) -> BaseException:
-        return in_own_words(super().error(error))
 
     def is_finished(self) -> bool:
         """Return True if the run has ended, and the loop over it has received all results."""
@@ -201,10 +185,9 @@ class Trainer:
         workers, elastic = sizes(num_workers, settings.get("elastic", Elastic()), room)
         self.settings = {"start_workers": workers, **settings, **({} if elastic == Elastic() else {"elastic": elastic})}
         self._address, self._cfg = address, FunctionConfig(**self.settings)
-        with own_words():
-            if problems := self._cfg.out_of_range(self._cfg):
-                raise ConfigError("\n  ".join(problems))
-            self._engine, _ = engine_for(self._cfg)
+        if problems := self._cfg.out_of_range(self._cfg):
+            raise ConfigError("\n  ".join(problems))
+        self._engine, _ = engine_for(self._cfg)
         if backend == "jax" and self._cfg.gpus_per_worker > 1:
             raise UsageError(
                 "a worker of the backend jax has one GPU; use more workers, and leave out gpus_per_worker="
@@ -327,9 +310,8 @@ class Trainer:
         typed = self.settings.get("storage_path", "")
         if not cluster_runs.is_elsewhere(typed):
             job = self._job(*arguments, resume=resume, **options)
-            with own_words():
-                return job, cluster_runs.launch(job, address)
-        with own_words(), tempfile.TemporaryDirectory() as folder:
+            return job, cluster_runs.launch(job, address)
+        with tempfile.TemporaryDirectory() as folder:
             path, values = run_settings(self.settings, *arguments, root=folder, **options)
             job = run_job(path, values, resume)
             compared = {name: values[name] for name in ("name", "definitions", *FIXED) if name in values}
@@ -341,9 +323,8 @@ class Trainer:
         self, function: Callable[..., Any], config: dict[str, Any] | None, *, resume: str | None, **options: Any
     ) -> RunJob:
         """Return the run that calls a function."""
-        with own_words():
-            path, values = run_settings(self.settings, function, config, resume=resume, **options)
-            return run_job(path, values, resume)
+        path, values = run_settings(self.settings, function, config, resume=resume, **options)
+        return run_job(path, values, resume)
 
     def to_tune_trainable(
         self, function: Callable[..., Any], *, dataset: Any = None
@@ -365,8 +346,7 @@ class Trainer:
         if self._cfg.engine not in ("auto", "local"):
             text = "trials of Ray Tune have their workers on one node; leave out engine, or use sweep()"
             raise UsageError(f"engine is {self._cfg.engine!r}, but {text}")
-        with own_words():
-            path, values = run_settings({**self.settings, "engine": "local"}, function, None, dataset=dataset)
+        path, values = run_settings({**self.settings, "engine": "local"}, function, None, dataset=dataset)
         from mlx_runtime.companions.notebook.tuning import tune_trainable
 
         return tune_trainable(path, values, self._cfg, partial(_start_trial, path))
@@ -507,7 +487,7 @@ def reattach(
         ClusterError: the cluster does not answer, or refuses the token.
     """
     remote = cluster_runs.find(run, address)
-    job = RunJob("", "", Request(), (), remote.function)
+    job = RunJob("", "Experiment", Request(), (), remote.function)
     if remote.function:
         return FunctionRun(job, [_handler(item) for item in callbacks], show, remote)
     return Training(job, callbacks, show, remote)

@@ -52,8 +52,7 @@ class FunctionConfig(TrainConfig):
         definitions: what it uses of `__main__`: each name with a digest, like `Net 1a2b3c4d`.
         backend: how workers are connected, besides torch: `jax`, `tensorflow`, or the import path of a class.
         config: its argument.
-        checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
-        checkpoint_file: the same, as the name of a file of `inputs`.
+        checkpoint_file: name of the file of `inputs` that `load_checkpoint` reads until the run has its own checkpoint.
         dataset_files: names of the files of `inputs` with its datasets, by name.
         fold: number of the fold whose rows are held out, and number of folds; empty without folds.
         num_epochs: not used; the function determines the end.
@@ -64,7 +63,6 @@ class FunctionConfig(TrainConfig):
     definitions: list[str] = field(default_factory=list)
     backend: str = "torch"
     config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
-    checkpoint: dict[str, Any] | None = None
     checkpoint_file: str = ""
     dataset_files: dict[str, str] = field(default_factory=dict)
     fold: tuple[int, ...] = ()
@@ -86,7 +84,7 @@ class FunctionExperiment(BaseModule):
 
     def __init__(self, cfg: FunctionConfig) -> None:
         super().__init__(cfg=cfg)
-        self.saved = _SavedArguments(cfg.checkpoint)
+        self.saved = _SavedArguments()
         if cfg.dataset_files:
             self.shards = Shards(cfg.dataset_files, cfg.fold)
         self._called: set[str] = set()  # calls of `report` and `save_checkpoint` in this epoch
@@ -217,8 +215,9 @@ def _host() -> dict[str, Any]:
 class _SavedArguments:
     """The arguments of `save_checkpoint`, as part of a checkpoint; before the first call, `restored`."""
 
-    def __init__(self, restored: Mapping[str, Any] | None) -> None:
-        self.restored, self.values = restored, dict[str, Any]()
+    def __init__(self) -> None:
+        self.restored: Mapping[str, Any] | None = None
+        self.values: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         return self.values

@@ -35,6 +35,7 @@ class RunProcess:
     Attributes:
         events: Connection to the process; readable when an event has arrived.
         ended: Last event of the run, once it has arrived, at the time `ended_at`.
+        closed: True once the process can send nothing more.
     """
 
     def __init__(
@@ -45,17 +46,21 @@ class RunProcess:
             server.start(number, target, dict(variables), [nowhere, nowhere, theirs])
         self.ended: RunEnded | None = None
         self.ended_at = 0.0
+        self.closed = False
         self._asked = False
 
     def read(self) -> Iterator[Event]:
         """Yield the events that have arrived, except the end of the run, which `ended` holds."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.events.poll():
+        while not self.closed and self.events.poll():
+            try:
                 event = self.events.recv()
-                if isinstance(event, RunEnded):
-                    self.ended, self.ended_at = event, time.monotonic()
-                else:
-                    yield event
+            except (EOFError, OSError):
+                self.closed = True
+                return
+            if isinstance(event, RunEnded):
+                self.ended, self.ended_at = event, time.monotonic()
+            else:
+                yield event
 
     def ask(self, reason: str, *, again: bool = False) -> None:
         """Ask the run, once, to end with a checkpoint; with `again`, ask it not to wait for the checkpoint."""

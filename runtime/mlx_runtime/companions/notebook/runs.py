@@ -5,17 +5,14 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
 from mlx_runtime.companions.notebook import cluster_runs
-from mlx_runtime.companions.notebook.background import RunJob, work
+from mlx_runtime.companions.notebook.background import BackgroundRun, RunJob
 from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
-from mlx_runtime.companions.notebook.links import RunProcess
-from mlx_runtime.companions.notebook.standby import get_server
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import MlxError, UsageError
@@ -23,14 +20,10 @@ from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, Run
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs.queries.reader import Run, open_run
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.workers.fork_server import exit_reason
 
 Listener = Callable[[Event], None]
 
 Item = TypeVar("Item")
-
-POLL_S = 0.5
-"""Interval at which the process of a run is checked."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +43,6 @@ class Epoch:
     metrics: Mapping[str, float]
     seconds: float
     folder: str
-    _training: "Training" = field(repr=False, compare=False)
-
-    @property
-    def checkpoint(self) -> str | None:
-        """Path or URI of the checkpoint at its end. Waits until that is complete.
-
-        None if the loop saved none, which is known once a later one is complete, or the run has ended. Later epochs may
-        remove the checkpoint: see `cfg.keep_checkpoints`.
-        """
-        return self._training.checkpoint_of(self.epoch)
 
 
 @dataclass(frozen=True)
@@ -97,15 +80,12 @@ def run(
     Call this in the folder of the experiment. Later runs start faster than the first as long as the environment
     variables, `sys.path` and the working directory stay the same.
 
-    In a script, call this below `if __name__ == "__main__"`.
-
     Args:
         experiment: class to train. The one in `src/experiment.py` is trained with conf.yaml; classes of other modules,
             such as `%%mlx` cells of a notebook, are trained with the defaults in their code.
         overrides: Hydra's overrides, and the options of `mlx train run`, like `--resume=run_003` and `--overfit=1`.
         listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
-        show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
-            too.
+        show: print warnings, and the output of workers of the local engine. In a notebook, draw a table, too.
         address: dashboard of a Ray cluster to train on, like `http://head:8265`, after an upload of the working
             directory, as by `mlx train launch`. If this machine lacks the folder of the storage, it is a folder of the
             cluster: the run is launched from there.
@@ -156,9 +136,11 @@ class RunIterator(Generic[Item]):
 
     A stopped run saves a checkpoint and is marked STOPPED. After a second interrupt, it does not wait for the
     checkpoint, and a third kills the processes.
-    """
 
-    resume_argument = "--resume={}"
+    Attributes:
+        checkpoint_path: path or URI of the newest complete checkpoint, or None. Later checkpoints may replace it: see
+            `cfg.keep_checkpoints`.
+    """
 
     def __init__(
         self, job: RunJob, listeners: Sequence[Listener], show: bool, remote: ClusterRun | None = None
@@ -167,21 +149,20 @@ class RunIterator(Generic[Item]):
         if show:
             shown = CellDisplay() if in_notebook() else Display(sys.stdout, quiet=True)
             self._listeners += [shown.handle, _print_lost_workers]
+        self.checkpoint_path: str | None = None
         self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
-        self._server: Any = remote or get_server(job.title)
-        self._process: RunProcess | ClusterRun
-        self._number, self._process = self._server.start(partial(work, job))
+        self._resume_call = job.resume_call
+        self._process = BackgroundRun(job) if remote is None else remote.follow()
         try:
             while self._info is None and self._end is None:
                 self._receive()
         except BaseException:
-            self._server.kill(self._number)
-            self._server.release(self._number)
+            self._process.kill()
             raise
         if self._info is None and self._end is not None:
-            raise self.error(self._end.error or MlxError("the run ended before it began"))
+            raise _with_note(self._end.error or MlxError("the run ended before it began"))
 
     @property
     def folder(self) -> str:
@@ -197,10 +178,6 @@ class RunIterator(Generic[Item]):
     def items(self, event: Event) -> Iterator[Item]:
         """Yield the items that an event contributes to the iteration."""
         raise NotImplementedError
-
-    def error(self, error: BaseException) -> BaseException:
-        """Return the error to raise here for an error of the run."""
-        return _add_note(error)
 
     def __iter__(self) -> Iterator[Item]:
         """Yield the items of the run as they arrive.
@@ -218,11 +195,11 @@ class RunIterator(Generic[Item]):
         except BaseException as error:  # includes errors of listeners, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             if isinstance(error, KeyboardInterrupt):
-                argument = self.resume_argument.format(self.folder)
-                vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with {argument}"]
+                note = f"{self.folder} is {self.status}. Resume: {self._resume_call(self.folder)}"
+                vars(error)["__notes__"] = [note]
             raise
         if self._end.error is not None and self._end.status in ("FAILED", cluster_runs.LOST):
-            raise self.error(self._end.error)
+            raise _with_note(self._end.error)
 
     def result(self) -> Outcome:
         """Wait for the end of the run, and return its outcome.
@@ -233,9 +210,10 @@ class RunIterator(Generic[Item]):
         """
         deque(self, maxlen=0)
         assert self._end is not None, "it has ended"
+        stored = None
         with contextlib.suppress(UsageError):  # the run was deleted
-            return Outcome(self._end.status, open_run(self.folder), self._end.metrics, self._end.best)
-        return Outcome(self._end.status, None, self._end.metrics, self._end.best)
+            stored = open_run(self.folder)
+        return Outcome(self._end.status, stored, self._end.metrics, self._end.best)
 
     def stop(self, reason: str = "stop()") -> None:
         """Stop the run with a checkpoint, and wait until it has ended."""
@@ -245,7 +223,7 @@ class RunIterator(Generic[Item]):
                 return self._wait()
             except KeyboardInterrupt:
                 if last_resort:
-                    self._server.kill(self._number)
+                    self._process.kill()
                 else:
                     self._process.ask("Ctrl-C", again=True)
         self._wait()
@@ -259,26 +237,19 @@ class RunIterator(Generic[Item]):
 
     def _receive(self) -> None:
         """Wait for events, and handle them."""
-        connection.wait([self._process.events], POLL_S)
-        lost: MlxError | None = None
-        try:
-            code = self._server.exit_code(self._number)  # read before the events, so that none sent earlier is missed
-            if code is not None:
-                lost = MlxError(f"the process of the run {exit_reason(code)}")
-        except MlxError as error:
-            lost = error
+        connection.wait([self._process.events])
         for event in self._process.read():
             self._handle(event)
-        ended = self._process.ended or (RunEnded("FAILED", {}, error=lost) if lost is not None else None)
-        if ended is not None:
+        if (ended := self._process.ended) is not None:
             self._process.events.close()
-            self._server.release(self._number)
             self._end = ended
             self._handle(ended)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._info = event.run
+        elif isinstance(event, CheckpointSaved):
+            self.checkpoint_path = event.path
         self._unread.extend(self.items(event))
         for listener in list(self._listeners):
             try:
@@ -288,7 +259,7 @@ class RunIterator(Generic[Item]):
                 raise
 
 
-def _add_note(error: BaseException) -> BaseException:
+def _with_note(error: BaseException) -> BaseException:
     """Add the hint of an error to the text that Python prints."""
     if hint := getattr(error, "hint", ""):
         vars(error)["__notes__"] = [hint]
@@ -300,28 +271,11 @@ class Training(RunIterator[Epoch]):
 
     _last_epoch = -1
 
-    def __init__(
-        self, job: RunJob, listeners: Sequence[Listener], show: bool, remote: ClusterRun | None = None
-    ) -> None:
-        self._checkpoints: dict[int, str] = {}  # by epoch
-        super().__init__(job, listeners, show, remote)
-
     def items(self, event: Event) -> Iterator[Epoch]:
         match event:
-            case CheckpointSaved(epoch, finished=True, path=path):
-                self._checkpoints[epoch] = path
             case EpochEnded(epoch, epochs, values, seconds) if epoch != self._last_epoch:
                 self._last_epoch = epoch
-                yield Epoch(epoch, epochs, values, seconds, self.folder, self)
-
-    def checkpoint_of(self, epoch: int) -> str | None:
-        """Wait until the checkpoint of an epoch is complete, and return its path or URI.
-
-        Return None if it has none, which is known once a later one is complete, or the run has ended.
-        """
-        while max(self._checkpoints, default=-1) < epoch and self._end is None:
-            self._receive()
-        return self._checkpoints.get(epoch)
+                yield Epoch(epoch, epochs, values, seconds, self.folder)
 
 
 def _print_lost_workers(event: Event) -> None:

@@ -68,8 +68,10 @@ class Shards:
         dataset = self._datasets[file]
         subsets: Mapping[str, Subset] = {}
         if self._fold:
+            from mlx_runtime.data.folds import shuffled_folds
+
             number, folds = self._fold
-            subsets = part("sweeps.folds").shuffled_folds(len(dataset), folds, cfg.seed)[number].subsets()
+            subsets = shuffled_folds(len(dataset), folds, cfg.seed)[number].subsets()
         group = SimpleNamespace(**{name: _Rows(dataset)})
         return DatasetShard(name, group, topology, options, subset=subsets.get(name))
 

@@ -19,6 +19,7 @@ from mlx_runtime.data.batches import Batch, device_copies, dtype_name
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import storage_errors
 from mlx_runtime.storage.local import one_at_a_time
 from mlx_runtime.storage.publishing import Publication, recover
@@ -40,10 +41,39 @@ def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 
 class ColumnWriter:
-    """Writer of a prepared dataset, batch by batch of rows in order, as a context manager.
+    """Writer of a prepared dataset, batch by batch of rows in order; see `column_writer`."""
 
-    The dataset cannot be found before `commit`, and is removed if `commit` is not called. Each writer of a dataset has
-    its own files; the first to commit wins. Methods raise StorageError if the storage refuses an operation.
+    def __init__(self, store: Store, publication: Publication, manifest: Manifest, streams: Mapping[str, Any]) -> None:
+        self._store, self._publication, self._manifest, self._streams = store, publication, manifest, streams
+
+    def write(self, batch: Batch) -> None:
+        """Append rows."""
+        with storage_errors(f"cannot write a prepared dataset to {self._store.root}"):
+            for column, data in batch.items():
+                self._streams[column].write(as_numpy(data))
+
+    def commit(self) -> Manifest:
+        """Publish the dataset. Return its manifest, or that of a faster writer."""
+        with storage_errors(f"cannot write a prepared dataset to {self._store.root}"):
+            size_bytes = sum(stream.tell() for stream in self._streams.values())
+            for stream in self._streams.values():
+                stream.close()
+            manifest = dataclasses.replace(self._manifest, size_bytes=size_bytes, created=documents.now())
+            if not self._publication.commit_first(manifest.text().encode()):
+                present = self._store.find(manifest.name)
+                if present is not None:
+                    return present
+                self._publication.commit(manifest.text().encode())  # files of the previous attempt are damaged
+        return manifest
+
+
+@contextlib.contextmanager
+def column_writer(
+    store: Store, name: str, rows: int, like: Batch, *, dataset: str, arguments: Mapping[str, Any]
+) -> Iterator[ColumnWriter]:
+    """Provide the writer of a prepared dataset, which cannot be found before `commit`.
+
+    It is removed if `commit` is not called. Each writer of a dataset has its own files; the first to commit wins.
 
     Args:
         store: Store to write to.
@@ -52,71 +82,32 @@ class ColumnWriter:
         like: A batch of any length with the names, types and shapes of the columns.
         dataset: Class path, for the manifest.
         arguments: Arguments of the dataset's constructor, for the manifest.
+
+    Raises:
+        StorageError: The storage refuses an operation; also raised by the writer.
     """
-
-    def __init__(
-        self, store: Store, name: str, rows: int, like: Batch, *, dataset: str, arguments: Mapping[str, Any]
-    ) -> None:
-        self._store, self._like = store, like
-        self._publication = Publication(store.storage, name, MANIFEST, in_place=True)
-        columns = {
-            column: (f"{self._publication.id}-{index}.npy", dtype_name(tensor), tuple(tensor.shape[1:]))
-            for index, (column, tensor) in enumerate(like.items())
-        }
-        self._manifest = Manifest(name, rows, 0, columns, dataset, dict(arguments), "")
-        self._problem = f"cannot write a prepared dataset to {store.root}"
-        self._streams: dict[str, Any] = {}
-        self._exit = contextlib.ExitStack()
-
-    def __enter__(self) -> "ColumnWriter":
-        with contextlib.ExitStack() as stack, storage_errors(self._problem):
-            stack.callback(self._remove_if_empty)
-            stack.enter_context(self._publication)
-            stack.enter_context(self._store.mark_used(self._manifest.name))
-            stack.callback(self._close_quietly)
-            for column, (file, _, shape) in self._manifest.columns.items():
-                stream = self._streams[column] = self._publication.create(file)
-                dtype = np.lib.format.dtype_to_descr(as_numpy(self._like[column]).dtype)
-                header = {"descr": dtype, "fortran_order": False, "shape": (self._manifest.rows, *shape)}
+    publication, streams = Publication(store.storage, name, MANIFEST, in_place=True), dict[str, Any]()
+    columns = {
+        column: (f"{publication.id}-{index}.npy", dtype_name(tensor), tuple(tensor.shape[1:]))
+        for index, (column, tensor) in enumerate(like.items())
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(store.remove_empty, name)
+        with storage_errors(f"cannot write a prepared dataset to {store.root}"):
+            stack.enter_context(publication)
+            stack.enter_context(store.mark_used(name))
+            for column, (file, _, shape) in columns.items():
+                stream = streams[column] = publication.create(file)
+                stack.callback(_close, stream)
+                dtype = np.lib.format.dtype_to_descr(as_numpy(like[column]).dtype)
+                header = {"descr": dtype, "fortran_order": False, "shape": (rows, *shape)}
                 np.lib.format.write_array_header_1_0(stream, header)
-            self._exit = stack.pop_all()
-        return self
+        yield ColumnWriter(store, publication, Manifest(name, rows, 0, columns, dataset, dict(arguments), ""), streams)
 
-    def write(self, batch: Mapping[str, Any]) -> None:
-        """Append rows: their bytes by column, in C order."""
-        with storage_errors(self._problem):
-            for column, data in batch.items():
-                self._streams[column].write(data)
 
-    def commit(self, created: str) -> Manifest:
-        """Publish the dataset. Return its manifest, or that of a faster writer."""
-        with storage_errors(self._problem):
-            size_bytes = sum(stream.tell() for stream in self._streams.values())
-            for stream in self._streams.values():
-                stream.close()
-            manifest = dataclasses.replace(self._manifest, size_bytes=size_bytes, created=created)
-            if not self._publication.commit_first(manifest.text().encode()):
-                present = self._store.find(manifest.name)
-                if present is not None:
-                    return present
-                self._publication.commit(manifest.text().encode())  # files of the previous attempt are damaged
-        return manifest
-
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
-
-    def _remove_if_empty(self) -> None:
-        storage, name = self._store.storage, self._manifest.name
-        with contextlib.suppress(OSError):
-            if storage.local:
-                Path(storage.of(name)).rmdir()  # fails if another process has begun to fill it
-            elif not storage.names(name):
-                storage.remove_folder(name)
-
-    def _close_quietly(self) -> None:
-        for stream in self._streams.values():
-            with contextlib.suppress(OSError):
-                stream.close()
+def _close(stream: Any) -> None:
+    with contextlib.suppress(OSError):
+        stream.close()
 
 
 class PreparedReader:
@@ -185,7 +176,7 @@ def _copy_columns(store: Store, manifest: Manifest, cache: Path, max_bytes: floa
             copies.note_use(manifest.name)
         else:
             recover(copies.storage, manifest.name)
-            copies.clean(max_age_s=float("inf"), max_bytes=max(0.0, max_bytes - manifest.size_bytes))
+            copies.clean(max(0.0, max_bytes - manifest.size_bytes))
             with Publication(copies.storage, manifest.name, MANIFEST) as publication:
                 for file, _, _ in manifest.columns.values():
                     store.storage.download(cache / publication.folder / file, manifest.name, file)

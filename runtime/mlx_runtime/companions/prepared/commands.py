@@ -19,7 +19,7 @@ def train_prepare(variants: tuple[str, ...], overrides: tuple[str, ...]) -> None
     refuse_options(overrides, "mlx train prepare")
     projects.bind_first(AN_EXPERIMENT, folder)
     experiment = main_class(AN_EXPERIMENT, folder)
-    from mlx_runtime.companions.prepared.display import prepare
+    from mlx_runtime.companions.prepared.datasets import prepare
     from mlx_runtime.driver.request import load_config
 
     prepare(load_config(experiment, [*overrides, "cfg.preparation.mode=make"]))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,16 +11,38 @@ from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import PreparedSet, Store
 from mlx_runtime.companions.ray.start import on_ray, start_ray
-from mlx_runtime.companions.sweeps.folds import with_held_out
 from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.constructors.declarations import Declaration
 from mlx_runtime.config.constructors.targets import path_of
 from mlx_runtime.data.definitions import dataset_nodes, stream_names
+from mlx_runtime.data.folds import with_held_out
+from mlx_runtime.driver.planning import check_datasets
 from mlx_runtime.driver.request import RunConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import DatasetsPrepared, Event, Notice, PreparationProgress
 from mlx_runtime.loop.job import Cluster
 from mlx_runtime.storage.files import is_uri, storage_root
+from mlx_runtime.tracking.console import Display
+
+
+def prepare(config: RunConfig) -> None:
+    """Prepare all datasets of an experiment that can be prepared and are not yet.
+
+    Raises:
+        DatasetError: a dataset cannot be batched or prepared.
+        StorageError: the store cannot be written.
+    """
+    check_datasets(config)
+    display = Display(sys.stdout)
+    with contextlib.ExitStack() as stack:
+        stack.callback(display.close)
+        if stream_names(config.tree):
+            stack.enter_context(start_ray(config.cfg))
+        sets = prepare_datasets(config, Path.cwd(), display.handle, stack)
+    if sets:
+        display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")
+    else:
+        display.print("nothing was prepared")
 
 
 def prepare_datasets(
@@ -105,7 +128,7 @@ def mark_used(item: PreparedSet) -> Iterator[bool]:
 
 
 def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
-    cfg, root = config.cfg, config.prepared_root
+    root = config.prepared_root
     candidates, left_out = _preparable(config, project)
     for name in left_out:
         emit(Notice(f"datasets.{name} is not prepared: the constructor of Datasets replaces it"))
@@ -114,11 +137,8 @@ def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> di
         root,
         tell=lambda text: emit(Notice(text)),
         progress=lambda name, done, rows: emit(PreparationProgress(name, done, rows)),
-        cluster=lambda: start_ray(cfg),
     )
-    keep = [item.manifest.name for item in sets.values()]
-    limits = {"max_age_s": float("inf"), "max_bytes": cfg.preparation.max_gb * 1e9}
-    for removed in Store(root).clean(**limits, keep=keep):
+    for removed in Store(root).clean(config.cfg.preparation.max_gb * 1e9):
         size = f"{removed.size_bytes / 1e6:,.1f} MB"
         emit(Notice(f"removed the prepared dataset {removed.name}, {size}: not used recently"))
     return sets

@@ -29,6 +29,9 @@ from mlx_runtime.data.batches import Batch, BatchReader, dtype_name, rows_of
 from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.errors import DatasetError
 
+SAMPLE = 8
+"""Number of rows whose content is part of the digest."""
+
 Schema = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row, by column."""
 
@@ -89,7 +92,7 @@ class Candidate:
         if self.streamed:
             stream = stream_of(dataset, self.name)
             content = [stream.schema(), *map(_file_facts, sorted(stream.input_files()))]
-            for row in stream.take(8):
+            for row in stream.take(SAMPLE):
                 content += [numpy.asarray(row[key]).tobytes() for key in sorted(row)]
         else:
             rows = rows_of(dataset, self.name)
@@ -97,30 +100,26 @@ class Candidate:
                 raise DatasetError(f"datasets.{self.name} has no rows")
             skipped = {self.storage, *map(str, self.project.resolve().parents)}
             content = [rows, *_files_in(self.arguments, skipped)]
-            first = isinstance(dataset, IterableDataset)
-            sample = self.first_rows(dataset) if first else self.sample(dataset, some_rows(rows))
-            for key, column in sample.items():
+            for key, column in self.sample(dataset, rows).items():
                 content += [key, dtype_name(column), tuple(column.shape), as_numpy(column).tobytes()]
         return f"{self.prefix}-{digest(content)}"
 
-    def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
-        """Return a batch of a few rows, each stacked alone. Raises DatasetError if they differ or are not tensors."""
-        reader = BatchReader(dataset, self.name)
-        return self._join(rows, [reader.read([row]) for row in rows])
+    def sample(self, dataset: Any, rows: int) -> Batch:
+        """Return a batch of `some_rows`, or of the first rows of a stream, each stacked alone.
 
-    def first_rows(self, dataset: Any, count: int = 8) -> Batch:
-        """Like `sample`, for the first rows of an `IterableDataset`."""
+        Raises DatasetError if they differ or are not tensors.
+        """
         reader = BatchReader(dataset, self.name)
-        batches = [reader.stack([row], [number]) for number, row in enumerate(islice(dataset, count))]
+        if isinstance(dataset, IterableDataset):
+            batches = {number: reader.stack([row], [number]) for number, row in enumerate(islice(dataset, SAMPLE))}
+        else:
+            batches = {row: reader.read([row]) for row in some_rows(rows)}
         if not batches:
             raise DatasetError(f"datasets.{self.name} has no rows")
-        return self._join(range(len(batches)), batches)
-
-    def _join(self, rows: Sequence[int], batches: Sequence[Batch]) -> Batch:
-        schema = self.tensors(batches[0])
-        for row, batch in zip(rows, batches, strict=True):
+        schema = self.tensors(next(iter(batches.values())))
+        for row, batch in batches.items():
             self.check_schema(schema, schema_of(batch), str(row))
-        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        return {key: torch.cat([batch[key] for batch in batches.values()]) for key in schema}
 
     def tensors(self, batch: Batch) -> Schema:
         """Return the schema of a batch. Raises DatasetError if a value is not a tensor."""
@@ -143,9 +142,9 @@ class Candidate:
         return DatasetError(f"datasets.{self.name} cannot be prepared: {problem}. {cure}")
 
 
-def some_rows(rows: int, count: int = 8) -> list[int]:
-    """Return the numbers of `count` rows, from the first to the last."""
-    return sorted({round(index * (rows - 1) / (count - 1)) for index in range(count)})
+def some_rows(rows: int) -> list[int]:
+    """Return the numbers of `SAMPLE` rows, from the first to the last."""
+    return sorted({round(index * (rows - 1) / (SAMPLE - 1)) for index in range(SAMPLE)})
 
 
 def schema_of(batch: Batch) -> Schema:

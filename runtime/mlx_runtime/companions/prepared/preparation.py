@@ -1,19 +1,36 @@
 """Find the prepared datasets that match a config, and write missing ones."""
 
+import contextlib
+import itertools
+import math
+import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
-from mlx_runtime.companions.prepared.fingerprints import Candidate
-from mlx_runtime.companions.prepared.store import PreparedSet, Store
-from mlx_runtime.data.batches import dataset_error
-from mlx_runtime.data.sampling import LOADER_ARGUMENTS
+from mlx_runtime import companions
+from mlx_runtime.companions.prepared.columns import column_writer
+from mlx_runtime.companions.prepared.fingerprints import SAMPLE, Candidate, schema_of, some_rows
+from mlx_runtime.companions.prepared.store import Manifest, PreparedSet, Store
+from mlx_runtime.data.batches import Batch, BatchReader, dataset_error, rows_of
+from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS, ShardPlan, WorkerPass
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
-if TYPE_CHECKING:
-    from mlx_runtime.companions.prepared.mapping import Cluster, Progress
+CALL_BYTES = 8 << 20
+"""Approximate size of the batches that are written."""
+
+STREAMED_ROWS = 64
+"""Rows of these batches for streams of Ray Data, whose rows may be large."""
+
+NOT_WORTH_A_PROCESS_S = 5.0
+"""Duration of the work of one reading process."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a dataset, the number of finished rows, and the total number."""
 
 
 def find(
@@ -60,20 +77,14 @@ def find(
 
 
 def make(
-    candidates: Sequence[Candidate], root: str, tell: Callable[[str], None], progress: "Progress", cluster: "Cluster"
+    candidates: Sequence[Candidate], root: str, tell: Callable[[str], None], progress: Progress
 ) -> dict[str, PreparedSet]:
-    """Prepare all datasets of a config that are not prepared yet.
+    """Prepare all datasets of a config that are not prepared yet. For streams, Ray must be running.
 
     Raises:
         DatasetError: A dataset cannot be prepared; the message explains how to fix it.
         StorageError: The store cannot be written.
     """
-    from mlx_runtime.companions.prepared.mapping import (  # here, because it imports Ray
-        write_iterable,
-        write_rows,
-        write_stream,
-    )
-
     store = Store(root)
     prepared = {}
     for candidate in candidates:
@@ -86,18 +97,76 @@ def make(
             name = candidate.full_name(dataset)
             manifest = store.find(name)
             if manifest is None:
-                write = write_stream if candidate.streamed else write_rows
-                if isinstance(dataset, IterableDataset):
-                    write = write_iterable
-                manifest = write(candidate, dataset, store, name, progress, cluster)
+                manifest = _write(candidate, dataset, store, name, progress)
                 size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
                 tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
         except MlxError:
             raise
         except USER_ERRORS as error:
             raise dataset_error(error, f"datasets.{candidate.name} cannot be prepared") from error
+        store.note_use(name)
         prepared[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
     return prepared
+
+
+def _write(candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress) -> Manifest:
+    """Write a dataset to a folder of a store, as the loader of one worker reads it."""
+    with contextlib.ExitStack() as stack:
+        if candidate.streamed:
+            streams = companions.part("ray.stream_reader")  # here, because it imports Ray
+            assigner = streams.StreamAssigner(candidate.node, candidate.name, candidate.seed, candidate.project)
+            reader: Reader = streams.StreamReader(assigner, candidate.name)
+            per_call = STREAMED_ROWS
+            stack.callback(assigner.close)
+        else:
+            rows = rows_of(dataset, candidate.name)
+            started = time.monotonic()
+            sample = candidate.sample(dataset, rows)
+            expected_s = (time.monotonic() - started) / SAMPLE * rows
+            streamed = isinstance(dataset, IterableDataset)
+            if not streamed:
+                _check(sample, candidate, dataset, rows)
+            row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
+            per_call = max(1, min(CALL_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
+            processes = min(len(os.sched_getaffinity(0)), int(expected_s / NOT_WORTH_A_PROCESS_S))
+            kind = IterableReader if streamed else MapReader
+            reader = kind(dataset, candidate.name, ReadingProcesses(processes))
+        rows = reader.rows()
+        batches = reader.batches(WorkerPass(ShardPlan(rows, 1, per_call), 0, 0, 0, candidate.seed, False))
+        first = next(iter(batches))
+        schema, done = candidate.tensors(first), 0
+        target, arguments = candidate.node["_target_"], candidate.arguments
+        writer = stack.enter_context(column_writer(store, name, rows, first, dataset=target, arguments=arguments))
+        for batch in itertools.chain([first], batches):
+            count = len(next(iter(batch.values())))
+            candidate.check_schema(schema, schema_of(batch), f"{done} to {done + count - 1}")
+            writer.write(batch)
+            done += count
+            progress(candidate.name, done, rows)
+        return writer.commit()
+
+
+def _check(sample: Batch, candidate: Candidate, dataset: Any, rows: int) -> None:
+    """Raise a DatasetError if the rows of a sample differ when read again, or when stacked into one batch."""
+    if not _alike(sample, candidate.sample(dataset, rows)):
+        raise candidate.error("a row changes each time it is read")
+    if not _alike(sample, BatchReader(dataset, candidate.name).read(some_rows(rows))):
+        raise candidate.error("a row changes when it is batched with others")
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    """Return True if two batches have equal rows, up to rounding."""
+    return schema_of(one) == schema_of(other) and all(
+        torch.allclose(_widen(column), _widen(other[key]), rtol=1e-4, atol=1e-6, equal_nan=True)
+        if column.is_floating_point() or column.is_complex()
+        else torch.equal(column, other[key])
+        for key, column in one.items()
+    )
+
+
+def _widen(column: torch.Tensor) -> torch.Tensor:
+    """Return numbers in a type that supports comparison, unlike the narrowest types."""
+    return column if column.is_complex() else column.double()
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mlx_runtime.errors import UsageError, printable
+from mlx_runtime.errors import ClusterError, UsageError, printable, short_message
 from mlx_runtime.settings import Settings
 
 DASHBOARD_PORT = 8265
@@ -84,22 +84,9 @@ def find_token() -> tuple[str | None, str | None]:
         return token, "RAY_AUTH_TOKEN"
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
     file = Path(path) if path else Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if token := file.read_text().strip():
-            return token, "RAY_AUTH_TOKEN_PATH" if path else str(file)
-    return None, None
-
-
-def token_file_problem() -> str:
-    """Return `; RAY_AUTH_TOKEN_PATH is …, which does not exist`, for the error that `find_token` found nothing."""
-    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if not path:
-        return ""
     try:
-        Path(path).read_text()
-        why = "is empty"
-    except FileNotFoundError:
-        why = "does not exist"
+        token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = f"cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
-    return f"; RAY_AUTH_TOKEN_PATH is {path}, which {why}"
+        if path:
+            raise ClusterError(f"cannot read RAY_AUTH_TOKEN_PATH={path}: {short_message(error)}") from error
+    return (token, "RAY_AUTH_TOKEN_PATH" if path else str(file)) if token else (None, None)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig
 
 
-ELSEWHERE = {"kubernetes": ("ray_address", "retries", "pip", "follow"), "slurm": ("ray_address", "retries", "pip")}
-"""Companions that launch in other places than a running cluster of Ray, with the options of `launch` that they lack."""
+RUNNING = ("ray_address", "retries", "pip")
+"""Options of `launch` that are only for a running cluster of Ray."""
 
 
 def launch_options(function: Function) -> Function:
@@ -133,7 +133,7 @@ def train_launch(
     request = Request.of(overrides, resume=resume, origin=origin, make=make)
     resume, overrides = request.resume, request.overrides
     if place is not None:  # words that are not options here may be options of that companion
-        if given := [name for name in ELSEWHERE[place] if settings[name]]:
+        if given := [name for name in RUNNING if settings[name]]:
             flag, there = f"--{given[0].replace('_', '-')}", "--kube" if place == "kubernetes" else f"--{place}"
             raise UsageError(f"{flag} is for a running cluster of Ray; leave it out, or leave out {there}")
         overrides, settings["elsewhere"] = companions.part(f"{place}.commands").parse(overrides)
@@ -159,10 +159,26 @@ def data_launch(resume: bool, overrides: tuple[str, ...], **settings: Any) -> No
     launch_and_exit(DATA_JOB, overrides, **settings)
 
 
+def refuse_unknown(words: Sequence[str]) -> None:
+    """Raise UsageError for an option that a launch lacks. The words are those after `mlx`."""
+    command = data_launch if words[0] == "data" else train_launch
+    typed = command.make_context("launch", [*words[2:]]).params
+    rest = typed["overrides"]
+    if typed.get("many"):
+        sweep = companions.part("sweeps.commands").train_sweep
+        rest = sweep.make_context("launch --sweep", [*rest]).params["overrides"]
+    if typed.get("place") is None:
+        refuse_options(rest, f"mlx {words[0]} launch")
+
+
+def typed_storage(overrides: Sequence[str]) -> str:
+    """Return the path in the last `cfg.storage_path=` of overrides, empty without one."""
+    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
+    return typed[-1].partition("=")[2].strip("'\"") if typed else ""
+
+
 def _refuse_elsewhere(overrides: Sequence[str], ray_address: str | None) -> None:
     """Raise ElsewhereError if only the cluster has the storage: then the command runs there."""
-    from mlx_runtime.companions.ray.remote import typed_storage
-
     path = lookup.storage_path(typed_storage(overrides)) or ""
     with environment({"RAY_ADDRESS": ray_address} if ray_address else {}, replace=True):
         lookup.refuse_elsewhere(path)
@@ -172,11 +188,6 @@ def _refuse_elsewhere(overrides: Sequence[str], ray_address: str | None) -> None
 @options.address
 def xp_ray(ray_address: str | None) -> None:
     """Print the URL of a cluster's dashboard, and open it if there is a display."""
-    say(_open_dashboard(ray_address))
-
-
-def _open_dashboard(ray_address: str | None) -> str:
-    """Return the URL of a cluster's dashboard, and open it in a browser if there is a display."""
     import webbrowser
 
     from mlx_runtime.companions.ray.addresses import Address
@@ -185,4 +196,4 @@ def _open_dashboard(ray_address: str | None) -> str:
     url = Dashboard.connect(Address.parse(ray_address)).address.url
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
         webbrowser.open(url)
-    return url
+    say(url)

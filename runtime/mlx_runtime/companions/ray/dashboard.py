@@ -11,14 +11,12 @@ import json
 import re
 import shlex
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import addresses
@@ -39,7 +37,7 @@ STATE_S = 20.0  # timeout of a request that the dashboard passes on to actors
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # maximum silence of a cluster while following a log
 SILENCE_S = 8.0  # maximum silence of a cluster while checking it
-REMOVE_S = 3.0  # Ray polls an ended job once more, and would list it as FAILED if it were gone
+KEPT_S = 60.0  # time for which ended jobs of commands stay listed; Ray polls them once more
 AGENT_S = 60.0  # maximum time for a cluster that has just started to become able to run jobs
 SILENT_S = 30.0  # a log stream that is silent for this long may be dead, and is reopened
 
@@ -68,17 +66,12 @@ class Dashboard:
             if answer.status_code in UNAUTHORIZED:
                 raise _unauthorized_error(where, token_source)
             version = str(answer.json()["ray_version"])
-        except requests.RequestException as error:
-            problem = f"is not a Ray dashboard: {short_message(error)}"
-            if isinstance(error, requests.Timeout):
-                problem = f"did not answer within {ANSWER_S:g} s"
-            elif isinstance(error, requests.ConnectionError):
-                problem = _connection_problem(error)
-            hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
-            raise _unreachable_error(f"{where} {problem}", hint) from error
-        except (KeyError, TypeError) as error:
+        except (requests.JSONDecodeError, KeyError, TypeError) as error:
             hint = f"Its default port is {DASHBOARD_PORT}"
-            raise _unreachable_error(f"{where} answers, but is not a Ray dashboard", hint) from error
+            raise ClusterError(f"{where} answers, but is not a Ray dashboard", hint) from error
+        except requests.RequestException as error:
+            hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
+            raise ClusterError(f"{where} {_problem(error, ANSWER_S)}", hint) from error
         return cls(address, version, headers, token_source, time.monotonic() - started)
 
     def unused_id(self, wanted: str) -> str:
@@ -103,11 +96,11 @@ class Dashboard:
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
         """Run a short job that prints its answer as one line of JSON after a marker. Its id begins with `name`.
 
-        Raises `ClusterError` if the job prints no answer, or if the cluster does not answer for
-        `SILENCE_S`. The ended job is removed from the dashboard, because the user did not submit it.
+        Raises `ClusterError` if the job prints no answer, or if the cluster does not answer for `SILENCE_S`.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
+        self.forget_ended(f"{name}-")
         deadline = time.monotonic() + timeout_s
         while not (state := self.state(job, min(deadline, time.monotonic() + SILENCE_S))).ended:
             if time.monotonic() > deadline:
@@ -115,22 +108,19 @@ class Dashboard:
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
             time.sleep(0.2)
         log = self.log(job)
-        # This process does not exit before the removal.
-        threading.Thread(target=self._remove, args=(job,), name="remove").start()
         for line in log.splitlines():
             if line.startswith(marker):
                 return json.loads(line.removeprefix(marker))
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise ClusterError(f"the job {job} failed: {reason}")
 
-    def _remove(self, job: str) -> None:
-        time.sleep(REMOVE_S)
-        self.forget(job)
-
-    def forget(self, job: str) -> None:
-        """Remove an ended job from the list of jobs, if the cluster answers."""
-        with contextlib.suppress(ClusterError):
-            self._request("DELETE", f"jobs/{job}")
+    def forget_ended(self, prefix: str) -> None:
+        """Remove earlier jobs whose ids begin like this from the list of jobs: the user has not submitted them."""
+        with contextlib.suppress(ClusterError):  # it may be too busy to list its jobs
+            for facts in self.jobs():
+                ended = facts.get("end_time") or 0
+                if (facts.get("submission_id") or "").startswith(prefix) and 0 < ended < (time.time() - KEPT_S) * 1000:
+                    self._request("DELETE", f"jobs/{facts['submission_id']}")
 
     def state(self, job: str, deadline: float = 0.0) -> JobState:
         """Return the state of a job. Raises if the cluster does not know it, or does not answer by the deadline."""
@@ -193,27 +183,14 @@ class Dashboard:
         answer = self._request("GET", "serve/applications/", STATE_S)
         if answer.status_code == 501:  # https://docs.ray.io/en/latest/serve/api/index.html#serve-rest-api
             problem = f"the head node of {self.address.url} lacks the libraries of Ray Serve"
-            raise _unreachable_error(problem, 'Install them in the environment of the nodes: pip install "ray[serve]"')
+            raise ClusterError(problem, 'Install them in the environment of the nodes: pip install "ray[serve]"')
         if answer.status_code != 200:
             raise ClusterError(f"{self.address.url} cannot list the applications of Ray Serve: {_reason(answer)}")
         return dict(answer.json())
 
-    def resources(self) -> tuple[dict[str, tuple[float, float]], list[dict[str, float]]]:
-        """Return how much of each resource, like `CPU`, is used and exists, and the demands that wait for a node."""
-        answer = self._request("GET", "cluster_status", STATE_S, refusal=f"{self.address.url} has no status").json()
-        report = answer["data"]["clusterStatus"]["loadMetricsReport"] or {}
-        usage = {name: (used, total) for name, (used, total) in report.get("usage", {}).items()}
-        return usage, [demand for demand, _ in report.get("resourceDemand", ())]
-
     def jobs(self) -> list[dict[str, Any]]:
         """Return the facts that the cluster knows about each job."""
         return list(self._request("GET", "jobs/", STATE_S, refusal=f"{self.address.url} cannot list its jobs").json())
-
-    def node_log(self, node: str, file: str, lines: int) -> str:
-        """Return the last lines of a file in the log folder of a node."""
-        query = urlencode({"node_id": node, "filename": file, "lines": lines})
-        path, refusal = f"v0/logs/file?{query}", f"{self.address.url} has no {file} of that node"
-        return self._request("GET", path, TRANSFER_S, refusal=refusal).text
 
     async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
         """Write a log after its first `skip` characters, until the connection ends.
@@ -248,12 +225,8 @@ class Dashboard:
 
         try:
             answer = _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
-        except requests.Timeout as error:
-            raise ClusterError(f"{self.address.url} does not answer within {timeout_s:.0f} s") from error
-        except requests.ConnectionError as error:
-            raise ClusterError(f"{self.address.url} does not answer: it refuses or closes connections") from error
         except requests.RequestException as error:
-            raise ClusterError(f"{self.address.url} does not answer: {short_message(error)}") from error
+            raise ClusterError(f"{self.address.url} {_problem(error, timeout_s)}") from error
         if answer.status_code in UNAUTHORIZED:
             raise _unauthorized_error(f"{self.address.url} (from {self.address.source})", self.token_source)
         if refusal is not None and answer.status_code != 200:
@@ -329,30 +302,29 @@ def _authorized_get(url: str, timeout_s: Timeout) -> tuple["requests.Response", 
     return _request("GET", url, timeout_s, headers), headers, source
 
 
-def _unreachable_error(problem: str, hint: str) -> ClusterError:
-    error = ClusterError(problem)
-    error.hint = hint
-    return error
-
-
 def _unauthorized_error(where: str, token_source: str | None) -> ClusterError:
     if token_source is None:
-        problem = f"the cluster at {where} requires a token{addresses.token_file_problem()}"
+        problem = f"the cluster at {where} requires a token"
         hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the path of a file that contains it"
-        return _unreachable_error(problem, hint)
+        return ClusterError(problem, hint)
     if not token_source.startswith("RAY_AUTH_TOKEN"):
         token_source += ", which Ray writes for its clusters on this machine"
     problem = f"the cluster at {where} refuses the token from {token_source}"
-    return _unreachable_error(problem, "Set RAY_AUTH_TOKEN to the token of this cluster")
+    return ClusterError(problem, "Set RAY_AUTH_TOKEN to the token of this cluster")
 
 
-def _connection_problem(error: "requests.ConnectionError") -> str:
-    """Describe a connection error: an unknown host, a closed port or another protocol."""
+def _problem(error: "requests.RequestException", timeout_s: float) -> str:
+    """Describe a request that failed: with a timeout, an unknown host, a closed port or another protocol."""
+    import requests
     from urllib3.exceptions import NameResolutionError, ProtocolError
 
     cause = error.args[0] if error.args else None
+    if isinstance(error, requests.Timeout):
+        return f"did not answer within {timeout_s:g} s"
+    if not isinstance(error, requests.ConnectionError):
+        return f"does not answer: {short_message(error)}"
     if isinstance(cause, ProtocolError):
-        return "is not a Ray dashboard: the server closes the connection"
+        return "closes the connection"
     unknown = isinstance(getattr(cause, "reason", None), NameResolutionError)
     return f"does not answer ({'unknown host' if unknown else 'nothing listens there'})"
 

@@ -27,12 +27,20 @@ def checks() -> Iterator[Check]:
     yield _devices()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     yield Check("machine", f"{os.cpu_count()} cores, {memory:.0f} GB of memory")
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free / 1e9
-        hint = "Ray keeps objects there; in a container: --shm-size=4g" if free < 1 else None
-        yield Check("/dev/shm", f"{free:.1f} GB free", hint)
-    yield from _experiment()
+    storage = Settings.read().storage
+    if projects.EXPERIMENT.is_file():
+        from mlx_runtime.driver.request import load_config
+
+        try:
+            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()))
+            yield valid_config()
+            storage = config.cfg.storage_path if storage is None else storage
+        except MlxError as error:
+            yield Check("config", str(error), "See: mlx train show")
+    else:
+        yield Check("config", "this folder is not an experiment")
+    if storage is not None:
+        yield _storage(storage)
 
 
 def _devices() -> Check:
@@ -44,26 +52,6 @@ def _devices() -> Check:
         return Check("devices", "no GPU available to torch; training runs on CPUs")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Check("devices", ", ".join(names))
-
-
-def _experiment() -> Iterator[Check]:
-    """Check the config and the storage of the working directory."""
-    storage = Settings.read().storage
-    if projects.EXPERIMENT.is_file():
-        from mlx_runtime.driver.request import load_config
-
-        try:
-            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()))
-            yield valid_config()
-            storage = config.cfg.storage_path if storage is None else storage
-        except ConfigError as error:
-            yield Check("config", str(error), "See: mlx train show")
-        except MlxError as error:
-            yield Check("config", str(error), "Fix it first")
-    else:
-        yield Check("config", "this folder is not an experiment")
-    if storage is not None:
-        yield _storage(storage)
 
 
 def _storage(path: str) -> Check:

@@ -51,7 +51,7 @@ class Reader:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in (*lines, self._rest):
             if len(line) > LINE_BYTES:
-                raise ClusterError(f"the cluster has sent a line of more than {LINE_BYTES:,} characters")
+                raise ClusterError(f"the cluster sent a line of more than {LINE_BYTES:,} characters")
         for line in lines:
             if line.startswith(self._key):
                 yield _parse(line.removeprefix(self._key))
@@ -72,7 +72,7 @@ def _parse(text: str) -> Frame:
                 return Frame("exit", code=code)
     except (ValueError, RecursionError):
         pass
-    raise ClusterError(f"the cluster has sent a damaged frame: {text:.100}")
+    raise ClusterError(f"the cluster sent an invalid frame: {text:.100}")
 
 
 class Stream(io.RawIOBase):

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
 from mlx_runtime.companions.ray import autoscaler
-from mlx_runtime.companions.ray.failures import failure_of
 from mlx_runtime.companions.ray.node_names import nodes_with_names, selectors
 from mlx_runtime.companions.ray.reservation import Reservation, needed_by_runs
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
-from mlx_runtime.errors import short_message
+from mlx_runtime.errors import MlxError, full_message, short_message
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
 from mlx_runtime.loop.options import strategy_class
@@ -264,3 +263,13 @@ class RayGroup(RestartingGroup):
                     yield f"{owner} holds {amount:g} {name}s"
             if any(state == "PENDING" for state, _ in mine):
                 yield f"{owner} also waits"
+
+
+def failure_of(rank: int, error: RayError) -> MlxError | WorkerDied:
+    """Return the error for a worker whose call has failed: a `WorkerDied` if it may be replaced."""
+    if not isinstance(error, RayTaskError | RuntimeEnvSetupError):
+        return WorkerDied(short_message(error))
+    cause = getattr(error, "cause", None) or error  # it would fail again
+    lines = [line for line in full_message(cause).splitlines() if line.strip()]
+    why = short_message(cause) if len(lines) < 2 else f"{short_message(cause)} {lines[-1].strip()}"
+    return MlxError(f"rank {rank} failed on Ray: {type(cause).__name__}: {why}")

@@ -10,12 +10,10 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from mlx_runtime.errors import ConfigError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.snapshots import Upload
-from mlx_runtime.storage.documents import from_yaml
 
 SIGNAL_S = 5.0
 """Time to wait for Ray's signal before a job exits; none comes if an earlier one is the reason for exiting."""
@@ -39,20 +37,16 @@ class JobSpec:
     added: Mapping[str, bytes] = field(default_factory=dict)  # contents of further files by path
 
     def pack(self, send: Send) -> dict[str, Any]:
-        """Return Ray's runtime environment, with the contents of named local files, and with local modules uploaded."""
+        """Return Ray's runtime environment, with the files uploaded, and with the packages of requirements files."""
         packed = dict(self.runtime_env)
+        if local := [item for item in packed.get("py_modules") or () if "://" not in item]:
+            problem = f"cfg.runtime_env.py_modules names {local[0]}, which is not uploaded"
+            raise ConfigError(f"{problem}; move it into the folder of the experiment, which is")
+        if str(packed.get("conda")).endswith((".yml", ".yaml")):
+            raise ConfigError(f"cfg.runtime_env.conda is {packed['conda']}; write the content of that file instead")
         for installer in ("pip", "uv"):
             if isinstance(file := packed.get(installer), str):
                 packed[installer] = _requirements(Path(file))
-        conda = packed.get("conda")
-        if isinstance(conda, str) and conda.endswith((".yml", ".yaml")):  # otherwise the name of an environment
-            try:
-                packed["conda"] = from_yaml(Path(conda).read_bytes())
-            except (OSError, ValueError) as error:
-                problem = f"cannot read {conda}, which cfg.runtime_env.conda names: {short_message(error)}"
-                raise ConfigError(problem) from error
-        if modules := packed.get("py_modules"):
-            packed["py_modules"] = [item if "://" in item else _send_module(Path(item), send) for item in modules]
         packed["env_vars"] = {**packed.get("env_vars", {}), **self.environment}
         packed["working_dir"] = send(*_package(self.upload.sources, self.added))
         return packed
@@ -83,20 +77,7 @@ def _requirements(file: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def _send_module(module: Path, send: Send) -> str:
-    if module.suffix == ".whl":
-        return send(module.name, module.read_bytes)
-    if module.is_dir():
-        root = module.resolve()
-        return send(*_package({f"{root.name}/{path}": root / path for path, _ in Upload.of(root).files}))
-    if module.is_file():
-        return send(*_package({module.name: module}))
-    raise ConfigError(f"cfg.runtime_env.py_modules names {module}, which does not exist")
-
-
-def _package(
-    sources: Mapping[str, Path], added: Mapping[str, bytes] = MappingProxyType({})
-) -> tuple[str, Callable[[], bytes]]:
+def _package(sources: Mapping[str, Path], added: Mapping[str, bytes]) -> tuple[str, Callable[[], bytes]]:
     """Return the name of a package with these files and the added ones, and a function that zips them.
 
     The name contains a hash, so that a cluster receives the same code only once.

@@ -1,25 +1,21 @@
 """Submit the `main.py` of a folder to a cluster as a job, after checking that it can run there."""
 
-import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions
-from mlx_runtime.companions.jobs.checks import Checks, check_config, check_secrets, refuse_engine, require
-from mlx_runtime.companions.jobs.launching import ClaimingLaunch, pending, typed_name
+from mlx_runtime.companions.jobs.checks import Check, Checks, check_secrets, refuse_engine, require
+from mlx_runtime.companions.jobs.launching import ClaimingLaunch, SubmittedJob, pending, typed_name
 from mlx_runtime.companions.ray import preflight
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.composition import storage_override
 from mlx_runtime.errors import ClusterError
-from mlx_runtime.runs import drivers, records
-from mlx_runtime.runs.folder import RUN, RunFolder, claim_run
-from mlx_runtime.runs.logs import last_lines
+from mlx_runtime.runs import drivers
+from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import join_path, storage_root
@@ -31,36 +27,7 @@ if TYPE_CHECKING:
 DATA_JOB = "MLX_DATA_JOB"
 """Variable with the folder that the launcher of a data job has claimed for its record."""
 
-STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
-FAILED_LOG_LINES = 40
 STOP_WAIT_S = 30  # between SIGTERM and SIGKILL when a job is stopped: long enough to save a checkpoint
-
-
-@dataclass(frozen=True)
-class SubmittedJob:
-    """A job accepted by a cluster, its run or sweep, facts to print by title, and a check whether it has begun."""
-
-    dashboard: Dashboard
-    id: str
-    run: RunFolder
-    facts: Mapping[str, str]
-    has_begun: Callable[[], bool]
-
-    def follow(self) -> int:
-        """Print the output of the job until it ends. Return its exit code."""
-        return self.dashboard.follow(self.id, partial(print, end="", flush=True)).exit_code
-
-    def wait(self) -> str:
-        """Wait at most `STARTUP_S` until the job has begun or ended. Return its status; raises if it failed."""
-        deadline, begun = time.monotonic() + STARTUP_S, False
-        while not (state := self.dashboard.state(self.id, deadline)).ended and not (begun := self.has_begun()):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.3)
-        if state.ended and state.exit_code:
-            log = last_lines(self.dashboard.log(self.id), FAILED_LOG_LINES)
-            raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())
-        return state.status if state.ended or begun else "PENDING"
 
 
 @dataclass(frozen=True)
@@ -72,22 +39,6 @@ class Launch(ClaimingLaunch):
     upload: Upload
     runtime_env: Mapping[str, Any]
     retries: int = 0  # of a driver that dies
-
-    def submit_run(self, driver: Sequence[str] = ("main.py",), **metadata: str) -> SubmittedJob:
-        """Create the folder and the record of a run, and submit it.
-
-        `driver` is the script or module of the job, before the arguments of main.py; `metadata` is kept with the job.
-
-        If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
-        """
-        from mlx_runtime.driver.arguments import Request
-
-        config = self.config
-        origin = config.origin.location if config.origin else None
-        run = config.run or self._claim(RUN)
-        before = drivers.refuse_living(run) if config.run else {}
-        request = Request(config.overrides, origin=origin, claimed=run.location)
-        return self._submit_driver(run, before, [*driver, *request.words], metadata)
 
     def _submit_driver(
         self,
@@ -116,9 +67,7 @@ class Launch(ClaimingLaunch):
             facts |= {"folder": fields["output"], "follow": f"mlx data logs {words}", "stop": f"mlx data stop {words}"}
         else:
             facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
-        return SubmittedJob(
-            self.dashboard, job, run, facts, lambda: records.load_record(run).get("status") != "PENDING"
-        )
+        return SubmittedJob(self.dashboard, job, facts, run)
 
     def submit_data_job(self) -> SubmittedJob:
         """Create the record of a data job, and submit it."""
@@ -148,11 +97,10 @@ def connect(address: Address, folder: Path, *, files: bool = True) -> tuple[Dash
 
     Raises `ClusterError` if it does not answer, has another version of Ray, or does not accept as many files.
     """
-    dashboard, checks = preflight.check_cluster(address)
+    dashboard = Dashboard.connect(address)
     upload = Upload.of(folder) if files else Upload(folder, ())
-    for check in [*checks, preflight.check_upload(upload)]:
+    for check in (*preflight.check_cluster(dashboard), preflight.check_upload(upload)):
         require(check)
-    assert dashboard is not None, "it has answered"
     return dashboard, upload
 
 
@@ -170,8 +118,7 @@ def prepare(
     """Check that a folder can run on a cluster, and write each result immediately, by default to stdout.
 
     With `pip`, the cluster installs the packages of requirements.txt. With `tasks`, the folder is a data job. With
-    `show_all`, passed checks are printed, too, and after finding a secret or too large a folder, the nodes are still
-    checked, without uploading them.
+    `show_all`, passed checks are printed, too.
 
     Raises `ClusterError` after failed checks, early if they prevent the others, and `UsageError` for a wrong option.
     """
@@ -180,29 +127,19 @@ def prepare(
         write(f"note      {address.notice}")
     if not Settings.read().quiet:
         write(f"checking  {address.url} (from {address.source})")
-    # First, because it may bind, and finds errors without the cluster.
-    config, config_check = check_config(load)
-    if config is not None and not tasks:
+    config = shown.config(load)  # first, because it may bind, and finds errors without the cluster
+    if not tasks:
         refuse_engine(config.cfg)
-    dashboard, checks = preflight.check_cluster(address)
-    shown.add(*checks)
-    if dashboard is None:
-        raise shown.failure()
-    shown.add(config_check)
+    try:
+        dashboard = Dashboard.connect(address)
+    except ClusterError as error:
+        shown.add(Check("cluster", str(error), error.hint))
+        raise shown.failure() from error
     upload = Upload.of(folder)
-    fits = shown.add(preflight.check_upload(upload))
-    if config is None:
-        raise shown.failure()
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         write(line)
-    safe = shown.add(check_secrets(config))
-    if not (safe and fits) and not show_all:
-        raise shown.failure()
+    shown.require(*preflight.check_cluster(dashboard), preflight.check_upload(upload), check_secrets(config))
     runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}
     root = storage_root(config.cfg.storage_path)
-    sent = upload if safe and fits else dataclasses.replace(upload, files=())  # the probe needs only the runtime
-    sent_env = runtime_env if safe else preflight.without_secrets(runtime_env)
-    shown.add(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env, tasks=tasks))
-    if shown.failed:
-        raise shown.failure()
+    shown.require(*preflight.check_nodes(dashboard, config.cfg, root, upload, runtime_env, tasks=tasks))
     return Launch(dashboard, config, upload, runtime_env, retries)

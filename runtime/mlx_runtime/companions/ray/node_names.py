@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from mlx_runtime.errors import ClusterError
 
 LABEL = "node"
@@ -32,21 +30,6 @@ def nodes_with_names(nodes: Sequence[Facts]) -> list[tuple[str, Facts]]:
     return [(name(item), item) for item in alive]
 
 
-def named_nodes(nodes: Sequence[Facts] | None = None) -> dict[str, Facts]:
-    """Return Ray's facts about the living nodes with CPUs, by name.
-
-    Raises:
-        ClusterError: several nodes have the same name.
-    """
-    found: dict[str, Facts] = {}
-    for name, item in nodes_with_names(ray.nodes() if nodes is None else nodes):
-        if name in found:
-            addresses = " and ".join(facts["NodeManagerAddress"] for facts in (found[name], item))
-            raise ClusterError(f"nodes {addresses} both have the label {LABEL}={name}; start one with another label")
-        found[name] = item
-    return found
-
-
 def selectors(names: Sequence[str], nodes: Sequence[Facts], *, least: int, patient: bool) -> list[dict[str, str]]:
     """Return Ray's label selectors for the nodes of a plan.
 
@@ -61,8 +44,10 @@ def selectors(names: Sequence[str], nodes: Sequence[Facts], *, least: int, patie
     Raises:
         ClusterError: the cluster lacks nodes, or several have the same name.
     """
-    # A node that has just been restarted may be listed twice, so only the first start refuses equal names.
-    known = dict(nodes_with_names(nodes)) if patient else named_nodes(nodes)
+    found = nodes_with_names(nodes)
+    known, equal = dict(found), [name for name, count in Counter(name for name, _ in found).items() if count > 1]
+    if equal and not patient:  # later, a node that has just been restarted may be listed twice
+        raise ClusterError(f"several nodes have the label {LABEL}={equal[0]}; start each with another one")
     missing = sorted({*names} - known.keys())
     if len(missing) == len({*names}):
         return []

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.jobs.checks import Check
 from mlx_runtime.companions.ray import probe
-from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.autoscaler import Room
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
@@ -20,7 +19,6 @@ from mlx_runtime.companions.ray.start import refuse_no_task
 from mlx_runtime.errors import ClusterError, ConfigError, StorageError, short_message
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.storage.redaction import secret_keys
 from mlx_runtime.workers.placement import shortage, uses_gpus
 
 if TYPE_CHECKING:
@@ -34,31 +32,19 @@ NODE_S = 60.0  # timeout of a node's answer to the probe
 INSTALL_S = 600.0  # added to both if the cluster installs packages first, as with `--pip`
 
 
-def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
-    """Connect to a cluster, and compare its version of Ray with the one here."""
-    try:
-        dashboard = Dashboard.connect(address)
-    except ClusterError as error:
-        return None, [Check("cluster", str(error), error.hint)]
+def check_cluster(dashboard: Dashboard) -> Iterator[Check]:
+    """Report a cluster that has answered, and compare its version of Ray with the one here."""
     token = f", token from {dashboard.token_source}" if dashboard.token_source else ""
-    text = f"{address.url} (from {address.source}) answered in {1000 * dashboard.latency_s:.0f} ms{token}"
-    here, there = _ray_here(), dashboard.ray_version
-    ray = Check("ray", f"{there} there, {here or 'none'} here")
-    if here is None and tuple(map(int, re.findall(r"\d+", there)[:2])) < MIN_RAY:
-        ray = Check(
-            "ray", f"the cluster has Ray {there}", f"Use a cluster with Ray {'.'.join(map(str, MIN_RAY))} or newer"
-        )
-    elif here is not None and not _same_minor(there, here):
-        hint = f"Use a cluster with Ray {here}, or a version of mlx-runtime for Ray {there}"
-        ray = Check("ray", f"the cluster has Ray {there}, this machine {here}", hint)
-    return dashboard, [Check("cluster", text), ray]
-
-
-def _ray_here() -> str | None:
+    source, latency_ms = dashboard.address.source, 1000 * dashboard.latency_s
+    yield Check("cluster", f"{dashboard.address.url} (from {source}) answered in {latency_ms:.0f} ms{token}")
+    there = dashboard.ray_version
     try:
-        return importlib.metadata.version("ray")
+        here = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:  # on a machine that only launches
-        return None
+        here, fits = f"{'.'.join(map(str, MIN_RAY))} or newer", _numbers(there) >= MIN_RAY
+    else:
+        fits = _numbers(there) == _numbers(here)
+    yield Check("ray", f"the cluster has Ray {there}", None if fits else f"Use a cluster with Ray {here}")
 
 
 def check_upload(upload: Upload) -> Check:
@@ -69,14 +55,8 @@ def check_upload(upload: Upload) -> Check:
         return Check("upload", text)
     most = sorted(upload.files, key=lambda item: item[1], reverse=True)[:10]
     largest = "".join(f"\n      {item / 1e6:>9,.1f} MB  {path}" for path, item in most)
-    hint = f"List files that no run needs in .rayignore or .gitignore; the largest are:{largest}"
-    return Check("upload", f"{text}; a cluster accepts {LIMIT_BYTES / 1e6:,.0f} MB", hint)
-
-
-def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a runtime environment without entries that contain secrets."""
-    public = {name: without_secrets(item) if isinstance(item, Mapping) else item for name, item in tree.items()}
-    return {name: item for name, item in public.items() if not any(secret_keys({name: item}))}
+    hint = f"Add files that runs do not need to .rayignore or .gitignore; the largest are:{largest}"
+    return Check("upload", f"{text}; clusters accept at most {LIMIT_BYTES / 1e6:,.0f} MB", hint)
 
 
 def check_nodes(
@@ -106,9 +86,9 @@ def check_nodes(
             if "No module named 'ray'" in str(error):
                 cure = "Nodes run jobs with the python on their PATH: activate the environment of Ray before ray start"
             return [Check("nodes", short_message(error), cure)]
-    nodes = node_checks(found["nodes"], root, written)
     room = Room(**found["room"])
-    return [*nodes, *group_checks(found["groups"]), task_check(room, cfg) if tasks else capacity_check(room, cfg)]
+    capacity = task_check(room, cfg) if tasks else capacity_check(room, cfg)
+    return [*node_checks(found["nodes"], root, written), *network_checks(found["group"]), capacity]
 
 
 def _group(cfg: "TrainConfig") -> dict[str, int | None]:
@@ -159,21 +139,19 @@ def node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> 
         yield Check("nodes", "; ".join(failed), "See the dashboard for the cause")
     if not answers:
         return
-    here, versions = platform.python_version(), sorted({node["python"] for node in answers})
-    there = ", ".join(versions)
-    if all(_same_minor(version, here) for version in versions):
+    here, there = platform.python_version(), ", ".join(sorted({node["python"] for node in answers}))
+    if all(_numbers(node["python"]) == _numbers(here) for node in answers):
         yield Check("python", f"{there} on {count}, {here} here")
     else:
-        hint = "Use the cluster's version of Python here, or an image with this one there"
+        hint = "Use the same minor version of Python here and on the nodes"
         yield Check("python", f"the cluster has {there}, this machine {here}", hint)
-    if lacking := "; ".join(f"{node['ip']}: {node['torch']}" for node in answers if node["torch"]):
-        hint = "Use an image with torch, or install it with --pip"
-        yield Check("torch", f"cannot be imported on {lacking}", hint)
+    if lacking := ", ".join(node["ip"] for node in answers if not node["torch"]):
+        yield Check("torch", f"is not installed on {lacking}", "Use an image with torch, or install it with --pip")
     else:
         yield Check("torch", f"on {count}")
     blind = "; ".join(f"{node['ip']}: {node['storage']}" for node in answers if node["storage"])
     if not blind and written < len(answers):
-        blind = f"this machine: it sees files of {written} of {len(answers)} nodes"
+        blind = f"this machine, which sees the files of {written} of {len(answers)} nodes"
     if blind:
         hint = "Set cfg.storage_path or MLX_STORAGE to a folder that every node mounts, or to s3://BUCKET/PATH"
         yield Check("storage", f"{root} is not shared with {blind}", hint)
@@ -184,26 +162,27 @@ def node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> 
         without = [node["ip"] for node in answers if name in node["unset"]]
         unset.append(f"{name} is missing on {len(without)} of {count}: {', '.join(without)}")
     if unset:
-        yield Check("secrets", "; ".join(unset), "Set it in the environment in which the nodes are started")
+        yield Check("secrets", "; ".join(unset), "Set it in the environment of ray start on each node")
 
 
-def group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Evaluate the process groups formed by the nodes, by backend."""
-    for backend, found in groups.items():
-        if not found:
-            yield Check(backend, "not tried: not every node has a free GPU")
-        elif "error" in found:
-            variable = f"{backend.upper()}_SOCKET_IFNAME"
-            hint = f"Set {variable} in cfg.runtime_env.env_vars to the network interface between the nodes, and open "
-            hint += "all TCP ports between them: docs/guides/cluster.md#network"
-            yield Check(backend, f"the nodes cannot form a process group: {found['error']}", hint)
-        else:
-            yield Check(backend, f"{found['nodes']} nodes form a process group")
+def network_checks(group: Mapping[str, Any] | None) -> Iterator[Check]:
+    """Evaluate the process group that the nodes have tried to form, if they had to."""
+    if group is None:
+        return
+    if "error" in group:
+        hint = (
+            "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in cfg.runtime_env.env_vars to the network interface "
+            "between the nodes, and open all TCP ports between them: docs/guides/cluster.md#network"
+        )
+        yield Check("network", f"the nodes cannot form a process group: {group['error']}", hint)
+    else:
+        text = f"{group['nodes']} nodes form a process group" if group else "not tried: not every node has a free GPU"
+        yield Check("network", text)
 
 
-def _same_minor(one: str, another: str) -> bool:
-    """Return True if two versions have the same major and minor number."""
-    return one.split(".")[:2] == another.split(".")[:2]
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the major and the minor number of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def task_check(room: Room, cfg: "DataConfig") -> Check:
@@ -219,8 +198,7 @@ def capacity_check(room: Room, cfg: "TrainConfig") -> Check:
     """Check that the workers fit into the whole cluster, once it has grown, ignoring its current use by others."""
     if lacking := shortage(cfg, room.most(CPU=1), room.most(GPU=1), cluster=True):
         return Check("capacity", lacking, "")
-    workers = cfg.elastic.min_workers or cfg.start_workers
-    each = {"CPU": cfg.cpus_per_worker}
+    workers, each = cfg.elastic.min_workers or cfg.start_workers, {"CPU": cfg.cpus_per_worker}
     if uses_gpus(cfg, room.now(GPU=1)):
         each["GPU"] = cfg.gpus_per_worker
     resources = " and ".join(f"{amount:g} {name}" for name, amount in each.items())
@@ -228,9 +206,7 @@ def capacity_check(room: Room, cfg: "TrainConfig") -> Check:
     if (fit := room.most(**each)) < workers:
         hint = "Lower cfg.cpus_per_worker, or add larger nodes"
         return Check("capacity", f"{need} each do not fit: the nodes of the cluster hold {fit:g}", hint)
-    text = f"the cluster has {room.now(CPU=1):g} CPUs and {room.now(GPU=1):g} GPUs, for {need}"
-    if room.now(**each) < workers:
-        text += "; they wait until its autoscaler has started nodes"
-    if room.grows and "GPU" not in each and cfg.use_gpu is None:
-        text += "; they train on CPUs unless cfg.use_gpu=true"
-    return Check("capacity", text)
+    waits = "; they wait until its autoscaler has started nodes" if room.now(**each) < workers else ""
+    return Check(
+        "capacity", f"the cluster has {room.now(CPU=1):g} CPUs and {room.now(GPU=1):g} GPUs, for {need}{waits}"
+    )

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_runtime.cli import options, xp
@@ -26,6 +26,7 @@ from mlx_runtime.companions.jobs.checks import require
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.commands import refuse_unknown, typed_storage
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import check_upload
@@ -45,14 +46,11 @@ DATA = ("launch", "logs", "ls", "rm", "show", "stop")
 POLL_S, POLLED_S = 0.15, 15.0
 """Interval for reading the log at first, and the time for it; then the log is followed, which lags by a second."""
 
-KEPT_S = 60.0
-"""Time for which jobs of earlier commands stay in the list of jobs."""
-
 OUTPUTS = ("-o", "--output")
 """Options whose values are files to write."""
 
-UNNAMED = (["xp", "consolidate"], ["xp", "export"])
-"""Commands that write new files if they have none of these options."""
+WRITES = (["xp", "consolidate"], ["xp", "export"])
+"""Commands that write files in any case."""
 
 Write = Callable[[str, bytes], object]
 
@@ -69,12 +67,6 @@ class _EndedError(Exception):
         self.frame = frame
 
 
-def typed_storage(overrides: Sequence[str]) -> str:
-    """Return the path in the last `cfg.storage_path=` of overrides, empty without one."""
-    typed = [item for item in overrides if item.lstrip("+").startswith("cfg.storage_path=")]
-    return typed[-1].partition("=")[2].strip("'\"") if typed else ""
-
-
 def runs_there(words: Sequence[str]) -> bool:
     """Return True for commands that can run on a cluster."""
     group, command = [*words, "", ""][:2]
@@ -87,8 +79,8 @@ def run(words: Sequence[str], url: str | None) -> int:
     """Run a command on a cluster, and print what it prints. Return its exit code."""
     if not runs_there(words):
         raise UsageError(
-            "--on is for all commands of mlx xp, except ray, for mlx train launch, "
-            f"and for mlx data {', '.join(DATA)}; leave it out of mlx {' '.join(words[:2])}"
+            f"mlx {' '.join(words[:2])} does not support --on; mlx xp (except ray), mlx train launch, and mlx data "
+            f"{', '.join(DATA)} do"
         )
     address = Address.parse(url, "--on")
     storage = typed_storage(words) or Settings.read().storage
@@ -99,7 +91,9 @@ def run(words: Sequence[str], url: str | None) -> int:
     if is_relative and from_conf and any(word.startswith("/") for word in words):
         storage = None  # the command names a folder of the cluster
     elif is_relative:
-        raise UsageError(f"the storage is {storage}, a folder of this machine; name that of the cluster: MLX_STORAGE")
+        raise UsageError(
+            f"the storage {storage} is a folder on this machine; set MLX_STORAGE to the folder on the cluster"
+        )
     variables = {"MLX_STORAGE": storage} if storage else {}
     variables |= {"MLX_DEBUG": "1"} if Settings.read().debug else {}
     upload, added = _upload(words), dict[str, bytes]()
@@ -127,11 +121,15 @@ def run(words: Sequence[str], url: str | None) -> int:
 
 
 def _upload(words: Sequence[str]) -> Upload:
-    """Return the files that a command needs: the code of a launch, which must contain no secrets; otherwise `src`."""
+    """Return the files that a command needs: conf.yaml, for an export also the code in `src`, and for a launch all of
+    the folder, which must contain no secrets."""
     if words[1] != "launch":
-        upload = Upload.of(Path.cwd()) if CONF.is_file() else Upload(Path.cwd(), ())
-        return Upload(upload.folder, tuple(item for item in upload.files if item[0].parts[0] == CONF.parts[0]))
-    upload = Upload.of((DATA_JOB if words[0] == "data" else AN_EXPERIMENT).folder())
+        files = Upload.of(Path.cwd()).files if CONF.is_file() else ()
+        needed = CONF.parent if list(words[:2]) == ["xp", "export"] else CONF
+        return Upload(Path.cwd(), tuple(item for item in files if item[0].is_relative_to(needed)))
+    folder = (DATA_JOB if words[0] == "data" else AN_EXPERIMENT).folder()
+    refuse_unknown(words)
+    upload = Upload.of(folder)
     require(check_upload(upload))
     try:
         written = list(secret_keys(parse_config(CONF.read_bytes(), environment=False))) if CONF.is_file() else []
@@ -168,37 +166,36 @@ def _board(dashboard: Dashboard, spec: JobSpec) -> int:
 
 
 class Files:
-    """Writes the files that a command sends: those that the user has named; without names, new ones."""
+    """Writes the files that a command sends: those that the user has named."""
 
     def __init__(self, words: Sequence[str]) -> None:
         pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
         values = [value for name, value in pairs if name in OUTPUTS]
         values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
-        named = {os.path.normpath(value) for value in values if value}
-        self._named, self._unnamed = named - {"."}, "." in named or (not named and list(words[:2]) in UNNAMED)
+        self._named = {os.path.normpath(value) for value in values if value} - {"."}
         self._begun: set[str] = set()
         self._bytes = 0
+        if not self._named and list(words[:2]) in WRITES:
+            raise UsageError(f"with --on, mlx {' '.join(words[:2])} needs -o PATH, where to write on this machine")
         inside = [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]
         if inside and CONF.is_file():  # it is uploaded, and a link there
             raise UsageError(
-                f"{inside[0]} lies in the code, which the command reads; name a file outside {CONF.parts[0]}"
+                f"cannot write {inside[0]} into {CONF.parts[0]}, which the command reads; choose another path"
             )
 
     def _is_expected(self, path: str) -> bool:
-        top, target = path.partition("/")[0], Path(path).resolve()
-        for name in self._named:
-            if (path == name or path.startswith(f"{name}/")) and target.is_relative_to(Path(name).resolve()):
-                return True
-        if not self._unnamed or top.startswith(".") or not target.is_relative_to(Path.cwd().resolve()):
-            return False
-        return top in {item.partition("/")[0] for item in self._begun} or not os.path.lexists(top)
+        target = Path(path).resolve()
+        return any(
+            (path == name or path.startswith(f"{name}/")) and target.is_relative_to(Path(name).resolve())
+            for name in self._named
+        )
 
     def write(self, path: str, content: bytes) -> None:
         if not self._is_expected(path):
-            raise ClusterError(f"the cluster has sent the file {path}, which the command does not write")
+            raise ClusterError(f"the cluster sent a file that the command does not write: {path}")
         self._bytes += len(content)
         if self._bytes > remote_job.FILES_BYTES:
-            raise ClusterError(f"the cluster has sent files of more than {remote_job.FILES_BYTES / 1e6:.0f} MB")
+            raise ClusterError(f"the cluster sent more than {remote_job.FILES_BYTES / 1e6:.0f} MB of files")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("ab" if path in self._begun else "wb") as stream:
             stream.write(content)
@@ -208,8 +205,8 @@ class Files:
 def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
     """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
     user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
-    job = f"mlx-command-{user}-{uuid.uuid4().hex[:8]}"
-    metadata = {"mlx": "command", "user": f"{user}@{socket.gethostname()}"}
+    prefix, metadata = f"mlx-command-{user}-", {"mlx": "command", "user": f"{user}@{socket.gethostname()}"}
+    job = f"{prefix}{uuid.uuid4().hex[:8]}"
     command = ["python", "-u", "-m", remote_job.__name__, *spec.command]
     environment = {"MLX_ON": key, **spec.environment}
     dashboard.submit(job, dataclasses.replace(spec, command=command, environment=environment, metadata=metadata))
@@ -226,8 +223,7 @@ def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
                 raise _EndedError(frame)
 
     try:
-        with contextlib.suppress(ClusterError):  # it may be too busy to list its jobs
-            _forget_ended(dashboard, metadata)
+        dashboard.forget_ended(prefix)
         state = _follow(dashboard, job, read)
     except _EndedError as end:
         return end.frame
@@ -249,11 +245,3 @@ def _follow(dashboard: Dashboard, job: str, read: Callable[[str], None]) -> JobS
         read(text[seen:])
         seen = max(seen, len(text))
     return dashboard.follow(job, read, seen=seen)
-
-
-def _forget_ended(dashboard: Dashboard, metadata: Mapping[str, str]) -> None:
-    """Remove jobs of earlier commands from the list of jobs, because the user has not submitted them."""
-    for facts in dashboard.jobs():
-        ended = facts.get("end_time") or 0
-        if facts.get("metadata") == metadata and 0 < ended < (time.time() - KEPT_S) * 1000:
-            dashboard.forget(facts["submission_id"])

@@ -99,14 +99,6 @@ class Reservation:
         self._pending[group.ready()] = group
 
 
-def release(title: str) -> None:
-    """Release the resources of a run whose driver, an actor of this job, was lost."""
-    for facts in ray.util.placement_group_table().values():
-        if facts["name"].startswith(f"{PREFIX}{title}:") and facts["state"] != "REMOVED":
-            with contextlib.suppress(ValueError):  # it has just been removed
-                remove_placement_group(ray.util.get_placement_group(facts["name"]))
-
-
 def needed_by_runs() -> Iterator[tuple[str, str, dict[str, float]]]:
     """Yield title, state (PENDING, CREATED, …) and resources of each placement group that its run cannot do without.
 

@@ -23,16 +23,14 @@ EMBEDDED_RAY = {
 
 
 @contextlib.contextmanager
-def on_ray(cfg: TrainConfig, why: str = "", *, forward: bool = True) -> Iterator[Cluster]:
+def on_ray(cfg: TrainConfig, why: str = "") -> Iterator[Cluster]:
     """Provide Ray: in a job its cluster, otherwise an embedded Ray. `why` is the reason in the printed lines.
-
-    With `forward`, this process prints the output of the cluster's processes.
 
     Raises:
         ConfigError: the workers do not fit.
     """
     embedded, cores = JOB_FLAG not in os.environ, os.cpu_count() or 1
-    with start_ray(cfg, forward=forward):
+    with start_ray(cfg):
         import ray
 
         found = room(embedded=embedded)
@@ -94,15 +92,15 @@ def preempted() -> bool:
 
 
 @contextlib.contextmanager
-def start_ray(cfg: TrainConfig, *, forward: bool = True) -> Iterator[None]:
+def start_ray(cfg: TrainConfig) -> Iterator[None]:
     """Start Ray on this machine or join the cluster of the job. Does nothing if Ray is running in this process."""
     workers = cfg.elastic.max_workers or cfg.start_workers
-    with _ray(workers * (cfg.cpus_per_worker + 1), forward=forward):
+    with _ray(workers * (cfg.cpus_per_worker + 1)):
         yield
 
 
 @contextlib.contextmanager
-def _ray(cpus: int, *, forward: bool = True) -> Iterator[None]:
+def _ray(cpus: int) -> Iterator[None]:
     import ray
 
     if ray.is_initialized():
@@ -111,7 +109,7 @@ def _ray(cpus: int, *, forward: bool = True) -> Iterator[None]:
     level = "INFO" if Settings.read().verbose else "ERROR"
     with contextlib.ExitStack() as stack:
         if JOB_FLAG in os.environ:
-            ray.init(logging_level=level, log_to_driver=forward)
+            ray.init(logging_level=level, log_to_driver=True)
         else:
             _start_embedded(cpus, level)
         stack.callback(ray.shutdown)

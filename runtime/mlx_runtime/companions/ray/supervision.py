@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
+from mlx_runtime.companions.jobs.endings import TERMINATED, DriverEnd
 from mlx_runtime.companions.ray.jobs import SUPERVISED, end_as_stopped
 from mlx_runtime.errors import StorageError
 from mlx_runtime.exits import clean_exit
@@ -50,44 +50,6 @@ _PR_SET_PDEATHSIG = 1
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class DriverEnd:
-    """How a driver has ended, and how it left its run.
-
-    Attributes:
-        code: exit code of the process; -N if signal N killed it.
-        status: status of the run by its record; PENDING if the driver had not claimed it, and RUNNING if it had, but
-            had not recorded that.
-        asked: reason for which the run was asked to stop, if it was.
-        saved: the driver has saved a checkpoint.
-    """
-
-    code: int
-    status: str
-    asked: str | None = None
-    saved: bool = False
-
-    @property
-    def next(self) -> Literal["end", "retry", "requeue"]:
-        """What follows: `retry` after a death, `requeue` after a preemption, otherwise the `end`.
-
-        A driver that recorded its own end is not retried: errors of user code and of the config would be repeated, and
-        users who stop a run want it to stay stopped.
-        """
-        if self.code == 128 + signal.SIGTERM and self.status == "STOPPED":
-            return "requeue" if self.saved and self.asked in (None, signal.SIGTERM.name) else "end"
-        unrecorded = self.code == 1 and self.status in ("WAITING", "RUNNING")
-        died = self.code < 0 and self.code != -signal.SIGINT and self.status in records.LIVING
-        return "retry" if unrecorded or died else "end"
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the job. Native libraries may crash a driver as it exits, after it has recorded its end."""
-        if self.code < 0 and self.status not in records.LIVING:
-            return {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 128 + signal.SIGTERM}.get(self.status, 1)
-        return self.code if self.code >= 0 else 128 - self.code
-
-
 class Supervisor:
     """Starts drivers of a run or sweep, one after another, until one of them ends for good.
 
@@ -111,29 +73,24 @@ class Supervisor:
         while True:
             before, claimed = _patiently(self._stored), _patiently(self._folder.attempts)
             started = time.monotonic()
-            if self._stopping:
-                return self._close(DriverEnd(128 + signal.SIGTERM, "PENDING"), "the job was stopped")
             pid, code = self._drive()
-            why = f"the driver {exit_reason(code)}"
             end = _patiently(lambda: self._end_of(pid, code, claimed, before))  # noqa: B023 - called at once
             if end is None:
                 return self._give_up(code)
             self._died += end.next == "retry"
             self._requeued += end.next == "requeue"
             exhausted = self._died > self._retries or self._requeued > MAX_REQUEUES
-            if self._stopping or exhausted or end.next == "end":
+            why = "the run was preempted" if end.status == "STOPPED" else f"the driver {exit_reason(code)}"
+            if self._stopping or exhausted or end.next == "done":
                 return self._close(end, why)
             self._short = 1 if time.monotonic() - started > STEADY_S else self._short + 1
-            claimed, stored = _patiently(self._folder.attempts), _patiently(self._stored)
-            if end.next == "retry":
-                self._pause(why, claimed, _with_attempt(stored, why))
-            else:
-                why = "the run was preempted"
-                self._pause(why, claimed, _with_attempt(stored, why), f"requeue {self._requeued}")
+            title = f"retry {self._died} of {self._retries}" if end.next == "retry" else f"requeue {self._requeued}"
+            claimed = _patiently(self._folder.attempts)
+            self._pause(why, claimed, title)
             if _patiently(self._folder.attempts) > claimed:
                 return self._give_up(code)
             if self._stopping:
-                return self._close(DriverEnd(128 + signal.SIGTERM, "WAITING"), why)
+                return self._close(DriverEnd(TERMINATED, "WAITING"), why)
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
@@ -180,14 +137,14 @@ class Supervisor:
         saved = record.get("latest") not in (None, before.get("latest"))
         return DriverEnd(code, record["status"], record.get("stop_reason"), saved)
 
-    def _pause(self, why: str, claimed: int, stored: Mapping[str, Any], title: str = "") -> None:
+    def _pause(self, why: str, claimed: int, title: str) -> None:
         """Own the record for a while, as the reason for which the run waits, then leave it to the next driver."""
-        title = title or f"retry {self._died} of {self._retries}"
         seconds = min(PAUSE_S * 2.0 ** (self._short - 1), MAX_PAUSE_S)
         begins = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=seconds)
         self._print(f"retry     {why}; {title} begins at {begins:%H:%M:%S} UTC")
         facts = leases.this_process() | {"status": "WAITING", "start": documents.now(), "attempt": claimed}
         facts |= {"waits_for": f"{title} at {begins:%H:%M:%S} UTC: {why}"}
+        stored = _with_attempt(_patiently(self._stored), why)
         record = self._record = _patiently(lambda: records.Record(self._folder, stored, **facts))
         with record.alive():
             until = time.monotonic() + seconds

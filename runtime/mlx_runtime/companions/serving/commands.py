@@ -1,13 +1,9 @@
 """Commands that use trained models: predictions, exports and servers."""
 
-import contextlib
-import os
-import shlex
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -17,18 +13,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.settings import Settings
 
-if TYPE_CHECKING:
-    from mlx_runtime.companions.serving.cluster import client
-
-FORMATS = ("pt2", "safetensors", "onnx", "aoti")
-
-port_option = click.option("--port", type=click.IntRange(1, 65535), help="Port of the server, if there are several.")
-
-cluster_option = click.option(
-    "--ray-address", metavar="URL", help="Models on this cluster, like http://head:8265, instead of this machine."
-)
-
-application_argument = click.argument("name", type=word, required=False)
+FORMATS = ("pt2", "safetensors", "onnx")
 
 checkpoint_option = click.option(
     "--checkpoint",
@@ -55,7 +40,7 @@ def _columns(text: str | None) -> tuple[str, ...]:
     "--dataset",
     metavar="ROWS",
     type=word,
-    help="test, src.datasets.Digits(split=test), or a file. Default: predict or test.",
+    help="test, src.datasets.Others, or a file. Default: predict or test.",
 )
 @click.option(
     "-o",
@@ -63,7 +48,7 @@ def _columns(text: str | None) -> tuple[str, ...]:
     type=PAGE,
     default="predictions.parquet",
     show_default=True,
-    help="A .parquet, .jsonl, .csv, .npz or .npy file.",
+    help="A .parquet or .jsonl file.",
 )
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), help="Processes. Default: 1, or one per GPU.")
 @click.option(
@@ -124,7 +109,7 @@ def formats(context: click.Context, option: click.Parameter, values: tuple[str, 
     default=("pt2",),
     show_default=True,
     callback=formats,
-    metavar="pt2|safetensors|onnx|aoti",
+    metavar="pt2|safetensors|onnx",
     help="Repeat it, or separate names by commas. The weights are always written as safetensors.",
 )
 @code_option
@@ -177,7 +162,6 @@ def xp_export(
     "--timeout", type=click.FloatRange(0.1), default=30, show_default=True, help="Seconds to answer a request."
 )
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of torch. Default: OMP_NUM_THREADS, or 1.")
-@click.option("--shadow", metavar="OTHER", type=word, help="A run to compare on the same rows, such as run_004.")
 @code_option
 @options.debug
 def serve_run(
@@ -190,134 +174,23 @@ def serve_run(
     max_queue: int,
     timeout: float,
     threads: int | None,
-    shadow: str | None,
     code: str | None,
 ) -> None:
-    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME, or with an export.
+    """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME, or with an export, until Ctrl-C.
 
     NAME is the folder of an export, or an experiment; the default is the one in the working directory. More models are
     added as OTHER=RUN, such as small=digits/run_004. The first answers at /predict, each at /models/NAME/predict.
     """
     from mlx_runtime.companions.serving.http import terminal
-    from mlx_runtime.companions.serving.http.asgi import Limits
+    from mlx_runtime.companions.serving.http.limits import Limits
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    sources = terminal.parse(models)
     limits = Limits(max_batch, max_wait_ms / 1000, max_queue, timeout_s=timeout)
-    other = None if shadow is None else next(iter(sources.values())).other(shadow)
-    options: dict[str, Any] = {"checkpoint": checkpoint, "trust": code is not None, "shadow": other}
-    sys.exit(terminal.ModelServer(sources, limits, host, port, **options).run(say))
-
-
-@click.command("ls")
-@cluster_option
-@options.json
-def serve_ls(ray_address: str | None, as_json: bool) -> None:
-    """List your servers on this machine, or the models on a cluster."""
-    from mlx_runtime.companions.serving.http import registry
-    from mlx_runtime.storage.files import to_json
-
-    if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import client
-
-        found = [*client.Cluster.connect(ray_address).deployments().values()]
-        if as_json:
-            click.echo(to_json([item.document() for item in found]), nl=False)
-            return
-        for item in found:
-            facts = (item.url, item.title, item.status, f"{item.running} of {item.wanted} replicas", item.reason)
-            say("  ".join(filter(None, facts)))
-        if not found:
-            say("no model is deployed there; deploy one: mlx serve launch NAME", err=True)
-        return
-    servers = registry.servers()
-    if as_json:
-        click.echo(to_json(servers), nl=False)
-        return
-    for record in servers:
-        models = ", ".join(f"{name}={title}" for name, title in record["models"].items())
-        say(f"{record['url']}  {models}  {record['status']}")
-    if not servers:
-        say("no server is running; start one: mlx serve run NAME", err=True)
-    if address := os.environ.get("RAY_ADDRESS"):
-        say(f"models on the cluster in RAY_ADDRESS: mlx serve ls --ray-address {shlex.quote(address)}", err=True)
-
-
-@click.command("logs")
-@application_argument
-@port_option
-@cluster_option
-def serve_logs(name: str | None, port: int | None, ray_address: str | None) -> None:
-    """Print the log of a server, or the last lines of the logs of NAME on a cluster."""
-    from mlx_runtime.companions.serving.http import registry
-
-    if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import client
-
-        for text in client.Cluster.connect(ray_address).logs(_named(name)):
-            for line in text.splitlines():
-                say(line)
-        return
-    _refuse_name(name)
-    for line in Path(registry.find(port)["log"]).read_text(errors="replace").splitlines():
-        say(line)
-
-
-@click.command("stop")
-@application_argument
-@port_option
-@cluster_option
-def serve_stop(name: str | None, port: int | None, ray_address: str | None) -> None:
-    """Stop a server, or NAME on a cluster, once all accepted requests are answered."""
-    from mlx_runtime.companions.serving.http import registry
-
-    if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import client
-
-        say(f"stopped {client.Cluster.connect(ray_address).stop(_named(name)).url}")
-        return
-    _refuse_name(name)
-    record = registry.find(port)
-    registry.ask(record, {"action": "stop"}, registry.ANSWER_S)
-    registry.wait_for_end(record)
-    say(f"stopped {record['url']}")
-
-
-@click.command("update")
-@click.argument("name", type=word)
-@click.argument("run", type=word)
-@port_option
-@cluster_option
-@checkpoint_option
-@code_option
-def serve_update(
-    name: str, run: str, port: int | None, ray_address: str | None, checkpoint: str | None, code: str | None
-) -> None:
-    """Replace the model NAME by another RUN without failing a request.
-
-    RUN without an experiment is one of the experiment that NAME serves now. On this machine, RUN can also be the folder
-    of an export.
-    """
-    from mlx_runtime.companions.serving.http import registry
-
-    if ray_address is not None:
-        from mlx_runtime.companions.serving.cluster import client
-
-        stored = code is not None
-        servers, upload = client.connect(ray_address, stored=stored)
-        former = servers.find(name)
-        folder = lookup.resolve_run(run) if "/" in run else lookup.resolve_run(former.experiment, run)
-        spec = client.spec_of(folder, checkpoint, stored=stored)
-        with _detached(name, servers.option):
-            _show(servers.update(name, spec, upload, write=_progress), servers.option)
-        return
-    record = registry.find(port, name)
-    source = str(Path(run).resolve()) if Path(run).is_dir() else run
-    message = {"action": "update", "name": name, "run": source, "checkpoint": checkpoint, "code": code}
-    say(registry.ask(record, message, registry.UPDATE_S))
+    kept: dict[str, Any] = {"checkpoint": checkpoint, "trust": code is not None, "say": say}
+    sys.exit(terminal.run(terminal.parse(models), limits, host, port, **kept))
 
 
 @click.command("launch")
@@ -329,7 +202,7 @@ def serve_update(
 @click.option("--max-replicas", type=click.IntRange(1), help="Start up to this many under load.")
 @click.option("--gpu", is_flag=True, help="Give each replica a GPU.")
 @click.option(
-    "--route", metavar="/PATH", type=word, help="Path of the URL, and name for other commands. Default: /NAME."
+    "--route", metavar="/PATH", type=word, help="Path of the URL, and name for `mlx serve stop`. Default: /NAME."
 )
 @click.option("--host", type=word, help="Address to listen on, like 0.0.0.0, with MLX_SERVE_TOKEN. Default: 127.0.0.1.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port to listen on. Default: 8000.")
@@ -350,52 +223,28 @@ def serve_launch(
 ) -> None:
     """Answer HTTP requests with a RUN (run_003, 3 or latest) of NAME on a Ray cluster, in the background.
 
-    If MLX_SERVE_TOKEN is set, clients need this token.
+    A model that is deployed below the same path is replaced without failing a request. If MLX_SERVE_TOKEN is set,
+    clients need this token.
     """
     from mlx_runtime.companions.serving.cluster import client
-    from mlx_runtime.companions.serving.http.access import read_token
 
     if max_replicas is not None and max_replicas < replicas:
         raise UsageError(f"--max-replicas is {max_replicas}; expected at least --replicas, {replicas}")
-    token, stored = read_token(), code is not None
-    servers, upload = client.connect(ray_address, stored=stored)
-    settings: dict[str, Any] = {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
     folder = lookup.resolve_run(name, run)
-    spec = client.spec_of(folder, checkpoint, route=route, token=token, stored=stored, **settings)
-    with _detached(spec.name, servers.option):
-        _show(servers.launch(spec, upload, host, port, write=_progress), servers.option)
-
-
-def _progress(line: str) -> None:
-    if not Settings.read().quiet:
-        say(line)
-
-
-@contextlib.contextmanager
-def _detached(name: str, option: str) -> Iterator[None]:
-    """Print after Ctrl-C that the cluster may continue."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        say(f"the cluster may continue to deploy {name}; to stop it: mlx serve stop {name} {option}", err=True)
-        sys.exit(130)
-
-
-def _show(deployed: "client.Deployment", option: str) -> None:
-    name = deployed.spec.name
-    facts = deployed.facts() | {"log": f"mlx serve logs {name} {option}"}
-    facts |= {"update": f"mlx serve update {name} RUN {option}", "stop": f"mlx serve stop {name} {option}"}
-    for title, text in facts.items():
+    kept: dict[str, Any] = {"route": route, "host": host, "port": port, "stored": code is not None}
+    kept |= {"replicas": replicas, "max_replicas": max_replicas, "gpus": int(gpu)}
+    write = (lambda line: None) if Settings.read().quiet else say
+    for title, text in client.launch(ray_address, folder, checkpoint, write=write, **kept).items():
         say(f"{title:<9} {text}")
 
 
-def _named(name: str | None) -> str:
-    if name is None:
-        raise UsageError("which model? Pass its name; list them: mlx serve ls --ray-address URL")
-    return name
+@click.command("stop")
+@click.argument("name", type=word)
+@options.address
+@options.debug
+def serve_stop(name: str, ray_address: str | None) -> None:
+    """Stop the model NAME on a Ray cluster, once all accepted requests are answered."""
+    from mlx_runtime.companions.serving.cluster import client
 
-
-def _refuse_name(name: str | None) -> None:
-    if name is not None:
-        raise UsageError(f"{name} names a model on a cluster, which needs --ray-address; without one, leave it out")
+    client.stop(ray_address, name)
+    say(f"stopped {name}")

@@ -1,6 +1,5 @@
 """The inputs of `predict`: the columns of a batch, the checks of rows, and example rows."""
 
-import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,9 @@ DOCUMENT = {
 
 STRING = "string"
 """The type of a column of texts."""
+
+OTHERS = {str, bytes, dict, NoneType}
+"""Types of values in lists that are no tensors."""
 
 TYPES = {
     name: getattr(torch, name)
@@ -228,26 +230,27 @@ def _tensor_of(value: Any) -> torch.Tensor:
 
 
 def _refuse_others(value: Any) -> None:
-    """Raise RowError for strings, mappings and None in nested lists, with the place of the first one, like `[0][3]`.
+    """Raise RowError for strings, mappings and None in nested lists, with the position of one, like `[0][3]`.
 
     NumPy would store all strings with the length of the longest one.
     """
-    levels: list[list[int]] = []
     level = [value]
-    while level:
-        kinds = {*map(type, level)}
-        if odd := kinds & {str, bytes, dict, NoneType}:
-            number = min(map([*map(type, level)].index, odd))
-            item, place = level[number], ""
-            for lengths in reversed(levels):
-                ends = [*itertools.accumulate(lengths)]
-                parent = bisect.bisect_right(ends, number)
-                number, place = parent, f"[{number - ends[parent] + lengths[parent]}]{place}"
-            raise RowError(f"{place} is {_shown(item)}")
-        if not kinds <= {list, tuple}:
+    while not (kinds := {*map(type, level)}) & OTHERS:
+        if not kinds or kinds - {list, tuple}:
             return
-        levels.append([*map(len, level)])
         level = [*itertools.chain.from_iterable(level)]
+    position, item = _other_in(value)
+    raise RowError(f"{position} is {_shown(item)}")
+
+
+def _other_in(value: Any) -> tuple[str, Any]:
+    """Return the position of a string, mapping or None in nested lists, and itself; no position if there is none."""
+    for number, item in enumerate(value):
+        if type(item) in OTHERS:
+            return f"[{number}]", item
+        if isinstance(item, list | tuple) and (found := _other_in(item))[0]:
+            return f"[{number}]{found[0]}", found[1]
+    return "", None
 
 
 def _shown(value: Any) -> str:

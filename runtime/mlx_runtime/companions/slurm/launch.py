@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.companions.jobs.checks import Check, Checks, check_config, check_secrets
-from mlx_runtime.companions.jobs.launching import ClaimingLaunch, QueuedJob, pending, typed_name
+from mlx_runtime.companions.jobs.checks import Check, Checks, check_secrets
+from mlx_runtime.companions.jobs.launching import ClaimingLaunch, SubmittedJob, pending, typed_name
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
@@ -57,7 +57,7 @@ class SlurmLaunch(ClaimingLaunch):
         command: Sequence[str],
         metadata: Mapping[str, str],
         **fields: Any,
-    ) -> QueuedJob:
+    ) -> SubmittedJob:
         """Copy the code, and submit a job that is held until the record names it.
 
         With `dry_run`, only print the script, and exit.
@@ -81,7 +81,7 @@ class SlurmLaunch(ClaimingLaunch):
         name = typed_name(run, overrides)
         facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": f"{job} on {queue.url}"}
         facts |= {"script": str(folder / "job.sh"), "follow": f"mlx xp logs {name}", "stop": f"mlx xp stop {name}"}
-        return QueuedJob(queue, job, facts)
+        return SubmittedJob(queue, job, facts)
 
     @property
     def typed(self) -> list[str]:
@@ -153,14 +153,13 @@ def prepare(
     Raises `ClusterError` if the cluster does not answer or a check fails, and `ConfigError` or `UsageError` for
     settings with which no job of Slurm can train.
     """
-    queue, shown = _queue(dry_run), Checks(show_all=show_all)
-    config, check = check_config(load)
-    if not shown.add(check) or config is None:
-        raise shown.failure()
+    queue = Queue(f"{SCHEME}cluster") if dry_run else Queue.connect()  # a script can be printed without a cluster
+    shown = Checks(show_all=show_all)
+    config = shown.config(load)
     cfg = config.cfg
     root = storage_root(cfg.storage_path)
     if is_uri(root):
-        raise UsageError(f"the storage is {root}; a job of Slurm finds its code in a folder that the nodes share")
+        raise UsageError(f"the storage is {root}, but Slurm needs a folder that all nodes share; set MLX_STORAGE")
     if odd := re.search(r"[%\\\r\n]", root):  # in a directive, or replaced in it; scontrol shows %% as something else
         raise UsageError(f"the storage is {root!r:.300}; Slurm cannot use a folder with {odd[0]!r} in its name")
     if nodes > 1 and cfg.start_workers == 0:
@@ -171,28 +170,17 @@ def prepare(
         if cfg.engine != "auto":
             raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes of Slurm; use cfg.engine=auto")
         if cfg.start_workers % nodes:
-            raise ConfigError(f"cfg.start_workers={cfg.start_workers} is no multiple of --nodes={nodes}")
+            raise ConfigError(f"cfg.start_workers={cfg.start_workers} must be a multiple of --nodes={nodes}")
         if why := changing_size(cfg):
-            raise ConfigError(f"{why}, but a job of Slurm on {nodes} nodes has a fixed one")
-    if not shown.add(check_secrets(config)):
-        raise shown.failure()
+            raise ConfigError(f"{why}, which Slurm does not support on {nodes} nodes")
+    shown.require(check_secrets(config))
     for line in () if Settings.read().quiet or dry_run else config.notes:
         print(line)
     split = [item for text in words for item in shlex.split(text)]
     launch = SlurmLaunch(queue, config, Upload.of(folder), nodes, options, split, sweep, dry_run)
-    if not dry_run and not shown.add(_check_job(launch)):
-        raise shown.failure()
+    if not dry_run:
+        shown.require(_check_job(launch))
     return launch
-
-
-def _queue(dry_run: bool) -> Queue:
-    """Connect to the cluster of this machine. A script can be printed without one."""
-    try:
-        return Queue.connect()
-    except ClusterError:
-        if not dry_run:
-            raise
-        return Queue(f"{SCHEME}cluster")
 
 
 def _check_job(launch: SlurmLaunch) -> Check:

@@ -1,20 +1,16 @@
 """The queue of a Slurm cluster, asked through its own commands."""
 
-import codecs
 import contextlib
 import re
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_runtime.companions.jobs.launching import JobState
+from mlx_runtime.companions.jobs.launching import JobState, PollingClient
 from mlx_runtime.errors import ClusterError
-from mlx_runtime.runs.logs import last_lines
 
 TIMEOUT_S = 30.0  # of a command; Slurm's own timeout for messages is 10 s
-FOLLOW_S = 1.0  # interval for reading the output of a job
 SCHEME = "slurm://"
 UP = "Is the controller up? Try: scontrol ping"
 
@@ -28,7 +24,7 @@ WAITING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
 
 
 @dataclass(frozen=True)
-class Queue:
+class Queue(PollingClient):
     """The queue of a cluster. Its address in the records of runs is `slurm://` and the name of the cluster."""
 
     url: str
@@ -61,25 +57,14 @@ class Queue:
         succeeded = 0 if state.status == "SUCCEEDED" else None  # a job that never ran has the exit code 0, too
         return JobState(state.status, state.message, int(code) or -int(number) or succeeded)
 
-    def log(self, job: str) -> str:
-        """Return the output of a job so far."""
-        return _read(self._output(job), 0).decode(errors="replace")
+    def source(self, job: str) -> str:
+        return self._fields(job)["StdOut"]
 
-    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
-        """Write the output of a job as it grows, also while the job waits in the queue, and return its last state."""
-        file, seen, decoder = self._output(job), 0, codecs.getincrementaldecoder("utf-8")("replace")
-        while True:
-            state, content = self.state(job), _read(file, seen)
-            if content:
-                text = decoder.decode(content)
-                write(text if tail is None or seen else last_lines(text, tail))
-                seen += len(content)
-            elif state.ended:
-                return state
-            time.sleep(FOLLOW_S)
-
-    def _output(self, job: str) -> Path:
-        return Path(self._fields(job)["StdOut"])
+    def read(self, job: str, source: str, start: int) -> bytes:
+        with contextlib.suppress(FileNotFoundError), Path(source).open("rb") as stream:  # the job has not begun
+            stream.seek(start)
+            return stream.read()
+        return b""
 
     def _fields(self, job: str) -> dict[str, str]:
         """Return some of the fields of a job."""
@@ -88,14 +73,6 @@ class Queue:
         text = run("scontrol", "show", "job", job)
         words = r"\b(JobState|Reason|ExitCode)=(\S+)"
         return dict(re.findall(words, text) + re.findall(r"^\s+(StdOut)=(.*)$", text, re.MULTILINE))
-
-
-def _read(file: Path, start: int) -> bytes:
-    """Return the content of a file from a byte on; nothing before the file exists."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        stream.seek(start)
-        return stream.read()
-    return b""
 
 
 def client_of(job: Mapping[str, str], *, alive: bool) -> Queue | None:
@@ -142,18 +119,12 @@ def run(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError as error:
-        raise _failure(f"{program} is not on the PATH", "Run this on a login node of a Slurm cluster") from error
+        raise ClusterError(f"{program} is not on the PATH", "Run this on a login node of a Slurm cluster") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _failure(f"{program} does not answer: {error}", UP) from error
+        raise ClusterError(f"{program} does not answer: {error}", UP) from error
     if done.returncode:
         lines = [re.sub(rf"^{program}: (error: )?", "", line) for line in done.stderr.splitlines() if line.strip()]
         why = "; ".join(dict.fromkeys(lines)) or f"exit code {done.returncode}"
         limits = "See the partitions and their limits with: sinfo --long"
-        raise _failure(f"{program} failed: {why}", limits if program == "sbatch" else UP)
+        raise ClusterError(f"{program} failed: {why}", limits if program == "sbatch" else UP)
     return done.stdout
-
-
-def _failure(problem: str, hint: str) -> ClusterError:
-    error = ClusterError(problem)
-    error.hint = hint
-    return error

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.companions.jobs.endings import TERMINATED, DriverEnd
 from mlx_runtime.companions.jobs.launching import pending
 from mlx_runtime.companions.slurm.queue import run
 from mlx_runtime.errors import ClusterError
@@ -19,8 +20,9 @@ from mlx_runtime.runs.records import LAUNCHER_FACTS
 from mlx_runtime.settings import Settings
 
 
-def requeue(path: str) -> None:
-    """Mark a stopped run as PENDING again, and requeue its job.
+def requeue(path: str) -> bool:
+    """Mark a preempted run as PENDING again, and requeue its job. Return False if the run is over, because a user
+    stopped it.
 
     Raises:
         ClusterError: the run has not progressed, and would not in another job either, or Slurm refuses.
@@ -30,15 +32,20 @@ def requeue(path: str) -> None:
     root = str(Path(path).parents[1])
     folder = find_run(root, Path(path).parent.name, Path(path).name)
     before = drivers.refuse_living(folder)
-    if not folder.name.startswith(SWEEP) and not _has_saved(before):
+    saved = folder.name.startswith(SWEEP) or _has_saved(before)
+    following = DriverEnd(TERMINATED, before["status"], before.get("stop_reason"), saved).next
+    if following == "retry":
         raise ClusterError(
             f"{folder.title} was stopped by the time limit before its first checkpoint in this job, so the job is not "
             f"requeued. Give it more time: mlx train launch --slurm --resume={folder.title} --time=..."
         )
+    if following == "done":
+        return False
     facts = {name: before.get(name) for name in LAUNCHER_FACTS} | {"job": job}
     with pending(folder, before, (), **facts):
         print(f"requeued  {folder.title} resumes when the job {job['id']} starts again", flush=True)
         run("scontrol", "requeue", job["id"])  # ends this process, too
+    return True
 
 
 def _has_saved(record: Mapping[str, Any]) -> bool:
@@ -49,4 +56,4 @@ def _has_saved(record: Mapping[str, Any]) -> bool:
 
 if __name__ == "__main__":
     with clean_exit():
-        requeue(sys.argv[1])
+        sys.exit(0 if requeue(sys.argv[1]) else 1)

@@ -1,8 +1,6 @@
 """Sweeps and cross-validation from Python: in a notebook, or in a script below `if __name__ == "__main__"`."""
 
-import contextlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +13,13 @@ from mlx_runtime.companions.sweeps.controller import Listener
 from mlx_runtime.companions.sweeps.definition import Definition, plan
 from mlx_runtime.companions.sweeps.functions import function_overrides, keep_function
 from mlx_runtime.companions.sweeps.results import FUNCTIONS, SweepResult
-from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
-from mlx_runtime.companions.sweeps.terminal import engine_for
+from mlx_runtime.companions.sweeps.starting import checked_plan, drive, find_sweep
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import storage_root
 from mlx_runtime.workers.local import warm_up
-from mlx_runtime.workers.placement import JOB_FLAG
 
 
 def sweep(
@@ -104,28 +99,16 @@ def sweep(
         words, cls = require_list(overrides), experiment
         if module != AN_EXPERIMENT.module:
             given["experiment"] = f"{module}.{qualname}"
-    checked = plan(cls, definition := Definition(words, **given), large=True)
+    definition, folder = Definition(words, **given), None
     if resume is not None:
-        cfg = checked.config.cfg
+        cfg = plan(cls, definition, large=True).config.cfg
         folder = find_sweep(resume, storage_root(cfg.storage_path), cfg.name)
         if cls is FunctionExperiment:
             stored = records.load_record(folder)["definition"]["overrides"]
             definition = replace(definition, overrides=keep_function(words, stored, folder.title))
-        checked = resumed_plan(cls, folder, definition, force=False, large=True)
-        if finished_trials(checked, retry_failed=False) is not None:
-            return _successful(folder)
-    if JOB_FLAG not in os.environ:
-        warm_up(cls.__module__)  # a notebook has threads, and so may a script after its first sweep
-    with contextlib.closing(engine_for(checked)) as engine:
-        claimed = claim(checked, name, listeners=listeners)
-        with claimed.supervise():
-            engine.run(claimed)
-    return _successful(claimed.record.folder)
-
-
-def _successful(folder: RunFolder) -> SweepResult:
-    """Return the results of a sweep that has ended, unless all trials have failed."""
-    result = SweepResult(folder)
+    checked = checked_plan(cls, definition, folder, large=True)
+    warm_up(cls.__module__)  # a notebook has threads, and so may a script after its first sweep
+    result = SweepResult(drive(checked, name, listeners=listeners))
     if all(trial.status == "FAILED" for trial in result.trials):
         raise MlxError(f"all trials of {result.folder.title} failed, the first with: {result.trials[0].error}")
     return result

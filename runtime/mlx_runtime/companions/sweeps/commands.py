@@ -1,10 +1,7 @@
 """The command that runs a sweep."""
 
-import contextlib
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,8 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.settings import prepare_fork
-
-
-def _gpus(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (number := float(text)) < math.inf:
-            return number
-    raise click.BadParameter(f"{text!r} is not a number of GPUs; write 0, 1, or 0.5 to share one")
 
 
 @click.command("sweep", context_settings=commands.OVERRIDES)
@@ -34,7 +25,7 @@ def _gpus(text: str) -> float:
 @click.option("--mode", type=click.Choice(["max", "min"]), help="Which values are better. Default: cfg.mode.")
 @click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
 @click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
-@click.option("--gpus-per-trial", metavar="X", type=_gpus, help="Below 1, runs share a GPU.")
+@click.option("--gpus-per-trial", metavar="X", type=click.FloatRange(min=0), help="Below 1, runs share a GPU.")
 @click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")
 @click.option(
     "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
@@ -88,7 +79,9 @@ def run(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> 
         _, experiment = projects.load(AN_EXPERIMENT, overrides, "sweep")
     from mlx_runtime.companions.sweeps import terminal
     from mlx_runtime.companions.sweeps.definition import Definition
+    from mlx_runtime.workers.local import warm_up
 
+    warm_up()  # in a job, too
     terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
 
 
@@ -115,11 +108,32 @@ def launch_steps(
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Return two functions: one loads and checks the config of a sweep, binding it if necessary; one submits it."""
     from mlx_runtime.companions.sweeps.definition import Definition
-    from mlx_runtime.companions.sweeps.launching import SweepLaunch
+    from mlx_runtime.companions.sweeps.starting import checked_plan, find_sweep
+    from mlx_runtime.storage.documents import is_name
 
-    def experiment() -> type:
+    asked, plans = Definition(tuple(overrides), **definition), []
+
+    def load() -> Any:
         projects.bind_first(kind, folder)
-        return main_class(kind, folder)
+        experiment = main_class(kind, folder)
+        if how["name"] and not is_name(how["name"]):
+            raise UsageError(f"--name {how['name']!r} is not a valid folder name")
+        resumed = find_sweep(how["resume"]) if how["resume"] is not None else None
+        checks = {
+            "force": how["force"],
+            "large": how["large"],
+            "split": False,
+        }  # the datasets may be on the cluster only
+        plans.append(checked_plan(experiment, asked, resumed, **checks))
+        return plans[-1].config
 
-    launch = SweepLaunch(Definition(tuple(overrides), **definition), **how)
-    return partial(launch.load, experiment), launch.submit
+    def submit(launch: Any) -> Any:
+        given = {key: value for key, value in asked.changed_fields().items() if key != "overrides"}
+        flags = {"--retry-failed": how["retry_failed"], "--force": how["force"], "--yes": how["large"]}
+        words = [*overrides, *(f"--{key.replace('_', '-')}={value}" for key, value in given.items())]
+        words += [flag for flag, wanted in flags.items() if wanted]
+        words += [f"--max-time={how['max_time_s']:.0f}s"] if how["max_time_s"] is not None else []
+        name = how["name"].removeprefix(SWEEP)
+        return launch.submit_sweep(plans[-1].folder, name, words, plans[-1].definition.as_json())
+
+    return load, submit

@@ -2,38 +2,54 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_runtime.companions.sweeps.definition import SweepPlan
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
-from mlx_runtime.companions.sweeps.scores import best_checkpoint
+from mlx_runtime.companions.sweeps.scores import Trial, TrialRun, best_epoch, ranked
 from mlx_runtime.companions.sweeps.space import fold_overrides
-from mlx_runtime.companions.sweeps.states import TrialState, best_of, best_trial, read_record
 from mlx_runtime.companions.sweeps.study import Study
 from mlx_runtime.companions.sweeps.trial import TrialJob
-from mlx_runtime.errors import MlxError, StorageError, UsageError
+from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RUN, RunFolder, claim_run, run_folder
+from mlx_runtime.runs.queries.listing import summarize
+from mlx_runtime.storage.files import storage_at
 from mlx_runtime.workers.stop_requests import StopRequests
 
 Listener = Callable[[Event], None]
 
 
-def planned_trials(plan: SweepPlan, begun: Sequence[TrialState]) -> int:
+def planned_trials(plan: SweepPlan, begun: Sequence[Trial]) -> int:
     """Return the number of trials of a sweep, given those that have begun."""
-    outside = [trial for trial in begun if trial.values not in plan.space]  # the space was changed with --force
-    return max(len(begun), plan.definition.trials + (len(outside) if plan.space.size else 0))
+    return max(len(begun), plan.definition.trials)
 
 
-def outcome(plan: SweepPlan, trials: Sequence[TrialState]) -> SweepEnded:
+def outcome(plan: SweepPlan, trials: Sequence[Trial]) -> SweepEnded:
     """Return the last event of a sweep if no other trial begins."""
     unfinished = planned_trials(plan, trials) - sum(trial.done for trial in trials)
     failed = sum(trial.status == "FAILED" for trial in trials)
     status = "STOPPED" if unfinished else "FAILED" if failed == len(trials) else "SUCCEEDED"
     best = best_trial(trials, plan.definition.mode)
     return SweepEnded(status, best.number if best else None, unfinished, failed)
+
+
+def best_trial(trials: Sequence[Trial], mode: str) -> Trial | None:
+    """Return the trial with the best value, except failed ones."""
+    first = next(iter(ranked(trials, mode)), None)
+    return None if first is None or first.status == "FAILED" or first.score is None else first
+
+
+def read_record(run: RunFolder, sweep: str, trial: int, fold: int | None) -> dict[str, Any] | None:
+    """Return the record of a run of a trial; empty if it has none yet, None if the folder belongs to another run."""
+    if storage_at(run.location).size_bytes(run.record.name) is None:
+        return {}
+    record = records.load_record(run)
+    facts = record.get("sweep") or {}
+    return record if (facts.get("name"), facts.get("trial"), facts.get("fold")) == (sweep, trial, fold) else None
 
 
 class Sweep:
@@ -51,7 +67,7 @@ class Sweep:
     """
 
     def __init__(
-        self, record: records.Record, plan: SweepPlan, trials: Sequence[TrialState], listeners: Sequence[Listener] = ()
+        self, record: records.Record, plan: SweepPlan, trials: Sequence[Trial], listeners: Sequence[Listener] = ()
     ) -> None:
         self.record, self.plan, self.trials = record, plan, list(trials)
         self.control = StopRequests()
@@ -59,10 +75,10 @@ class Sweep:
         self._listeners = listeners
         self._stop_announced = self._killed = False
         self._pruned: set[int] = set()
-        recorded = any(curve for trial in self.trials for curve in trial.curves)
+        definition = plan.definition
+        recorded = any(run.curve(definition.metric) for trial in self.trials for run in trial.runs)
         # Until one of the runs has recorded the metric.
         self._first_epochs: dict[str, EpochEnded] | None = None if recorded else {}
-        definition = plan.definition
         self._count = planned_trials(plan, self.trials)
         self._study = Study(
             plan.space,
@@ -73,7 +89,7 @@ class Sweep:
             epochs=plan.config.cfg.num_epochs,
         )
         for trial in self.trials:
-            self._study.add(trial.number, trial.values)
+            self._study.add(trial.number, trial.texts)
         for trial in self.trials:
             self._report(trial)
             self._tell(trial)
@@ -109,7 +125,9 @@ class Sweep:
         values = self._study.ask(number) if number <= self._count else None
         if values is None:
             return None
-        self.trials.append(TrialState(number, values, [None] * (self.plan.definition.folds or 1)))
+        definition = self.plan.definition
+        runs = [TrialRun() for _ in range(definition.folds or 1)]
+        self.trials.append(Trial(number, values, runs, definition.metric, definition.mode))
         return self._job(self.trials[-1], 0)
 
     def handle(self, job: TrialJob, event: Event) -> bool:
@@ -117,7 +135,7 @@ class Sweep:
         if isinstance(event, EpochEnded):
             trial, value = self.trials[job.trial - 1], event.values.get(self.plan.definition.metric)
             if value is not None:
-                trial.curves[job.fold or 0][event.epoch] = value
+                trial.runs[job.fold or 0].epochs.setdefault(event.epoch + 1, {})[trial.metric] = value
                 self._first_epochs = None
                 self._report(trial)
             self._emit(TrialProgress(job.trial, job.fold, event.epoch, event.epochs, value))
@@ -127,17 +145,15 @@ class Sweep:
 
     def ended(self, job: TrialJob, status: str, error: str = "") -> None:
         """Handle the outcome of a run: SUCCEEDED, PRUNED, FAILED or STOPPED."""
-        trial, index, mode = self.trials[job.trial - 1], job.fold or 0, self.plan.definition.mode
-        trial.statuses[index] = status
+        trial = self.trials[job.trial - 1]
+        run = trial.runs[job.fold or 0]
+        (run.row,), run.status = summarize([job.folder]), status
         if status == "SUCCEEDED" and self._first_epochs is not None:
             self._refuse_metric(job)
-        if job.fold is None:
-            with contextlib.suppress(StorageError):  # the run died before it had a record
-                trial.checkpoint = best_checkpoint(records.load_record(job.folder), self.plan.definition.metric, mode)
-        best = trial.best(mode) if job.fold is None else best_of(trial.curves[index], mode)
-        self._emit(TrialEnded(job.trial, job.fold, status, best, error))
+        curve = trial.curve if job.fold is None else run.curve(trial.metric)
+        self._emit(TrialEnded(job.trial, job.fold, status, _best_of(curve, trial.mode), error))
         if job.fold is not None and trial.done:
-            self._emit(TrialEnded(job.trial, None, trial.status, trial.best(mode)))
+            self._emit(TrialEnded(job.trial, None, trial.status, _best_of(trial.curve, trial.mode)))
         if trial.done:
             self.record.note(best=self._best())
         self._tell(trial)
@@ -160,34 +176,34 @@ class Sweep:
         if self.control.taken_over:
             raise self.record.disown()
         ended = outcome(self.plan, self.trials)
-        self.record.finish(ended.status, best=self._best())
+        self.record.finish(ended.status, best=self._best(), stop_reason=self.control.reason)
         self._emit(ended)
         if self.problem is not None:
             raise self.problem
 
     def _best(self) -> dict[str, Any] | None:
         """Return the fields about the best trial for the record: the mean of its folds and their standard deviation."""
-        mode = self.plan.definition.mode
-        if (trial := best_trial(self.trials, mode)) is None or (best := trial.best(mode)) is None:
+        if (trial := best_trial(self.trials, self.plan.definition.mode)) is None or (epoch := trial.epoch) is None:
             return None
-        epoch, value = best
-        return {"trial": trial.number, "epoch": epoch, "value": value, "std": trial.deviation(epoch)}
+        values = [run.epochs[epoch][trial.metric] for run in trial.runs] if len(trial.runs) > 1 else []
+        std = statistics.stdev(values) if values else None
+        return {"trial": trial.number, "epoch": epoch - 1, "value": trial.score, "std": std}
 
-    def _job(self, trial: TrialState, index: int) -> TrialJob:
+    def _job(self, trial: Trial, index: int) -> TrialJob:
         """Claim the folder of a run, unless it was claimed before, and return the job for its process."""
         folds = self.plan.definition.folds
         fold = index if folds else None
         folder = self._claim_folder(trial, index)
         of_fold = fold_overrides(folds, index) if folds else ()
-        overrides = () if folder.has_begun() else (*self.plan.space.expand(trial.values), *of_fold)
-        trial.statuses[index] = "RUNNING"
-        self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))
+        overrides = () if folder.has_begun() else (*self.plan.space.expand(trial.texts), *of_fold)
+        trial.runs[index].status = "RUNNING"
+        self._emit(TrialStarted(trial.number, fold, trial.texts, folder.name))
         name, experiment = self.record.folder.name, self.plan.definition.experiment
-        return TrialJob(name, trial.number, fold, trial.values, folder.location, overrides, experiment)
+        return TrialJob(name, trial.number, fold, trial.texts, folder.location, overrides, experiment)
 
-    def _claim_folder(self, trial: TrialState, index: int) -> RunFolder:
+    def _claim_folder(self, trial: Trial, index: int) -> RunFolder:
         """Return the recorded folder of a run, or a new one if it now belongs to another run."""
-        sweep, name = self.record.folder, trial.runs[index]
+        sweep, name = self.record.folder, trial.runs[index].name
         if name is not None:
             folder = run_folder(sweep.root, sweep.experiment, name)
             fold = index if self.plan.definition.folds else None
@@ -198,26 +214,25 @@ class Sweep:
                 return folder
 
         def announce(name: str) -> None:
-            trial.runs[index] = name
+            trial.runs[index].name = name
             self.record.update(trials=[trial.as_json() for trial in self.trials])
 
         return claim_run(sweep.root, sweep.experiment, announce=announce)
 
-    def _report(self, trial: TrialState) -> None:
+    def _report(self, trial: Trial) -> None:
         """Report the values of a trial, without those after it was pruned: how many there are is a matter of time."""
-        curve = trial.curve
-        for epoch, value in curve.items():
+        means = trial.means
+        for epoch, value in means.items():
             if trial.number in self._pruned:
                 return
-            prune = self._study.report(trial.number, epoch, value)
+            prune = self._study.report(trial.number, epoch - 1, value)
             # A resumed sweep, which reports in the order of trials, must not prune one that was once continued.
-            if prune and (trial.status == "PRUNED" or epoch == max(curve)):
+            if prune and (trial.status == "PRUNED" or epoch == max(means)):
                 self._pruned.add(trial.number)
 
-    def _tell(self, trial: TrialState) -> None:
+    def _tell(self, trial: Trial) -> None:
         if trial.done:
-            best = trial.best(self.plan.definition.mode)
-            self._study.tell(trial.number, trial.status, best[1] if best else None)
+            self._study.tell(trial.number, trial.status, trial.score)
 
     def _check_metric(self, job: TrialJob, event: EpochEnded | StepProgress) -> None:
         """End the sweep if a run begins its second epoch, and has recorded other metrics of the stage in the first."""
@@ -242,3 +257,8 @@ class Sweep:
     def _emit(self, event: Event) -> None:
         for listener in self._listeners:
             listener(event)
+
+
+def _best_of(curve: Mapping[int, float], mode: str) -> tuple[int, float] | None:
+    """Return the best epoch, from 0, and its value."""
+    return None if (epoch := best_epoch(curve, mode)) is None else (epoch - 1, curve[epoch])

@@ -6,9 +6,9 @@ from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.companions.notebook.background import conf_of
-from mlx_runtime.companions.sweeps.folds import Fold, fold_rows
 from mlx_runtime.companions.sweeps.space import Space, check, fold_overrides, parse, trial_count
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.data.folds import Fold, fold_rows
 from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
@@ -129,10 +129,7 @@ def plan(experiment: type, asked: Definition, *, large: bool = False, split: boo
 
 def merge(stored: Definition, asked: Definition) -> Definition:
     """Return the definition of a sweep to resume, with changed fields from the command."""
-    given = asked.changed_fields()
-    if replace(stored, **given).as_json()["overrides"] != stored.as_json()["overrides"]:
-        given.setdefault("trials", 0)  # computed again for another space
-    return replace(stored, **given)
+    return replace(stored, **asked.changed_fields())
 
 
 def differences(stored: Definition, resumed: Definition) -> list[str]:

@@ -135,8 +135,7 @@ class SweepDisplay:
         if event.done:
             self._print(f"resumed   {plural(len(event.done), 'trial')} {'is' if len(event.done) == 1 else 'are'} done")
         for trial in event.done:
-            best = trial.best(definition.mode)
-            row = _Row(trial.values, trial.status, str(best[0] + 1) if best else "", best[1] if best else None)
+            row = _Row(trial.texts, trial.status, str(trial.epoch or ""), trial.score)
             self._rows[trial.number, WHOLE if definition.folds else 0] = row
         if self._console.is_terminal and not self._quiet:
             self._live = Live(console=self._console, get_renderable=self.table, transient=True)
@@ -161,7 +160,6 @@ class SweepDisplay:
 
     def _results(self, event: SweepEnded) -> None:
         """Print the best trials, and the command that trains the best configuration."""
-        definition = self._plan.definition
         result = SweepResult(self._folder)
         facts = {"failed": f"{event.failed} of {plural(len(result.trials), 'trial')}"} if event.failed else {}
         if ranked := [trial for trial in result.ranked() if trial.metrics][:RANKED]:
@@ -175,8 +173,7 @@ class SweepDisplay:
             self._print(always=True)
         if event.best is not None:
             best = result.best
-            spread = f" ± {format_number(best.spread.get(result.metric))}" if definition.folds else ""
-            value = f"{result.metric} {format_number(best.score)}{spread}"
+            value = f"{result.metric} {best.shown[result.metric]}"
             facts["best"] = f"trial {best.number}, {value} (epoch {best.epoch})"
             facts["full run"] = result.command
             facts["report"] = shlex.join(["mlx", "xp", "report", self._folder.experiment, self._folder.name])
@@ -201,14 +198,12 @@ def _title(trial: int, fold: int | None) -> str:
 
 def _cells(trial: Trial, result: SweepResult) -> dict[str, str]:
     """Return a row of the table at the end."""
-    overrides = dict(text.split("=", 1) for text in trial.overrides)
-    short = short_names([*overrides])
-    spread = f" ± {format_number(trial.spread.get(result.metric))}" if result.folds else ""
-    runs = [run.row.folder.name for run in trial.runs]
+    short = short_names([*trial.texts])
+    runs = [row.folder.name for row, _ in trial.started]
     return {
         "trial": str(trial.number),
-        **{short[key]: text for key, text in overrides.items()},
-        result.metric: f"{format_number(trial.metrics[result.metric])}{spread}",
+        **{short[key]: text for key, text in trial.texts.items()},
+        result.metric: trial.shown[result.metric],
         "epoch": str(trial.epoch or "-"),
         "status": trial.status,
         "run": runs[0] if len(runs) == 1 else f"{runs[0]} … {runs[-1]}",

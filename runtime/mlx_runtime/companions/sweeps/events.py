@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_runtime.companions.sweeps.definition import Definition
-from mlx_runtime.companions.sweeps.states import TrialState
+from mlx_runtime.companions.sweeps.scores import Trial
 from mlx_runtime.events import Event
 from mlx_runtime.runs.folder import RunFolder
 
@@ -15,7 +15,7 @@ class SweepStarted(Event):
 
     folder: RunFolder
     definition: Definition
-    done: tuple[TrialState, ...]  # trials that ended before this start of the sweep
+    done: tuple[Trial, ...]  # trials that ended before this start of the sweep
 
 
 @dataclass(frozen=True)

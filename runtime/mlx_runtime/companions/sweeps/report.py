@@ -1,19 +1,15 @@
-"""The web page of a sweep: a single file that can be opened offline, like the pages of runs. Mirrors include it."""
+"""The web page of a sweep: a single file that can be opened offline, like the pages of runs."""
 
 import collections
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mlx_runtime.companions.sweeps import charts
-from mlx_runtime.companions.sweeps.charts import Axis, Chart, spread_text
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
 from mlx_runtime.companions.views.report import known_facts, render
-from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries.listing import AskJobs, summarize
-from mlx_runtime.runs.tables import format_duration, plural
+from mlx_runtime.runs.tables import format_duration
 
 PAGE = Path(__file__).parent / "pages" / "sweep.html"
 
@@ -23,10 +19,10 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
     [row] = summarize([result.folder], ask)
     ranked = result.ranked()
     shown = [trial for trial in ranked if trial.score is not None and trial.status != "FAILED"]
-    sections = _sections(result, shown) if shown else []
+    sections = charts.sections(shown, result.metric, result.mode) if shown else {}
     return render(
         PAGE,
-        charts=[chart for section in sections for chart in section["charts"]],
+        charts=[chart for drawn in sections.values() for chart in drawn],
         title=result.folder.title,
         row=row,
         facts=_facts(result, shown) | known_facts(row),
@@ -34,59 +30,6 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
         table=_table(result, ranked),
         errors={trial.number: trial.error for trial in ranked if trial.error},
     )
-
-
-def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) -> str:
-    """Mirror a sweep that has ended: its best run, its table of trials and its page. Return a message for the user.
-
-    With folds, the run of the first fold is mirrored; see `mlx_runtime.companions.hub.pushing.push`.
-
-    Raises:
-        UsageError: No trial has recorded the metric.
-    """
-    from mlx_runtime.companions.hub import pushing
-    from mlx_runtime.companions.hub.contents import SweepSummary
-
-    result = SweepResult(folder)
-    best = result.best
-    comparison = (
-        f"This is trial {best.number} of {folder.title}, the best of {plural(len(result.trials), 'trial')} by "
-        f"{result.metric} ({result.mode}): {spread_text(best, result.metric)} in epoch {best.epoch}."
-    )
-    summary = SweepSummary(folder, comparison, _table(result, result.ranked()), render_sweep(result))
-    return pushing.push(best.runs[0].row.folder, uri, announce, summary)
-
-
-def _sections(result: SweepResult, trials: Sequence[Trial]) -> list[dict[str, Any]]:
-    metric = result.metric
-    scores = Axis(metric, metric, [trial.score for trial in trials])
-    axes = _parameters(result, trials)
-    few = f"The estimate needs {charts.MIN_TRIALS} finished trials, and parameters that differ between them."
-    sections = [_section("Folds", [charts.folds(metric, trials)])] if result.folds else []
-    if axes:
-        sections += [
-            _section("Parallel coordinates", [charts.parallel(trials, [*axes, scores])]),
-            _section("Parameters", [charts.against(trials, axis, scores) for axis in axes], narrow=True),
-            _section("Importance of parameters", charts.importance(trials, axes), few),
-        ]
-    return [*sections, _section("Learning curves", [charts.curves(metric, trials)])]
-
-
-def _section(title: str, found: Sequence[Chart], missing: str = "", *, narrow: bool = False) -> dict[str, Any]:
-    return {"title": title, "charts": found, "missing": missing, "narrow": narrow}
-
-
-def _parameters(result: SweepResult, trials: Sequence[Trial]) -> list[Axis]:
-    """Return the axes of the parameters that differ between trials."""
-    # The parser of overrides would import torch.
-    typed = {text.partition("=")[0]: text for text in result.definition["overrides"] if "interval(" in text}
-    logarithmic = {key: bool(re.search(r"\btag\(\s*log\b", text)) for key, text in typed.items()}
-    names = short_names(list(dict.fromkeys(key for trial in trials for key in trial.values)))
-    axes = [
-        Axis(key, name, [trial.values.get(key) for trial in trials], logarithmic.get(key), chosen=key not in typed)
-        for key, name in names.items()
-    ]
-    return [axis for axis in axes if len(set(axis.positions)) > 1]
 
 
 def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
@@ -98,7 +41,7 @@ def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
         "folds": str(result.folds or ""),
     }
     if shown:
-        facts["best"] = f"{spread_text(shown[0], result.metric)} in trial {shown[0].number}, epoch {shown[0].epoch}"
+        facts["best"] = f"{shown[0].shown[result.metric]} in trial {shown[0].number}, epoch {shown[0].epoch}"
         facts["its values"] = " ".join(shown[0].overrides)
         facts["full run"] = result.command
     elif any(trial.curve for trial in result.trials):
@@ -108,16 +51,13 @@ def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
 
 def _table(result: SweepResult, ranked: Sequence[Trial]) -> list[dict[str, str]]:
     names = short_names([*ranked[0].values]) if ranked else {}
-    return [
-        {
-            "trial": str(trial.number),
-            "status": trial.status,
-            **{name: str(trial.values.get(key, "")) for key, name in names.items()},
-            "epoch": str(trial.epoch or ""),
-            result.metric: spread_text(trial, result.metric),
-            "took": format_duration(trial.duration_s),
-            "runs": ", ".join(run.row.folder.name for run in trial.runs),
-            **{name: spread_text(trial, name) for name in result.metric_names if name != result.metric},
-        }
-        for trial in ranked
-    ]
+    rows = []
+    for trial in ranked:
+        values, shown = trial.values, trial.shown
+        row = {"trial": str(trial.number), "status": trial.status}
+        row |= {name: str(values.get(key, "")) for key, name in names.items()}
+        row |= {"epoch": str(trial.epoch or ""), result.metric: shown.get(result.metric, "")}
+        row |= {"took": format_duration(trial.duration_s)}
+        row |= {"runs": ", ".join(folder.folder.name for folder, _ in trial.started)}
+        rows.append(row | {name: shown.get(name, "") for name in result.metric_names if name != result.metric})
+    return rows

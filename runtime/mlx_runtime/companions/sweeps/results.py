@@ -2,22 +2,22 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import html
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, score_trial
+from mlx_runtime.companions.sweeps.scores import Trial, TrialRun, metrics_at, ranked, read_trials
 from mlx_runtime.errors import UsageError, printable, suggest
 from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoints.index import list_checkpoints, score
-from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.checkpoints.index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.queries import lookup
-from mlx_runtime.runs.queries.listing import map_concurrently, summarize
+from mlx_runtime.runs.queries.listing import Row
 from mlx_runtime.runs.queries.ranking import MORE
 from mlx_runtime.runs.tables import aligned, format_number, plural
 from mlx_runtime.storage.files import join_path
@@ -69,7 +69,7 @@ class SweepResult:
         self.metric: str = self.definition["metric"]
         self.mode: str = self.definition["mode"]
         self.folds: int | None = self.definition["folds"]
-        self.trials = self._read(record["trials"])
+        self.trials = read_trials(folder, record["trials"], self.metric, self.mode)
 
     @property
     def best(self) -> Trial:
@@ -110,7 +110,7 @@ class SweepResult:
         """All runs, in order of trials and folds."""
         from mlx_runtime.runs.queries.reader import Run
 
-        return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
+        return [Run(row.folder) for trial in self.trials for row, _ in trial.started]
 
     def best_config(self) -> dict[str, Any]:
         """Return the conf.yaml of the best trial as plain dicts, without folds and their splitter, to train on all
@@ -149,7 +149,7 @@ class SweepResult:
         """
         from mlx_runtime.runs.queries.reader import Run
 
-        return Run(self.best.runs[0].row.folder)
+        return Run(self.best.started[0][0].folder)
 
     def ranked_by(self, metric: str | None = None, mode: str | None = None) -> "SweepResult":
         """Return these results with the trials compared by another metric or mode.
@@ -164,31 +164,23 @@ class SweepResult:
         result = copy.copy(self)
         result.__dict__.pop("metric_names", None)
         result.metric, result.mode = metric or self.metric, mode
-        result.trials = result._read(records.load_record(self.folder)["trials"])
+        result.trials = [dataclasses.replace(trial, metric=result.metric, mode=mode) for trial in self.trials]
         return result
 
-    def table(self, *, runs: bool = False) -> "pandas.DataFrame":
+    def table(self) -> "pandas.DataFrame":
         """Return one row per trial: its values, status, best epoch, metrics, and its duration in seconds.
 
         Metrics are those of the best epoch, and those that a run has recorded only once, such as the values of a final
         test. With folds, they are means over the folds, and columns like `val/loss_std` contain standard deviations.
-
-        Args:
-            runs: Return one row per run instead, with the metrics at the best epoch of its trial.
         """
         import pandas
 
-        rows = [row for trial in self.trials for row in (self._run_rows(trial) if runs else [self._row(trial)])]
-        index = "run" if runs else "trial"
-        return pandas.DataFrame(rows, columns=None if rows else [index]).set_index(index)
+        rows = [self._row(trial) for trial in self.trials]
+        return pandas.DataFrame(rows, columns=None if rows else ["trial"]).set_index("trial")
 
     def ranked(self) -> list[Trial]:
         """Return the trials, best first; failed ones and those without a finite value come last."""
-
-        def rank(trial: Trial) -> float:
-            return score(trial.score if trial.status != "FAILED" else None, self.mode)
-
-        return sorted(self.trials, key=rank, reverse=True)
+        return ranked(self.trials, self.mode)
 
     @functools.cached_property
     def metric_names(self) -> list[str]:
@@ -199,7 +191,7 @@ class SweepResult:
     def summary(self) -> dict[str, Any]:
         """Return the best trial as plain values."""
         best = self.best
-        kept = [self._find_checkpoint(run, best) for run in best.runs]
+        kept = [self._find_checkpoint(*started, best) for started in best.started]
         return {
             "metric": self.metric,
             "mode": self.mode,
@@ -209,8 +201,8 @@ class SweepResult:
             "experiment": self.folder.experiment,
             "sweep": self.folder.name,
             "trial": best.number,
-            "values": dict(best.values),
-            "runs": [one.row.folder.name for one in best.runs],
+            "values": best.values,
+            "runs": [row.folder.name for row, _ in best.started],
             **({"checkpoints": kept} if self.folds else {"checkpoint": kept[0]}),
             "command": self.command,
         }
@@ -232,44 +224,23 @@ class SweepResult:
             rows["checkpoint"] = f"{found['checkpoint']} (epoch {epoch})" if found["checkpoint"] else lost
         return aligned(rows | {"full run": found["command"]})
 
-    def _find_checkpoint(self, run: RunResult, trial: Trial) -> str | None:
+    def _find_checkpoint(self, row: Row, run: TrialRun, trial: Trial) -> str | None:
         """Return the path of the checkpoint of a run at the best epoch of its trial; None if it was removed."""
-        value = trial.score if run.fold is None else run.epochs[trial.epoch or 0][self.metric]
-        saved = [item for item in list_checkpoints(run.row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
+        value = run.epochs[trial.epoch or 0][self.metric] if self.folds else trial.score
+        saved = [item for item in list_checkpoints(row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
         kept = [item for item in saved if item.metrics.get(self.metric) == value]
         kept = kept or [item for item in saved if item.finished]
-        return join_path(run.row.folder.checkpoints, kept[-1].name) if kept else None
+        return join_path(row.folder.checkpoints, kept[-1].name) if kept else None
 
     def _row(self, trial: Trial) -> dict[str, Any]:
+        known, spread = trial.metrics, trial.spread
         metrics: dict[str, float] = {}
         for name in self.metric_names:
-            metrics[name] = trial.metrics.get(name, math.nan)
+            metrics[name] = known.get(name, math.nan)
             if self.folds:
-                metrics[f"{name}_std"] = trial.spread.get(name, math.nan)
+                metrics[f"{name}_std"] = spread.get(name, math.nan)
         facts = {"status": trial.status, "epoch": trial.epoch}
         return {"trial": trial.number, **trial.values, **facts, **metrics, "duration_s": trial.duration_s}
-
-    def _run_rows(self, trial: Trial) -> Iterator[dict[str, Any]]:
-        for run in trial.runs:
-            found = metrics_at(run.epochs, trial.epoch)
-            metrics = {name: found.get(name, math.nan) for name in self.metric_names}
-            facts = {"status": run.row.status, "epoch": trial.epoch}
-            name = {"run": run.row.folder.name, "trial": trial.number, "fold": run.fold}
-            yield {**name, **trial.values, **facts, **metrics, "duration_s": run.row.duration_s}
-
-    def _read(self, entries: Sequence[Mapping[str, Any]]) -> list[Trial]:
-        """Read the records and metrics of all runs."""
-        started = [(entry["trial"], fold, name) for entry in entries for fold, name in enumerate(entry["runs"]) if name]
-        folders = [run_folder(self.folder.root, self.folder.experiment, name) for _, _, name in started]
-        runs: dict[int, list[RunResult]] = {entry["trial"]: [] for entry in entries}
-        for (trial, fold, _), row, epochs in zip(
-            started, summarize(folders), map_concurrently(read_epochs, folders), strict=True
-        ):
-            runs[trial].append(RunResult(row, fold if self.folds else None, epochs))
-        return [
-            score_trial(entry["trial"], entry["values"], runs[entry["trial"]], self.folds or 1, self.metric, self.mode)
-            for entry in entries
-        ]
 
     def __repr__(self) -> str:
         text = f"<SweepResult {self.folder.title}, {plural(len(self.trials), 'trial')}"

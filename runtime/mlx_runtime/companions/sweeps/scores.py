@@ -1,4 +1,4 @@
-"""The score of a trial: the metrics of its runs, epoch by epoch, and their mean over folds."""
+"""Trials and their scores: the metrics of their runs, epoch by epoch, and means over folds."""
 
 import contextlib
 import math
@@ -8,115 +8,172 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_runtime.companions.sweeps.space import Values
 from mlx_runtime.companions.views.report import OF_TRAINING, read_curves
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoints.index import score
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.queries.listing import UNREADABLE, Row
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.queries.listing import UNREADABLE, Row, map_concurrently, summarize
+from mlx_runtime.runs.tables import format_number
 
 STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "WAITING", "PENDING", "SUCCEEDED")
 """Statuses by precedence: a trial has the first one that any of its runs has."""
 
-Epochs = Mapping[int, Mapping[str, float]]
+Epochs = dict[int, dict[str, float]]
 """Last value of each metric in each epoch, counted from 1."""
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """A run of a sweep."""
+@dataclass
+class TrialRun:
+    """A run of a trial.
 
-    row: Row
-    fold: int | None  # from 0; None without folds
-    epochs: Epochs
+    Attributes:
+        name: Name of its folder, recorded before it is created; None before that.
+        status: Its status; PENDING if it has not been started or, in a driver, resumed.
+        row: Its record, if it was started before the trial was read, or has ended.
+        epochs: Its metrics.
+    """
+
+    name: str | None = None
+    status: str = "PENDING"
+    row: Row | None = None
+    epochs: Epochs = field(default_factory=dict)
+
+    def curve(self, metric: str) -> dict[int, float]:
+        """Return a metric by epoch, for epochs in which it was recorded."""
+        return {epoch: values[metric] for epoch, values in sorted(self.epochs.items()) if metric in values}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trial:
-    """A configuration that a sweep has tried."""
+    """A configuration that a sweep tries.
 
-    number: int  # from 1
-    overrides: tuple[str, ...]  # its values as overrides, like `optimizers.adam.lr=0.001`
-    values: Mapping[str, Any]  # the same by key, as numbers where they are numbers
-    status: str  # status of its run; with folds, the worst one
-    runs: tuple[RunResult, ...] = field(repr=False)  # those that were started; with folds, one per fold
-    curve: Mapping[int, float] = field(repr=False)  # the metric by epoch, from 1; with folds, the mean
-    epoch: int | None  # best epoch of the curve; None if it has no finite value
-    metrics: Mapping[str, float]  # metrics at that epoch, and of a final test; with folds, means; NaN if there is none
-    spread: Mapping[str, float]  # standard deviations of the metrics over the folds
+    Attributes:
+        number: Number of the trial, from 1.
+        texts: Text of each value by key, as in overrides.
+        runs: Its run or, with folds, one run per fold.
+        metric: Metric by which trials are compared.
+        mode: `max` or `min`.
+    """
+
+    number: int
+    texts: Values
+    runs: list[TrialRun] = field(repr=False)
+    metric: str = field(repr=False)
+    mode: str = field(repr=False)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Its values as overrides, like `optimizers.adam.lr=0.001`."""
+        return tuple(f"{key}={text}" for key, text in self.texts.items())
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its values by key, as numbers where they are numbers."""
+        return {key: parse_value(text) for key, text in plain_keys(self.texts).items()}
+
+    @property
+    def status(self) -> str:
+        """Status of its run; with folds, the worst one."""
+        statuses = [run.status for run in self.runs]
+        return min(statuses, key=lambda status: STATUSES.index(status) if status in STATUSES else 0)
+
+    @property
+    def done(self) -> bool:
+        """True if no run of the trial trains or will be started."""
+        statuses = {run.status for run in self.runs}
+        return "RUNNING" not in statuses and (bool({"FAILED", "PRUNED"} & statuses) or statuses == {"SUCCEEDED"})
+
+    @property
+    def next_index(self) -> int | None:
+        """Index of the next run to start; None if none is left, or if one has failed or was pruned."""
+        statuses = [run.status for run in self.runs]
+        if {"FAILED", "PRUNED"} & {*statuses} or "PENDING" not in statuses:
+            return None
+        return statuses.index("PENDING")
+
+    @property
+    def started(self) -> list[tuple[Row, TrialRun]]:
+        """The runs that were started, with their records."""
+        return [(run.row, run) for run in self.runs if run.row is not None]
+
+    @property
+    def means(self) -> dict[int, float]:
+        """Mean of the metric over all runs, at the ends of epochs that all of them have finished."""
+        curves = [run.curve(self.metric) for run in self.runs]
+        shared = [epoch for epoch in curves[0] if all(epoch in curve for curve in curves)]
+        return {epoch: statistics.fmean(curve[epoch] for curve in curves) for epoch in shared}
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """The metric by epoch, from 1; with folds, the mean; otherwise, of a better checkpoint within the epoch."""
+        curve, row = self.means, self.runs[0].row
+        if len(self.runs) > 1 or row is None or (row.monitor, row.record.get("mode")) != (self.metric, self.mode):
+            return curve
+        if row.best is not None:
+            epoch = row.record["best"]["epoch"] + 1
+            if score(row.best, self.mode) > score(curve.get(epoch), self.mode):
+                curve[epoch] = row.best
+        return dict(sorted(curve.items()))
+
+    @property
+    def epoch(self) -> int | None:
+        """Best epoch of the curve; None if it has no finite value."""
+        return best_epoch(self.curve, self.mode)
 
     @property
     def score(self) -> float | None:
         """Value of the sweep's metric at the best epoch."""
-        return None if self.epoch is None else self.curve[self.epoch]
+        return None if (epoch := self.epoch) is None else self.curve[epoch]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics at the best epoch, and of a final test; with folds, means; NaN if no value is finite."""
+        return {name: statistics.fmean(values) for name, values in self._metrics_of_runs().items()}
+
+    @property
+    def spread(self) -> dict[str, float]:
+        """Standard deviations of these metrics over the folds."""
+        found = self._metrics_of_runs() if len(self.runs) > 1 else {}
+        return {
+            name: statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+            for name, values in found.items()
+        }
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """These metrics as text, with their standard deviations."""
+        spread = self.spread
+        return {
+            name: format_number(value) + (f" ± {format_number(spread[name])}" if name in spread else "")
+            for name, value in self.metrics.items()
+        }
 
     @property
     def duration_s(self) -> float | None:
         """Total duration of its runs in seconds."""
-        known = [run.row.duration_s for run in self.runs if run.row.duration_s is not None]
+        known = [row.duration_s for row, _ in self.started if row.duration_s is not None]
         return sum(known) if known else None
 
     @property
     def error(self) -> str | None:
         """Error of the first run that failed."""
-        problems = (run.row.problem or run.row.record.get("error") for run in self.runs)
+        problems = (row.problem or row.record.get("error") for row, _ in self.started)
         return next((problem for problem in problems if problem), None)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of the trial for the record of the sweep."""
+        return {"trial": self.number, "values": self.texts, "runs": [run.name for run in self.runs]}
 
-def score_trial(
-    number: int, values: Mapping[str, str], runs: Sequence[RunResult], folds: int, metric: str, mode: str
-) -> Trial:
-    """Return a trial with its score, which requires that each of its `folds` runs has recorded the metric."""
-    statuses = {run.row.status for run in runs} | ({"PENDING"} if len(runs) < folds else set())
-    curve = mean_curve([curve_of(run.epochs, metric) for run in runs]) if len(runs) == folds else {}
-    if folds == 1 and runs:
-        curve = with_checkpoint(curve, best_checkpoint(runs[0].row.record, metric, mode, first_epoch=1), mode)
-    epoch = best_epoch(curve, mode)
-    found: list[dict[str, float]] = [{metric: math.nan}] if curve else []
-    if epoch is not None:
-        found = [metrics_at(run.epochs, epoch) for run in runs]
-    if folds == 1 and epoch is not None:
-        found = [{**found[0], metric: curve[epoch]}]
-    names = [name for name in found[0] if all(name in one for one in found)] if found else []
-    shared = {name: [one[name] for one in found] for name in names}
-    return Trial(
-        number=number,
-        overrides=tuple(f"{key}={text}" for key, text in values.items()),
-        values={key: parse_value(text) for key, text in plain_keys(values).items()},
-        status=min(statuses, key=_rank),
-        runs=tuple(runs),
-        curve=curve,
-        epoch=epoch,
-        metrics={name: statistics.fmean(known) for name, known in shared.items()},
-        spread={name: _deviation(known) for name, known in shared.items()} if folds > 1 else {},
-    )
-
-
-def plain_keys(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of a trial with the keys of conf.yaml, without Hydra's `+`."""
-    return {key.lstrip("+"): text for key, text in values.items()}
-
-
-def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:
-    """Read the metrics of a run; empty if there are none yet."""
-    found: dict[int, dict[str, float]] = {}
-    with contextlib.suppress(OSError, StorageError):
-        curves = read_curves(run.read(run.metrics.name).decode(errors="replace"))
-        for name, points in curves.items():
-            if not OF_TRAINING.match(name):
-                for _, value, epoch in points:
-                    found.setdefault(epoch, {})[name] = math.nan if value is None else value
-    return dict(sorted(found.items()))
-
-
-def mean_curve(folds: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return the mean of the curves of folds, at the epochs that all of them have."""
-    shared = [epoch for epoch in sorted(folds[0]) if all(epoch in curve for curve in folds)]
-    return {epoch: statistics.fmean(curve[epoch] for curve in folds) for epoch in shared}
-
-
-def curve_of(epochs: Epochs, metric: str) -> dict[int, float]:
-    """Return a metric by epoch, for epochs in which it was recorded."""
-    return {epoch: values[metric] for epoch, values in epochs.items() if metric in values}
+    def _metrics_of_runs(self) -> dict[str, list[float]]:
+        """Return the metrics that all runs have recorded at the best epoch."""
+        curve = self.curve
+        if (epoch := best_epoch(curve, self.mode)) is None:
+            return {self.metric: [math.nan]} if curve else {}
+        found = [metrics_at(run.epochs, epoch) for run in self.runs]
+        if len(found) == 1:
+            found[0][self.metric] = curve[epoch]
+        return {name: [one[name] for one in found] for name in found[0] if all(name in one for one in found)}
 
 
 def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
@@ -125,21 +182,38 @@ def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
     return epoch if found > -math.inf else None
 
 
-def best_checkpoint(
-    record: Mapping[str, Any], metric: str, mode: str, *, first_epoch: int = 0
-) -> tuple[int, float] | None:
-    """Return the epoch and value of the best checkpoint in the record of a run, if it was chosen by this metric."""
-    best = record.get("best") or {}
-    if best.get("value") is None or (record.get("monitor"), record.get("mode")) != (metric, mode):
-        return None
-    return best["epoch"] + first_epoch, best["value"]
+def ranked(trials: Sequence[Trial], mode: str) -> list[Trial]:
+    """Return trials, best first; failed ones and those without a finite value come last."""
+
+    def rank(trial: Trial) -> float:
+        return score(trial.score if trial.status != "FAILED" else None, mode)
+
+    return sorted(trials, key=rank, reverse=True)
 
 
-def with_checkpoint(curve: Mapping[int, float], saved: tuple[int, float] | None, mode: str) -> dict[int, float]:
-    """Return a curve with the value of a checkpoint within an epoch, if it is better than the value of that epoch."""
-    if saved is None or score(saved[1], mode) <= score(curve.get(saved[0]), mode):
-        return dict(curve)
-    return dict(sorted({**curve, saved[0]: saved[1]}.items()))
+def read_trials(sweep: RunFolder, entries: Sequence[Mapping[str, Any]], metric: str, mode: str) -> list[Trial]:
+    """Read the trials of a sweep from its record, and the records and metrics of their runs."""
+    trials = [
+        Trial(entry["trial"], entry["values"], [TrialRun(name) for name in entry["runs"]] or [TrialRun()], metric, mode)
+        for entry in entries
+    ]
+    runs = [run for trial in trials for run in trial.runs if run.name is not None]
+    folders = [run_folder(sweep.root, sweep.experiment, run.name or "") for run in runs]
+    for run, row, epochs in zip(runs, summarize(folders), map_concurrently(read_epochs, folders), strict=True):
+        run.row, run.status, run.epochs = row, row.status, epochs
+    return trials
+
+
+def read_epochs(run: RunFolder) -> Epochs:
+    """Read the metrics of a run; empty if there are none yet."""
+    found: Epochs = {}
+    with contextlib.suppress(OSError, StorageError):
+        curves = read_curves(run.read(run.metrics.name).decode(errors="replace"))
+        for name, points in curves.items():
+            if not OF_TRAINING.match(name):
+                for _, value, epoch in points:
+                    found.setdefault(epoch, {})[name] = math.nan if value is None else value
+    return found
 
 
 def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:
@@ -149,7 +223,12 @@ def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:
     """
     counts = Counter(name for values in epochs.values() for name in values)
     once = {name: value for values in epochs.values() for name, value in values.items() if counts[name] == 1}
-    return once | dict(epochs.get(epoch or 0, {}))
+    return once | epochs.get(epoch or 0, {})
+
+
+def plain_keys(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a trial with the keys of conf.yaml, without Hydra's `+`."""
+    return {key.lstrip("+"): text for key, text in values.items()}
 
 
 def parse_value(text: str) -> Any:
@@ -172,11 +251,3 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
         return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
 
     return {key: short(key) for key in keys}
-
-
-def _rank(status: str) -> int:
-    return STATUSES.index(status) if status in STATUSES else 0
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan

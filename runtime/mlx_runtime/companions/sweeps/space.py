@@ -4,7 +4,6 @@
 `int(interval(...))` are intervals that include both ends.
 """
 
-import contextlib
 import itertools
 import math
 from collections import Counter
@@ -58,14 +57,6 @@ class Dimension:
         """All choices, or the ends of the interval."""
         return self.choices or (self.format(self.low), self.format(self.high))
 
-    def __contains__(self, text: str) -> bool:
-        if self.choices:
-            return text in self.choices
-        with contextlib.suppress(ValueError):
-            value = float(text)
-            return self.low <= value <= self.high and (value.is_integer() or not self.integer)
-        return False
-
     def format(self, value: float) -> str:
         """Return a value of the interval as text, with four significant digits of itself or of the interval's width."""
         if self.integer:
@@ -109,24 +100,10 @@ class Space:
         for texts in itertools.product(*(dimension.choices for dimension in self.dimensions)):
             yield dict(zip(keys, texts, strict=True))
 
-    def __contains__(self, values: Mapping[str, str]) -> bool:
-        dimensions = {dimension.key: dimension for dimension in self.dimensions}
-        return values.keys() == dimensions.keys() and all(text in dimensions[key] for key, text in values.items())
-
     def expand(self, values: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the overrides of one trial in the order typed, so that an override below a varying key applies after
-        it.
-
-        Values of other keys come last; a trial has some if the sweep was resumed with another space.
-        """
+        """Return the overrides of one trial in the order typed: one below a varying key applies after it."""
         keys = {dimension.text: dimension.key for dimension in self.dimensions}
-        rest, overrides = dict(values), []
-        for text in self.typed:
-            if text not in keys:
-                overrides.append(text)
-            elif keys[text] in rest:
-                overrides.append(f"{keys[text]}={rest.pop(keys[text])}")
-        return (*overrides, *(f"{key}={text}" for key, text in rest.items()))
+        return tuple(f"{keys[text]}={values[keys[text]]}" if text in keys else text for text in self.typed)
 
 
 def parse(overrides: Sequence[str]) -> Space:
@@ -217,10 +194,8 @@ def _refusal(override: Any, sweep: Any) -> str:
         return "glob() is not supported; list the values"
     if sweep.tags - {"log"} or (sweep.tags and not interval):
         return "the only tag is log, of an interval: tag(log, interval(1e-5, 1e-1))"
-    if interval and not -math.inf < sweep.start < sweep.end < math.inf:
-        return "an interval begins below its end, and both are finite"
-    if sweep.tags and sweep.start <= 0:
-        return "a logarithmic interval begins above 0"
+    if interval and not (0 if sweep.tags else -math.inf) < sweep.start < sweep.end < math.inf:
+        return "an interval begins below its end, a logarithmic one above 0, and both ends are finite"
     if not interval and sweep.shuffle:
         return "shuffle() is not supported; --search random runs a grid in random order"
     if override.is_range_sweep() and sweep.step == 0:

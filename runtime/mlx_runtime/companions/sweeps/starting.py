@@ -1,23 +1,26 @@
-"""The start or resumption of a sweep: all checks and claims before the first run."""
+"""A sweep from its definition to its end: checks, claims, and the engine that runs its trials."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlx_runtime.companions.notebook.functions import load_function
-from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome
+from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome, read_record
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merge, plan
-from mlx_runtime.companions.sweeps.folds import rows_digest
-from mlx_runtime.companions.sweeps.states import TrialState, read_trial
+from mlx_runtime.companions.sweeps.engine import Engine
+from mlx_runtime.companions.sweeps.events import SweepStarted
+from mlx_runtime.companions.sweeps.scores import Trial, read_trials
 from mlx_runtime.companions.sweeps.study import uses_optuna
 from mlx_runtime.config.constructors.targets import object_at
+from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
 from mlx_runtime.runs import drivers, records, snapshots
-from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_runs, named_run
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_runs, named_run, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently
 from mlx_runtime.runs.records import provenance
@@ -51,14 +54,25 @@ def find_sweep(name: str = "latest", root: str | None = None, experiment: str | 
     return max(begun, key=lambda folder: (records.load_record(folder).get("start") or "", folder.name))
 
 
-def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, **how: bool) -> SweepPlan:
-    """Check that a sweep can be resumed, with changed fields of its definition from the command.
+def checked_plan(
+    experiment: type, asked: Definition, resumed: RunFolder | None, *, force: bool = False, **how: bool
+) -> SweepPlan:
+    """Return the plan of a new sweep, or of one to resume, with changed fields of its definition from the command.
 
-    `how` are further arguments of `plan`.
+    Args:
+        experiment: Class to train, importable by name.
+        asked: Definition from the command.
+        resumed: Folder of the sweep to resume.
+        force: Resume even if the definition or the code has changed.
+        how: Further arguments of `plan`.
 
     Raises:
-        UsageError: another driver runs the sweep, or its definition or code has changed and `force` is not set.
+        UsageError, ConfigError: The sweep cannot start; nothing was written.
+        UsageError: Another driver runs the sweep, or its definition or code has changed and `force` is not set.
     """
+    if resumed is None:
+        return plan(experiment, asked, **how)
+    folder = resumed
     record = drivers.refuse_living(folder)
     if "definition" not in record:
         raise UsageError(f"{folder.title} is not a sweep; resume a run with: mlx train run --resume {folder.name}")
@@ -72,33 +86,82 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     load_function(found.config.cfg)  # the files that it imports are compared
     changes = differences(stored, found.definition)
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
-    if found.definition.folds != stored.folds:
-        raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
     if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
         changes.append("the folds have other rows")
     if changes and not force:
         listed = "\n  ".join([f"{folder.title} was started with another definition or code:", *changes])
         raise UsageError(f"{listed}\nUndo the changes, start another sweep, or resume it anyway with --force")
+    before, after = stored.as_json(), found.definition.as_json()
+    if fixed := [name for name in ("overrides", "folds") if before[name] != after[name]]:
+        raise UsageError(f"{folder.title} has other {fixed[0]}, which cannot change; start another sweep")
     return dataclasses.replace(found, folder=folder)
 
 
-def finished_trials(plan: SweepPlan, *, retry_failed: bool) -> list[TrialState] | None:
-    """Return the trials of the sweep to resume if no run is missing, otherwise None."""
-    assert plan.folder is not None, "it resumes a sweep"
-    record = records.load_record(plan.folder)
-    if record["status"] not in ("SUCCEEDED", "FAILED"):
-        return None
-    trials = _stored_trials(plan, record, retry_failed)
-    return None if outcome(plan, trials).unfinished else trials
+def drive(
+    plan: SweepPlan,
+    name: str = "",
+    *,
+    retry_failed: bool = False,
+    listeners: Sequence[Listener] = (),
+    begin: Callable[[Sweep], object] = lambda sweep: None,
+) -> RunFolder:
+    """Carry out a sweep, or the missing runs of one. Do not change the record of one that lacks none.
+
+    Args:
+        plan: Plan of the sweep.
+        name: Name of a new sweep; empty for the next number.
+        retry_failed: Run failed trials again.
+        listeners: Called with each event of the sweep.
+        begin: Called with the sweep before its first run.
+
+    Raises:
+        UsageError, ConfigError: The sweep cannot start; nothing was written.
+        MlxError: It cannot continue, or no run records the metric.
+    """
+    before = records.load_record(plan.folder) if plan.folder is not None else {"status": "PENDING"}
+    if plan.folder is not None and before["status"] in ("SUCCEEDED", "FAILED"):
+        trials = _stored_trials(plan, before, retry_failed)
+        ended = outcome(plan, trials)
+        if not ended.unfinished:
+            for event in (SweepStarted(plan.folder, plan.definition, tuple(trials)), ended):
+                for listener in listeners:
+                    listener(event)
+            return plan.folder
+    definition = plan.definition
+    engine = Engine(plan.config.cfg, parallel=definition.parallel, gpus_per_trial=definition.gpus_per_trial)
+    with contextlib.closing(engine):  # created before anything is written, because the trials may not fit
+        sweep = claim(plan, name, retry_failed=retry_failed, listeners=listeners)
+        begin(sweep)
+        with sweep.supervise():
+            engine.run(sweep)
+    return sweep.record.folder
 
 
-def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: bool) -> list[TrialState]:
-    folder, definition = plan.folder, plan.definition
-    assert folder is not None, "it resumes a sweep"
-    of_definition = {"folds": definition.folds is not None, "retry_failed": retry_failed}
-    return map_concurrently(
-        lambda entry: read_trial(folder, entry, definition.metric, definition.mode, **of_definition), record["trials"]
-    )
+def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: bool) -> list[Trial]:
+    """Read the trials of the sweep to resume. Runs that are to be started or resumed are PENDING.
+
+    Raises:
+        UsageError: one of its runs is training.
+    """
+    sweep, folds = plan.folder, plan.definition.folds
+    assert sweep is not None, "it resumes a sweep"
+    final = {"SUCCEEDED", "PRUNED"} if retry_failed else {"SUCCEEDED", "PRUNED", "FAILED"}
+    trials = read_trials(sweep, record["trials"], plan.definition.metric, plan.definition.mode)
+
+    def check(place: tuple[Trial, int]) -> None:
+        trial, index = place
+        run = trial.runs[index]
+        folder = run_folder(sweep.root, sweep.experiment, run.name or "")
+        found = read_record(folder, sweep.name, trial.number, index if folds else None)
+        if found and records.status_of(found) in records.LIVING:
+            drivers.refuse_living(folder)
+        if not found:  # it has not begun, or the folder belongs to another run
+            run.row, run.epochs = None, {}
+        run.status = found["status"] if found and found["status"] in final else "PENDING"
+
+    places = [(trial, index) for trial in trials for index, run in enumerate(trial.runs) if run.name is not None]
+    map_concurrently(check, places)
+    return trials
 
 
 def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listeners: Sequence[Listener] = ()) -> Sweep:

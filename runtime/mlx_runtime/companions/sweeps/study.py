@@ -41,14 +41,12 @@ class Study:
             self._distributions = {item.key: _distribution(item) for item in space.dimensions}
 
     def add(self, number: int, values: Values) -> None:
-        """Add an existing trial. If it is outside the space, its result does not affect the search."""
+        """Add an existing trial."""
         self._tried.add(frozenset(values.items()))
         if self._study is None:
             return
-        inside = values in self._space
-        if inside:
-            self._study.enqueue_trial({item.key: _parameter(item, values[item.key]) for item in self._space.dimensions})
-        self._trials[number] = self._study.ask(self._distributions if inside else {})
+        self._study.enqueue_trial({item.key: _parameter(item, values[item.key]) for item in self._space.dimensions})
+        self._trials[number] = self._study.ask(self._distributions)
 
     def ask(self, number: int) -> Values | None:
         """Return the values of the next trial; None if all points of a finite space were tried."""
@@ -85,11 +83,10 @@ class Study:
         from optuna.trial import TrialState
 
         trial = self._trials[number]
-        if status == "SUCCEEDED" and trial.params and value is not None and math.isfinite(value):
+        if status == "SUCCEEDED" and value is not None and math.isfinite(value):
             self._study.tell(trial, value)
         else:
-            pruned = status == "PRUNED" and trial.params
-            self._study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
+            self._study.tell(trial, state=TrialState.PRUNED if status == "PRUNED" else TrialState.FAIL)
 
     def _sample(self, salt: str) -> Values:
         """Return values from the sampler, as a function of the salt and the history."""

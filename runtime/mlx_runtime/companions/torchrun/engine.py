@@ -54,12 +54,6 @@ class Torchrun(Local):
         title = f"started by torchrun, {seat.local_world_size} of them on this machine"
         yield dataclasses.replace(this_machine(own), title=title, host=seat.host())
 
-    @staticmethod
-    def sweep_engine(cfg: Any, **_: Any) -> Any:
-        raise ConfigError(
-            "torchrun cannot train sweeps; run `mlx train sweep` without it, or launch the sweep on a cluster"
-        )
-
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         super().__init__(cfg, cluster, timeout_s=timeout_s)
         self.host = cluster.host

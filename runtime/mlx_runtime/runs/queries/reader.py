@@ -209,7 +209,9 @@ class Run:
         with matching_code(self._folder, "load_datasets", "datasets", config["datasets"], trust=trust) as node:
             if config.get("cfg", {}).get("cross_validation", {}).get("fold") is not None:
                 cfg = importable(self._folder, "cfg", config["cfg"], trust=trust)
-                return companions.part("sweeps.folds").load_fold(node, cfg)
+                from mlx_runtime.data.folds import load_fold
+
+                return load_fold(node, cfg)
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())
 
     def __repr__(self) -> str:

@@ -85,8 +85,7 @@ def test_a_storage_that_only_a_cluster_has_asks_for_it(mlx: Mlx, tmp_path: Path)
     done = mlx(tmp_path, "data", "show", MLX_STORAGE="/nowhere/shared")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: /nowhere/shared does not exist on this machine; if only a cluster has it, pass "
-        "--ray-address http://HEAD:8265\n"
+        "error: /nowhere/shared does not exist on this machine; on a cluster: mlx --on http://HEAD:8265 data show\n"
     )
 
 
@@ -184,9 +183,9 @@ def test_what_is_being_filled_is_refused(root: str) -> None:
 
 
 def test_what_is_being_read_is_refused(root: str) -> None:
-    put(root, {".prepared/Rows-1/0.npy": b"x", ".prepared/Rows-1/used-0123": b""})
+    put(root, {".prepared/Rows-1/0.npy": b"x", ".prepared/Rows-1/last_used": b""})
     for path in (".prepared", ".prepared/Rows-1"):
-        with pytest.raises(UsageError, match=r"Rows-1.* is being read"):
+        with pytest.raises(UsageError, match=r"Rows-1.* is in use, or was in the last five minutes"):
             refuse_in_use(path_in(root, path))
 
 

@@ -237,7 +237,7 @@ class Job(mlx_runtime.DataJob):
     text: Text
 
     def run(self):
-        total = sum(self.map(self.write_line, range(self.text.lines), title="lines"))
+        total = sum(self.map(self.write_line, range(self.text.lines), title="lines", key=str))
         self.output.write(f"{total}\\n", "total.txt")
 
     def write_line(self, number):
@@ -308,10 +308,13 @@ def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNames
     writers = {(job.made / "lines" / f"{number}.txt").read_text().split()[-1] for number in range(6)}
     assert len(writers) >= 2
     assert (job.made / "total.txt").read_text() == "15\n"
+    done = mlx(job.project, "data", "run", "cfg.start_workers=2", "cfg.path=data/failed", "text.fail_at=2")
+    assert done.returncode == 1
+    assert "error: ValueError: line 2 is blank (in item 2)\n  src/job.py:" in done.stderr
+    assert "mlx_runtime" not in done.stderr
 
 
 def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx) -> None:
-    """test_cluster.py shows the same of tasks on Ray."""
     done = mlx(job.project, "data", "run", "text.fail_at=2")
     assert done.returncode == 1
     error = done.stderr.splitlines()

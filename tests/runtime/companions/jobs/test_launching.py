@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime.companions.jobs.launching import QueuedJob, pending
+from mlx_runtime.companions.jobs.launching import SubmittedJob, pending
 from mlx_runtime.companions.kubernetes.kubectl import Kubectl
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import claim_run
@@ -33,4 +33,4 @@ def test_a_job_that_was_accepted_is_launched_even_if_its_state_is_secret(
     program.write_text("#!/bin/sh\necho 'Error from server (Forbidden): rayjobs.ray.io is forbidden' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert QueuedJob(Kubectl.of(None, None), "digits-4f1c9a", {}).wait() == "PENDING"
+    assert SubmittedJob(Kubectl.of(None, None), "digits-4f1c9a", {}).wait() == "PENDING"

@@ -1,5 +1,6 @@
 """`mlx train launch --kube`: printed manifests, and those that kubectl applies, with its checks and refusals."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -13,9 +14,11 @@ from conftest import ROOT, Mlx
 from kube import ApiServer, problems
 from packages import install
 
-from mlx_runtime.companions.kubernetes.kubectl import client_of, job_statuses
+from mlx_runtime.companions.jobs import launching
+from mlx_runtime.companions.kubernetes.kubectl import Kubectl, client_of, job_statuses
 from mlx_runtime.companions.kubernetes.launch import check_options
 from mlx_runtime.companions.kubernetes.manifest import Pods
+from mlx_runtime.errors import ClusterError
 
 pytestmark = pytest.mark.process
 
@@ -91,13 +94,18 @@ class TestPrinted:
         assert " --parallel=2 " in found["spec"]["entrypoint"]
         assert found["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
 
-    def test_a_template_cannot_rename_the_job(self, launch: Launch, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("key", "cure"),
+        [("name", "each launch gives its RayJob a new name"), ("namespace", "pass --namespace")],
+    )
+    def test_a_template_cannot_rename_or_move_the_job(
+        self, launch: Launch, tmp_path: Path, key: str, cure: str
+    ) -> None:
         """Its record and the printed commands name the RayJob."""
         file = tmp_path / "pods.yaml"
-        file.write_text("metadata: {name: other}")
+        file.write_text(f"metadata: {{{key}: other}}")
         done = launch(*IMAGE, "--claim", "runs", "--dry-run", "--template", str(file))
-        cure = "each launch gives its RayJob a new name"
-        message = f"error: --template: remove metadata.name from {file}; {cure}\n"
+        message = f"error: --template: remove metadata.{key} from {file}; {cure}\n"
         assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
     def test_the_guide_shows_it(self, launch: Launch) -> None:
@@ -137,7 +145,7 @@ class TestPrinted:
         (
             (*IMAGE, "--claim", "runs", "+cfg.runtime_env={pip: requirements.txt}"),
             1,
-            "cfg.runtime_env.pip is not installed in the pods; it belongs in the image",
+            "cfg.runtime_env.pip is not supported on Kubernetes; install packages in the image",
         ),
     ],
 )
@@ -153,11 +161,21 @@ def test_bad_input_gets_one_line(launch: Launch, words: tuple[str, ...], code: i
 @pytest.mark.parametrize(
     ("options", "root", "secrets", "line"),
     [
-        ({}, "/mnt/runs", (), "FAIL  storage    /mnt/runs would end with the pods. Name a PersistentVolumeClaim with"),
-        ({"image": "a/digits"}, "s3://b/a", (), "FAIL  image      a/digits names no version. Tag each build"),
-        ({"image": "a:5000/digits:latest"}, "s3://b/a", (), "FAIL  image      a:5000/digits:latest names no version"),
+        (
+            {},
+            "/mnt/runs",
+            (),
+            "FAIL  storage    /mnt/runs would be deleted with the pods. Name a PersistentVolumeClaim with",
+        ),
+        ({"image": "a/digits"}, "s3://b/a", (), "FAIL  image      a/digits has no version tag. Tag each build"),
+        ({"image": "a:5000/digits:latest"}, "s3://b/a", (), "FAIL  image      a:5000/digits:latest has no version tag"),
         ({"claim": "runs"}, "s3://b/a", (), "FAIL  storage    s3://b/a is not on the claim runs. Leave out --claim"),
-        ({}, "s3://b/a", ("KEY",), "FAIL  secrets    no Secret holds KEY of cfg.secrets. Create one: kubectl create"),
+        (
+            {},
+            "s3://b/a",
+            ("KEY",),
+            "FAIL  secrets    no Secret was passed for KEY in cfg.secrets. Create one: kubectl create",
+        ),
         ({"image": "a/digits@sha256:0"}, "s3://b/a", (), "ok    image      a/digits@sha256:0"),
     ],
 )
@@ -173,6 +191,56 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
 def test_a_record_with_half_an_address_names_no_job(address: str) -> None:
     assert job_statuses({(address, "a-1")}) == {}
     assert client_of({"id": "a-1", "address": address}, alive=True) is None
+
+
+PROGRAM = """\
+#!/usr/bin/env python3
+import json, pathlib, subprocess, sys
+root, words = pathlib.Path({root!r}), sys.argv[1:]
+if "get" in words and "rayjob/a-1" in words:
+    ended = (root / "ended").exists()
+    print(json.dumps({{"status": {{"jobDeploymentStatus": "Complete" if ended else "Running"}}}}))
+elif "get" in words:
+    assert "--selector=mlx-runtime/job=a-1,ray.io/node-type=head" in words
+    print("".join(f"pod/{{pod.name}}\\n" for pod in root.glob("head-*")))
+else:
+    pod, file, start = words[words.index("exec") + 1], words[-2], words[-1]
+    assert file == "/tmp/ray/session_latest/logs/job-driver-a-1.log"
+    script = words[words.index("-c") + 1]
+    log = root / pod.removeprefix("pod/")
+    sys.exit(subprocess.run(["/bin/sh", "-c", script, "sh", log, start]).returncode)
+"""
+"""A kubectl whose pods are files with the output of the job."""
+
+
+@pytest.mark.pure
+def test_the_output_of_a_job_is_followed_also_in_the_pod_of_another_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(PROGRAM.format(root=str(tmp_path)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(launching, "FOLLOW_S", 0.0)
+    written = list[str]()
+
+    def write(text: str) -> None:
+        """Let the driver print more, then KubeRay start the job again."""
+        written.append(text)
+        if text == "one\n":
+            first.write_text("one\ntwo é\n")
+        elif text == "two é\n":
+            first.unlink()
+            (tmp_path / "head-2").write_text("resuming\n")
+            (tmp_path / "ended").touch()
+
+    client = Kubectl()
+    with pytest.raises(ClusterError, match="no output of a-1 yet, or no more"):
+        client.log("a-1")
+    (first := tmp_path / "head-1").write_text("one\n")
+    assert client.follow("a-1", write).exit_code == 0
+    assert written == ["one\n", "two é\n", "resuming\n"]
+    assert client.log("a-1") == "resuming\n"
 
 
 class TestApplied:
@@ -217,7 +285,7 @@ class TestApplied:
         done = launch(*IMAGE, "--namespace", "tema", "--claim", "runs", **kubeconfig)
         assert (done.returncode, done.stdout, len(server.jobs)) == (1, "", before)
         assert (
-            'FAIL  cluster    it rejects the job: (NotFound): error when creating "STDIN": namespaces "tema" not'
+            'FAIL  cluster    rejected the job: (NotFound): error when creating "STDIN": namespaces "tema" not'
             in done.stderr
         )
         assert done.stderr.endswith("error: preflight failed: 1 check, see above\n")
@@ -230,7 +298,7 @@ class TestApplied:
         options = (*IMAGE, "--namespace", "team", "--claim", "runs", "--template", str(file))
         done = launch(*options, **kubeconfig)
         assert (done.returncode, done.stdout, len(server.jobs)) == (1, "", before)
-        assert "FAIL  cluster    it rejects the job: " in done.stderr
+        assert "FAIL  cluster    rejected the job: " in done.stderr
         assert "authOptions" in done.stderr
 
     def test_a_cluster_without_kuberay(self, launch: Launch, kubeconfig: dict[str, str], tmp_path: Path) -> None:
@@ -238,13 +306,13 @@ class TestApplied:
             server.write_config(Path(kubeconfig["KUBECONFIG"]))
             done = launch(*IMAGE, "--claim", "runs", **kubeconfig)
         assert done.returncode == 1
-        assert 'FAIL  cluster    it rejects the job: resource mapping not found for name: "digits-' in done.stderr
+        assert 'FAIL  cluster    rejected the job: resource mapping not found for name: "digits-' in done.stderr
         assert "https://docs.ray.io/en/latest/cluster/kubernetes/" in done.stderr
 
     def test_without_kubectl(self, launch: Launch, tmp_path: Path) -> None:
         done = launch(*IMAGE, "--claim", "runs", PATH=str(tmp_path))
         cure = "install kubectl, or print the manifest with --dry-run, for whoever has it"
-        assert f"FAIL  cluster    it rejects the job: there is no kubectl on the PATH. {cure}\n" in done.stderr
+        assert f"FAIL  cluster    rejected the job: there is no kubectl on the PATH. {cure}\n" in done.stderr
 
     @pytest.mark.parametrize(
         ("status", "ours"),

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mlx_runtime import Trainer, open_run
-from mlx_runtime.companions.hub.detection import find
+from mlx_runtime.companions.hub.detection import find_secrets
 from mlx_runtime.companions.notebook import inputs
 from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.errors import MlxError, StorageError, UsageError
@@ -249,7 +249,7 @@ class TestOnWorkers:
         assert [item.name for item in (storage / ".inputs").iterdir() if item.name.startswith(".")] == []
         conf = (storage / "resumable" / "run_001" / "conf.yaml").read_text()
         assert file in conf
-        assert list(find(conf)) == []
+        assert find_secrets(conf, "conf.yaml") == []
 
     def test_folders_of_a_trainer(self, found: Found) -> None:
         runs = found["folder"] / "runs" / "resumable"

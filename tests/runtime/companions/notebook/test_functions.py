@@ -299,7 +299,8 @@ class TestFailures:
         assert "src/training.py:" in message
         assert printed_last == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
         assert (resumed, from_path, attempt) == ([6, 6], [6, 6], 2)
-        assert again[1].endswith(" has succeeded; for a new run, leave out resume")
+        start = "to start a new run: leave out resume=, or give the Trainer another name="
+        assert again[1].endswith(f" has succeeded; {start}")
 
     def test_lost_workers_are_replaced_and_continue_from_the_checkpoint(self, others: Found) -> None:
         assert others["restarted"] == [[6, 6], 1]
@@ -401,14 +402,18 @@ class TestBeforeARun:
             (
                 {"num_workers": (4, 8), "engine": "local"},
                 ConfigError,
-                r"^engine='local' cannot train this: elastic.max_workers=8 lets .*; use engine='auto'$",
+                "^cfg.engine=local cannot train this: cfg.elastic.max_workers=8 lets .*; use cfg.engine=auto$",
             ),
-            ({"num_workers": 4, "elastic": Elastic(max_workers=2)}, ConfigError, "^num_workers is 4, not between"),
+            (
+                {"num_workers": 4, "elastic": Elastic(max_workers=2)},
+                ConfigError,
+                "^cfg.start_workers is 4, not between",
+            ),
             ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
             ({"scaling_config": 2}, UsageError, r"Write Trainer\(num_workers=2, use_gpu=True\).run\(train_func, conf"),
             ({"num_workers": print}, UsageError, r"^Trainer takes no function. Write Trainer\(num_workers=2, use_gpu"),
             ({"logdir": "x"}, UsageError, "'logdir' is not a setting of Trainer. Use storage_path= and name="),
-            ({"gpus_per_worker": 0}, ConfigError, "^gpus_per_worker is 0; the minimum is 1"),
+            ({"gpus_per_worker": 0}, ConfigError, "^cfg.gpus_per_worker is 0; the minimum is 1"),
             ({"gpus_per_worker": 2, "backend": "jax"}, UsageError, "a worker of the backend jax has one GPU; use more"),
             ({"backend": ["jax"]}, UsageError, r"backend is \['jax'\]; there are 'torch', 'jax', 'tensorflow', and"),
             (
@@ -421,7 +426,7 @@ class TestBeforeARun:
             ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),
             ({"resume": "run_001"}, UsageError, "'resume' is not a setting of Trainer"),
             ({"cpus_per_worker": "two"}, ConfigError, "cpus_per_worker is 'two'; Trainer takes int"),
-            ({"cpus_per_worker": 0}, ConfigError, "^cpus_per_worker is 0; the minimum is 1"),
+            ({"cpus_per_worker": 0}, ConfigError, "^cfg.cpus_per_worker is 0; the minimum is 1"),
         ],
     )
     def test_wrong_settings_are_refused(self, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -439,7 +444,7 @@ class TestBeforeARun:
             trainer.fit()
         with pytest.raises(UsageError, match=r"config is \[1\]; it takes a dict"):
             trainer.run(training.counting, [1])  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"^config.model is a Net; conf.yaml holds numbers, text"):
+        with pytest.raises(ConfigError, match=r"^cfg.config.model is a Net; conf.yaml holds numbers, text"):
             trainer.run(training.counting, {"model": training.Net()})
         with pytest.raises(UsageError, match=r"src.training.quick_start takes nothing"):
             trainer.run(training.quick_start, {"lr": 1})
@@ -448,10 +453,10 @@ class TestBeforeARun:
         with pytest.raises(UsageError, match=r"is not a function"):
             trainer.run(print)
         with pytest.raises(
-            UsageError, match=r"config has 1,001 values, and 1,000 is the maximum: put data into a file"
+            UsageError, match=r"config is longer than 20,000 characters: put data into a file, and its path"
         ):
-            trainer.run(training.counting, {"rows": list(range(1001))})
-        with pytest.raises(UsageError, match=r"config has the key '_target_', which names an object"):
+            trainer.run(training.counting, {"rows": list(range(5000))})
+        with pytest.raises(UsageError, match=r"cfg.config.layers\[0\] has the key '_target_', which names an object"):
             trainer.run(training.counting, {"layers": [{"_target_": "os.getcwd"}]})
         with pytest.raises(UsageError, match=r"callbacks is <built-in function print>; it takes a list"):
             trainer.run(training.counting, callbacks=print)

@@ -4,7 +4,10 @@ tests/template/test_notebook.py covers the most important cases in an inner ring
 """
 
 import importlib
+import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,18 @@ from typing import Any
 import pytest
 from conftest import Script
 from hub_server import Hub
+from leftovers import marked
 
 from mlx_runtime import BaseModule, open_run, run
-from mlx_runtime.companions.notebook.standby import libraries
+from mlx_runtime.companions.notebook.background import libraries
 from mlx_runtime.errors import UsageError
 
 SCRIPT = """
 import json, os, signal, threading, time
 from pathlib import Path
-from mlx_runtime import MlxError, run
+from mlx_runtime import MlxError, open_run, run
 from mlx_runtime.events import StepProgress
-from mlx_runtime.companions.notebook import standby
+from mlx_runtime.companions.notebook import background
 from src.experiment import Experiment
 
 
@@ -54,10 +58,11 @@ if __name__ == "__main__":
     found = {"refused": [refused(Own), refused(Experiment, "cfg.num_epoch=3")]}
 
     first = run(Experiment, ["cfg.num_epochs=2", "cfg.monitor=val/mse", "cfg.mode=min"])
-    found["epochs"] = [[each.epoch, each.epochs, sorted(each.metrics), each.checkpoint] for each in first]
+    found["epochs"] = [[each.epoch, each.epochs, sorted(each.metrics)] for each in first]
+    found["checkpoint"] = first.checkpoint_path
     outcome = first.result()
     found["outcome"] = [outcome.status, outcome.run.record["status"], outcome.metrics, outcome.best["path"]]
-    server = standby._kept
+    servers = list(background._servers.values())
 
     for each in run(Experiment, ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"]):
         break
@@ -88,7 +93,16 @@ if __name__ == "__main__":
         failing.result()
     except MlxError as error:
         found["failed"] = [type(error).__name__, str(error).splitlines()[0], error.hint]
-    found["warm"] = standby._kept is server
+    found["warm"] = list(background._servers.values()) == servers
+
+    os.environ["OMP_NUM_THREADS"] = "2"  # libraries may have read another value
+    running = run(Experiment, ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01", "++cfg.name=other"])
+    os.kill(open_run(running.folder).record["pid"], signal.SIGKILL)
+    try:
+        running.result()
+    except MlxError as error:
+        found["killed"] = [running.status, str(error)]
+    found["others"] = [servers[0].fork_server.alive, len(background._servers)]
     print(json.dumps(found))
 """
 
@@ -114,10 +128,8 @@ def status(folder: Path, name: str) -> tuple[str, bool]:
 def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], folder: Path) -> None:
     place = folder / "runs" / "faults" / "run_001"
     assert [entry[:2] for entry in found["epochs"]] == [[0, 2], [1, 2]]
-    assert all("val/mse" in names and "train/mse" in names for _, _, names, _ in found["epochs"])
-    assert [entry[3] for entry in found["epochs"]] == [
-        str(place / "checkpoints" / f"epoch_000{epoch}") for epoch in (1, 2)
-    ]
+    assert all("val/mse" in names and "train/mse" in names for _, _, names in found["epochs"])
+    assert found["checkpoint"] == str(place / "checkpoints" / "epoch_0002")
     status, recorded, metrics, best = found["outcome"]
     assert (status, recorded) == ("SUCCEEDED", "SUCCEEDED")
     assert "val/mse" in metrics
@@ -134,7 +146,8 @@ def test_leaving_the_loop_stops_the_run_with_a_checkpoint(found: dict[str, Any],
 @pytest.mark.kills
 def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str, Any], folder: Path) -> None:
     place = folder / "runs" / "faults" / "run_003"
-    assert found["interrupted"] == ["STOPPED", [f"{place} is STOPPED; resume it with --resume={place}"]]
+    resume = f'run(Experiment, ["--resume={place}"])'
+    assert found["interrupted"] == ["STOPPED", [f"{place} is STOPPED. Resume: {resume}"]]
     assert found["resumed"] == "SUCCEEDED"
     assert open_run(folder / "runs/faults/run_003").record["attempt"] == 2
 
@@ -170,6 +183,12 @@ def test_later_runs_start_warm_and_see_edits(found: dict[str, Any], folder: Path
     assert open_run(place).config["cfg"]["debug"]["overfit_batches"] == 1
 
 
+@pytest.mark.kills
+def test_a_killed_run_is_named_and_another_environment_has_another_server(found: dict[str, Any]) -> None:
+    assert found["killed"] == ["FAILED", "the process of the run was killed by SIGKILL (out of memory?)"]
+    assert found["others"] == [False, 1]
+
+
 @pytest.mark.pure
 def test_what_cannot_be_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"overrides is the string 'cfg.seed=1'; write a list: \['cfg.seed=1'\]"):
@@ -188,27 +207,54 @@ def test_a_server_imports_the_libraries_of_an_experiment_but_not_its_code(
 ) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import json\nfrom torchmetrics.aggregation import MeanMetric")
-    (tmp_path / "mine" / "models.py").write_text("import local, numpy.fft\nfrom . import other\ndef f(): import rich")
-    (tmp_path / "mine" / "other.py").write_text("try:\n import sklearn\nexcept ImportError:\n import nothing")
-    (tmp_path / "mine" / "broken.py").write_text("import")
+    (tmp_path / "mine" / "models.py").write_text("import local, numpy.fft as fft\ndef f(): import rich")
     (tmp_path / "local.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(sys.modules, "mine", importlib.import_module("mine"))
-    assert libraries("mine.models") == ["numpy.fft", "sklearn", "torchmetrics.aggregation"]
+    for name in ("mine", "mine.models"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    assert libraries("mine.models.Net") == ["numpy.fft", "torchmetrics.aggregation"]
+
+
+ENDLESS = """
+from mlx_runtime import run
+from src.experiment import Experiment
+
+for epoch in run(Experiment, ["cfg.num_epochs=500", "cfg.pause_s=0.01"]):
+    print(epoch.folder, flush=True)
+"""
+
+
+@pytest.mark.kills
+def test_a_killed_kernel_leaves_no_processes(
+    make_in: Callable[[str, Path], Path], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    folder = make_in("faults", tmp_path)
+    (folder / "script.py").write_text(ENDLESS)
+    marks = environment | {"MLX_TEST_MARK": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=folder, env=marks, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        place = process.stdout.readline().strip()
+        process.kill()
+    until = time.monotonic() + 60
+    while marked(tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert marked(tmp_path) == []
+    assert open_run(place).record["status"] == "RUNNING"  # STALE, once its heartbeat is old
 
 
 MIRRORED = """
 import json, os
-os.environ.update(VARIABLES)
+os.environ.update(json.load(open("../variables.json")))
 from mlx_runtime import run
 from src.experiment import Experiment
 
-if __name__ == "__main__":
-    settings = ["cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "--resume=auto"]
-    for epoch in run(Experiment, [*settings, "cfg.num_epochs=50", "cfg.pause_s=0.01"]):
-        break
-    outcome = run(Experiment, [*settings, "cfg.num_epochs=8", "cfg.storage_path=elsewhere"]).result()
-    print(json.dumps({"status": outcome.status, "attempt": outcome.run.record["attempt"]}))
+settings = ["cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "--resume=auto"]
+for epoch in run(Experiment, [*settings, "cfg.num_epochs=50", "cfg.pause_s=0.01"]):
+    break
+outcome = run(Experiment, [*settings, "cfg.num_epochs=8", "cfg.storage_path=elsewhere"]).result()
+print(json.dumps({"status": outcome.status, "attempt": outcome.run.record["attempt"]}))
 """
 
 
@@ -217,7 +263,8 @@ def test_a_mirrored_run_continues_in_another_storage(
     script: Script, make_in: Callable[[str, Path], Path], tmp_path: Path
 ) -> None:
     with Hub() as server:
-        found = script(make_in("faults", tmp_path), MIRRORED.replace("VARIABLES", repr(server.variables())))
+        (tmp_path / "variables.json").write_text(json.dumps(server.variables()))
+        found = script(make_in("faults", tmp_path), MIRRORED)
         assert found == {"status": "SUCCEEDED", "attempt": 2}
         ends = [title.partition(",")[0] for title in server.commits("alice/faults")]
         assert "faults/run_001: STOPPED" in ends

@@ -7,16 +7,16 @@ Rows-1/
 """
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from mlx_runtime.companions.prepared.columns import ColumnWriter, PreparedReader, as_numpy, load_columns
+from mlx_runtime.companions.prepared.columns import PreparedReader, column_writer, load_columns
 from mlx_runtime.companions.prepared.store import Manifest, PreparedSet, Store
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass
 from mlx_runtime.errors import StorageError
+from mlx_runtime.storage.files import Stored
 
 pytestmark = pytest.mark.pure
 
@@ -47,10 +47,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def written(store: Store, name: str = "Rows-1", block: dict[str, torch.Tensor] = BLOCK, times: int = 2) -> Manifest:
     rows = times * len(next(iter(block.values())))
-    with ColumnWriter(store, name, rows, block, dataset="src.Rows", arguments={"path": "a"}) as writer:
+    with column_writer(store, name, rows, block, dataset="src.Rows", arguments={"path": "a"}) as writer:
         for _ in range(times):
-            writer.write({key: as_numpy(column).tobytes() for key, column in block.items()})
-        return writer.commit(f"today {name}")
+            writer.write(block)
+        return writer.commit()
 
 
 def read(store: Store, manifest: Manifest, cache: Path) -> dict[str, torch.Tensor]:
@@ -78,8 +78,8 @@ def test_every_type_survives(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_a_set_that_was_not_finished_does_not_exist(store: Store) -> None:
     def interrupted() -> None:
-        with ColumnWriter(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}) as writer:
-            writer.write({key: as_numpy(column).tobytes() for key, column in BLOCK.items()})
+        with column_writer(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}) as writer:
+            writer.write(BLOCK)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -101,63 +101,57 @@ def test_a_set_with_a_truncated_or_missing_file_is_not_used(tmp_path: Path) -> N
 
 
 def test_of_two_writers_the_first_wins_and_the_other_leaves_nothing(store: Store, tmp_path: Path) -> None:
-    slow = ColumnWriter(store, "Rows-1", 6, BLOCK, dataset="src.Rows", arguments={})
-    with slow:
-        slow.write({key: as_numpy(column).tobytes() for key, column in BLOCK.items()})
+    with column_writer(store, "Rows-1", 6, BLOCK, dataset="src.Rows", arguments={}) as slow:
+        slow.write(BLOCK)
         fast = written(store)
-        assert slow.commit("later") == fast
+        assert slow.commit() == fast
     files = {file for file, _, _ in fast.columns.values()}
     assert {*store.storage.names("Rows-1")} == {*files, "manifest.json", "last_used"}
     assert len(read(store, fast, tmp_path)["x"]) == 12
 
 
-def test_a_set_in_use_stays(store: Store) -> None:
+def age(store: Store, name: str, days: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the files of a dataset be as old as that."""
+    listed = store.storage.listed
+
+    def aged(*parts: str, **options: bool) -> list[Stored]:
+        old = days * 86_400 if parts == (name,) else 0
+        found = listed(*parts, **options)
+        return [Stored(item.path, item.size_bytes, item.modified_s - old, item.is_file) for item in found]
+
+    monkeypatch.setattr(store.storage, "listed", aged)
+
+
+def test_a_set_in_use_stays_and_another_is_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     written(store)
     with store.mark_used("Rows-1"):
-        assert [item.busy for item in store.entries()] == [True]
-        assert not store.remove("Rows-1")
-        assert store.clean(max_age_s=-1, max_bytes=0) == []
+        assert store.clean(0) == []
         assert store.find("Rows-1")
-    assert [item.busy for item in store.entries()] == [False]
-    assert store.remove("Rows-1")
+    age(store, "Rows-1", 0.1, monkeypatch)
+    assert [item.name for item in store.clean(0)] == ["Rows-1"]
     assert store.entries() == []
 
 
-def age(root: Path, name: str, days: float) -> None:
-    for file in (root / name).iterdir():
-        os.utime(file, (time.time() - days * 86_400,) * 2)
-
-
-def test_clean_up_by_age_and_size_spares_what_was_used_last(tmp_path: Path) -> None:
+def test_the_least_recently_used_sets_are_removed_until_the_rest_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(str(tmp_path))
     for name, days in (("old", 40), ("older", 50), ("new", 1)):
         written(store, name)
-        age(tmp_path, name, days)
+        age(store, name, days, monkeypatch)
     size = store.entries()[0].size_bytes
     assert [item.name for item in store.entries()] == ["older", "old", "new"]
-    assert [item.name for item in store.unwanted_entries(max_age_s=45 * 86_400, max_bytes=1e9)] == ["older"]
-    assert [item.name for item in store.unwanted_entries(max_age_s=1e9, max_bytes=2.5 * size)] == ["older"]
-    assert [item.name for item in store.unwanted_entries(max_age_s=1e9, max_bytes=1.5 * size)] == ["older", "old"]
-    assert [item.name for item in store.unwanted_entries(max_age_s=0, max_bytes=0, keep=["old"])] == ["older", "new"]
-    with store.mark_used("older"):
-        pass
-    assert store.entries()[-1].name == "older"
+    assert store.clean(3 * size) == []
+    assert [item.name for item in store.clean(1.5 * size)] == ["older", "old"]
+    assert [item.name for item in store.entries()] == ["new"]
 
 
-def test_a_mark_that_nobody_refreshes_holds_nothing(tmp_path: Path) -> None:
+def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(str(tmp_path))
-    written(store)
-    with store.mark_used("Rows-1"):
-        age(tmp_path, "Rows-1", 0.1)
-        assert store.remove("Rows-1")
-
-
-def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
-    with ColumnWriter(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}):
-        assert store.clean(max_age_s=-1, max_bytes=0) == []
-        age(tmp_path, "Rows-1", 0.1)  # left by a process that was killed two hours ago
-        assert [item.name for item in store.clean(max_age_s=1e9, max_bytes=1e9)] == ["Rows-1"]
+    with column_writer(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}):
+        assert store.clean(0) == []
+        age(store, "Rows-1", 0.1, monkeypatch)  # left by a process that was killed two hours ago
+        assert [item.name for item in store.clean(1e9)] == ["Rows-1"]
 
 
 @pytest.mark.s3
@@ -169,7 +163,7 @@ def test_a_copy_on_this_machine_is_fetched_once_and_again_when_the_set_was_made_
     before = copied.stat().st_mtime_ns
     read(store, manifest, cache)
     assert copied.stat().st_mtime_ns == before
-    assert store.remove("Rows-1")
+    store.storage.remove_folder("Rows-1")
     again = written(store, block={"x": BLOCK["x"] + 1, "label": BLOCK["label"]})
     assert read(store, again, cache)["x"][0].tolist() == [1.0, 2.0]
     assert sorted(path.name for path in cache.iterdir() if not path.name.startswith(".")) == ["Rows-1"]

@@ -1,6 +1,5 @@
 """Prepared datasets are found only if code, arguments and data are the same."""
 
-import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +75,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
         return [Candidate("train", node, node, 0, tmp_path, str(tmp_path / "runs"))]
 
     def prepare(**arguments: object) -> list[int]:
-        ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext}
-        return values(preparation.make(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append, **ways))
+        sets = preparation.make(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append, lambda *_: None)
+        return values(sets)
 
     def find(**arguments: object) -> list[int] | None:
         found = preparation.find(candidates(**arguments), str(tmp_path / "runs" / "sets"), told.append)
@@ -301,8 +300,8 @@ Make = Callable[[type], dict]
 def make(tmp_path: Path) -> Make:
     def make(cls: type) -> dict:
         node = {"_target_": f"{__name__}.{cls.__name__}"}
-        ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext, "tell": print}
-        return preparation.make([Candidate("train", node, node, 0, Path(__file__).parent)], str(tmp_path), **ways)
+        candidate = Candidate("train", node, node, 0, Path(__file__).parent)
+        return preparation.make([candidate], str(tmp_path), print, lambda *_: None)
 
     return make
 

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions.jobs.launching import SubmittedJob
 from mlx_runtime.companions.ray import dashboard as dashboard_module
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
 from mlx_runtime.companions.ray.jobs import JobSpec
-from mlx_runtime.companions.ray.launch import SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
@@ -86,7 +87,7 @@ def test_a_port_without_http_is_told_apart_from_a_closed_one() -> None:
             connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(ClusterError, match=r"is not a Ray dashboard: the server closes the connection"):
+        with pytest.raises(ClusterError, match=r"\(from here\) closes the connection"):
             Dashboard.connect(address)
     with pytest.raises(ClusterError, match=r"does not answer \(nothing listens there\)"):
         Dashboard.connect(address)
@@ -109,7 +110,7 @@ class Busy(BaseHTTPRequestHandler):
         type(self).asked += "job" in self.path
         if "job" in self.path and self.asked % 3:
             return
-        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED"}).encode()
+        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED", "message": "Job finished."}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -119,52 +120,41 @@ class Busy(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def test_a_busy_cluster_is_asked_again() -> None:
+def test_a_busy_cluster_is_asked_again(tmp_path: Path) -> None:
     with HTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{server.server_port}", "here"))
         with pytest.raises(ClusterError):
             dashboard.state("digits-run_001")
         Busy.asked = 0
-        run = RunFolder(Path("digits", "run_001"))
-        assert SubmittedJob(dashboard, "digits-run_001", run, {}, lambda: False).wait() == "SUCCEEDED"
+        run = RunFolder(tmp_path / "digits" / "run_001")
+        run.path.mkdir(parents=True)
+        records.Record(run, status="PENDING")
+        assert SubmittedJob(dashboard, "digits-run_001", {}, run).wait() == "SUCCEEDED"
         server.shutdown()
 
 
 class Checked(HTTPServer):
-    """A cluster that takes a job and then does what the test wants: it answers no more, or the job fails.
-
-    Attributes:
-        jobs: those that it knows.
-    """
+    """A cluster that takes a job, cannot list its jobs, and then answers no more, or the job fails."""
 
     def __init__(self, *, dies: bool) -> None:
-        self.jobs: set[str] = set()
-        jobs = self.jobs
-
         class Handler(Busy):
             def do_GET(self) -> None:
                 if dies and "/jobs/" in self.path:
                     return
-                self.answer({"ray_version": "2.60", "status": "FAILED", "message": "it broke", "logs": "no torch\n"})
+                facts = {"ray_version": "2.60", "status": "FAILED", "message": "it broke", "logs": "no torch\n"}
+                self.answer(500 if self.path.endswith("/jobs/") else 200, facts)
 
             def do_PUT(self) -> None:
-                self.answer({})
+                self.answer(200, {})
 
             def do_POST(self) -> None:
-                jobs.add(json.loads(self.body())["submission_id"])
-                self.answer({})
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.answer(200, {})
 
-            def do_DELETE(self) -> None:
-                jobs.remove(self.path.rpartition("/")[2])
-                self.answer({})
-
-            def body(self) -> bytes:
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-            def answer(self, facts: dict[str, str]) -> None:
+            def answer(self, code: int, facts: dict[str, str]) -> None:
                 content = json.dumps(facts).encode()
-                self.send_response(200)
+                self.send_response(code)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -180,21 +170,43 @@ class Checked(HTTPServer):
         self.server_close()
 
 
-@pytest.mark.parametrize(("dies", "message"), [(True, "does not answer"), (False, "failed: no torch")])
-def test_a_check_that_fails_is_told_soon_and_leaves_no_job(
+@pytest.mark.parametrize(("dies", "message"), [(True, "closes the connection"), (False, "failed: no torch")])
+def test_a_check_that_fails_is_told_soon(
     dies: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(dashboard_module, "SILENCE_S", 1.0)
-    monkeypatch.setattr(dashboard_module, "REMOVE_S", 0.0)
     with Checked(dies=dies) as cluster:
         dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{cluster.server_port}", "here"))
         with pytest.raises(ClusterError, match=message):
             dashboard.ask("mlx-check", JobSpec(["true"], Upload.of(tmp_path)), marker="mlx ", timeout_s=3600)
-        for thread in threading.enumerate():
-            if thread.name == "remove":
-                thread.join()
-        assert bool(cluster.jobs) == dies
+
+
+def test_only_jobs_of_earlier_commands_are_removed_from_the_list() -> None:
+    now, removed = time.time() * 1000, list[str]()
+    ends = {"mlx-check-1": now - 120_000, "mlx-check-2": now - 1_000, "mlx-check-3": None, "digits-1": now - 120_000}
+
+    class Handler(Busy):
+        def do_GET(self) -> None:
+            content = json.dumps([{"submission_id": job, "end_time": end} for job, end in ends.items()]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_DELETE(self) -> None:
+            removed.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        Dashboard(Address(f"http://127.0.0.1:{server.server_port}", "here"), "2.60", {}, None, 0.0).forget_ended(
+            "mlx-check-"
+        )
+        server.shutdown()
+    assert removed == ["/api/jobs/mlx-check-1"]
 
 
 class Asked(HTTPServer):
@@ -288,17 +300,19 @@ def test_a_slow_cluster_is_not_one_without_jobs(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert job_statuses({(url, "job-1")}) == {}
         dashboard = Dashboard(Address(url, "here"), "2.60", {}, None, 0.0)
-        with pytest.raises(ClusterError, match="does not answer"):
+        with pytest.raises(ClusterError, match=r"did not answer within 0\.2 s"):
             dashboard.unused_id("job-1")
     assert f"note: {url} did not answer within 0.2 s" in capsys.readouterr().err
 
 
-def test_a_missing_file_of_the_token_is_named(server: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_of_the_token_that_cannot_be_read_is_named(
+    server: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     file = tmp_path / "token"
-    for content, why in ((None, "does not exist"), (b"\n", "is empty"), (b"\xff", "cannot be read")):
-        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
-        if content is not None:
-            file.write_bytes(content)
-        with pytest.raises(ClusterError, match=rf"requires a token; RAY_AUTH_TOKEN_PATH is {file}, which {why}"):
-            Dashboard.connect(Address(server.url, "here"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    with pytest.raises(ClusterError, match=rf"cannot read RAY_AUTH_TOKEN_PATH={file}: .*No such file"):
+        Dashboard.connect(Address(server.url, "here"))
+    file.write_text("\n")
+    with pytest.raises(ClusterError, match="requires a token"):
+        Dashboard.connect(Address(server.url, "here"))

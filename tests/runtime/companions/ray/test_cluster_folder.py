@@ -159,7 +159,6 @@ class TestAFolderOfTheCluster:
         record = json.loads((folder / "run.json").read_text())
         assert (record["status"], record["latest"]["path"]) == ("SUCCEEDED", f"{folder}/checkpoints/epoch_0002")
         assert f"storage_path: {hidden}/runs\n" in (folder / "conf.yaml").read_text()
-        assert far("xp", "stop", "d", "latest")[2].endswith("d run_001 is SUCCEEDED; there is nothing to stop\n")
         assert far("xp", "rm", "d", "latest", "-y")[0] == 0
         assert not folder.exists()
 
@@ -197,7 +196,7 @@ class TestAFolderOfTheCluster:
         local = far("train", "eval", f"{hidden}/runs/digits/run_001")
         assert (local[0], f"error: this machine lacks {hidden}/runs/digits/run_001; if" in local[2]) == (1, True)
         elsewhere = far("--on", ray_cluster.url, "train", "run")
-        assert (elsewhere[0], "error: --on is for all commands of mlx xp, " in elsewhere[2]) == (2, True)
+        assert (elsewhere[0], "error: mlx train run does not support --on; mlx xp" in elsewhere[2]) == (2, True)
         nobody = far("xp", "ls", RAY_AUTH_TOKEN="x" * 32)
         assert (nobody[0], "refuses the token from RAY_AUTH_TOKEN" in nobody[2]) == (1, True)
         nowhere = far("xp", "ls", RAY_ADDRESS="http://127.0.0.1:1")

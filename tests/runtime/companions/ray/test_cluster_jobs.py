@@ -1,8 +1,10 @@
-"""Data jobs on a real cluster."""
+"""Jobs on a real cluster: a plan for its nodes, drivers that come back, and data jobs."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,53 +13,26 @@ import pytest
 from cluster_users import TOKEN, Types, User, until
 from clusters import RayCluster
 from conftest import Mlx, edit
-
-from mlx_runtime.storage.files import storage_at
+from faults import differences, final_state
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
-def test_a_plan_for_the_nodes_of_the_cluster(user: User, ray_cluster: RayCluster) -> None:
-    """Each stage trains on the node that the plan names: here, in another order than Ray's."""
-    nodes = {str(at): {"IP": f"127.0.0.{at}", "benchmarks": {"ram": 8, "bandwidth": 100}} for at in range(2)}
-    (user.folder / "nodes.json").write_text(json.dumps(nodes))
-    done = user.types("train", "clusterize", "--nodes=nodes.json", "--clusters=1", "--all-nodes")
-    assert done.returncode == 0, done.stdout + done.stderr
-    following = re.search(r"(cfg.strategy=pipeline .*)", done.stdout)
-    assert following is not None
-    file = user.folder / "src" / "fragments.json"
-    plan = json.loads(file.read_text())
-    root, leaf = plan["clusters"][0]["stages"]
-    assert {root["node"], leaf["node"]} == {"node_0", "node_1"}
-    root["node"], leaf["node"] = "node_1", "node_0"
-    file.write_text(json.dumps(plan))
-    loop = user.folder / "src" / "experiment.py"
-    line = "        self.models.net = prepare_model(self.models.net)  # DDP\n"
-    code = """\
-        import ray
-        held = sum(item.numel() for item in self.models.net.parameters() if not item.is_meta)
-        print("on", ray.get_runtime_context().get_node_labels()["node"], "are", held)
-"""
-    edit(loop, line, code + line)
-    words = ["cfg.start_workers=2", *following[1].split(), "cfg.num_epochs=1"]
-    done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = [(user.folder / f"runs/digits/run_001/logs/rank_{rank}.log").read_text() for rank in (0, 1)]
-    found = [re.findall(r"on (\w+) are (\d+)", log) for log in logs]
-    assert sorted(found) == [[("node_0", str(leaf["parameters"]))], [("node_1", str(root["parameters"]))]]
-    file.write_text(file.read_text().replace("node_1", "node_7"))
-    done = user.types("train", "launch", "-f", *words, RAY_ADDRESS=ray_cluster.url)
-    assert (done.returncode, "error: the plan has a stage on node node_7, but the" in done.stdout) == (1, True)
-
-
-def test_a_lost_node_of_a_plan(
+def test_a_plan_for_the_nodes_of_the_cluster(
     user: User, ray_cluster: RayCluster, make_in: Callable[[str, Path], Path], tmp_path: Path
 ) -> None:
-    """The run waits for a node with the same name."""
+    """Each stage trains on the node that the plan names, in another order than Ray's. If one is lost, the run waits for
+    a node with the same name."""
     at = User(make_in("faults", tmp_path / "runs"), user.environment, user.commands)
-    stages = [{"node": f"node_{number}", "first": number, "last": number} for number in range(3)]
+    stages = [{"node": f"node_{(number + 2) % 3}", "first": number, "last": number} for number in range(3)]
     plan = {"model": "net", "blocks": ["layers.0", "layers.1", "layers.3"], "clusters": [{"stages": stages}]}
     (at.folder / "src" / "fragments.json").write_text(json.dumps(plan))
+    line = "        self.models.net = prepare_model(self.models.net)\n"
+    code = """\
+        held = [name.split(".")[1] for name, item in self.models.net.named_parameters() if not item.is_meta]
+        print("on", ray.get_runtime_context().get_node_labels()["node"], "are", *dict.fromkeys(held))
+"""
+    edit(at.folder / "src" / "experiment.py", line, code + line)
     words = ("cfg.strategy=pipeline", "cfg.fragments.plan=src/fragments.json", "cfg.start_workers=3")
     words += ("cfg.num_epochs=2", "cfg.checkpoint_every_steps=5", "cfg.pause_s=10", "cfg.pause_from=6")
     ray_cluster.add(cpus=2, labels={"node": "node_2"})
@@ -67,6 +42,9 @@ def test_a_lost_node_of_a_plan(
         done = at.types("train", "launch", "--ray-address", ray_cluster.url, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: at.record(name="patient").get("latest"))
+        logs = [(at.folder / f"runs/patient/run_001/logs/rank_{rank}.log").read_text() for rank in range(3)]
+        found = {tuple(re.findall(r"^on (\w+) are (\d)", log, re.MULTILINE)) for log in logs}
+        assert found == {(("node_2", "0"),), (("node_0", "1"),), (("node_1", "3"),)}
         ray_cluster.remove()
         until(lambda: str(at.record(name="patient").get("waits_for")).startswith("node_2 of the plan"))
         (tmp_path / "patient" / "hurry").touch()
@@ -79,6 +57,23 @@ def test_a_lost_node_of_a_plan(
     finally:
         while len(ray_cluster.raylets) > 2:
             ray_cluster.remove()
+
+
+def test_a_killed_driver_resumes_as_if_nothing_had_happened(trained: Path, user: User, ray_cluster: RayCluster) -> None:
+    words = ("--name=killed", "--retries=1", "cfg.num_epochs=3", "cfg.start_workers=1", "cfg.checkpoint_every_steps=5")
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    until(lambda: user.record(name="killed").get("latest"))
+    os.kill(user.record(name="killed")["pid"], signal.SIGKILL)
+    log = user.types("xp", "logs", "killed", "run_001")  # follows both drivers
+    assert log.returncode == 0, log.stdout + log.stderr
+    assert "retry     the driver was killed by SIGKILL (out of memory?); retry 1 of 1 begins at " in log.stdout
+    record, runs = user.record(name="killed"), user.folder / "runs"
+    assert (record["status"], record["attempt"], record["epoch"]) == ("SUCCEEDED", 2, 2)
+    (first,) = json.loads(user.types("xp", "ls", "killed", "--json").stdout)[0]["attempts"]
+    assert (first["status"], first["error"]) == ("FAILED", "the driver was killed by SIGKILL (out of memory?)")
+    assert first["job"] == record["job"]
+    assert differences(final_state(trained), final_state(runs / "killed/run_001")) == []
 
 
 class TestDataJobs:
@@ -123,14 +118,6 @@ class TestDataJobs:
             "data-shards-run_001",
         )
         assert (row["output"], row["files"]) == (str(made), 13)
-
-    def test_an_error_of_the_users_ends_it_with_its_code(self, shards: Path, types: Types) -> None:
-        done = types("data", "launch", "-f", "images.size=-1")
-        assert done.returncode == 1, done.stdout + done.stderr
-        error = done.stdout.partition("\nerror: ")[2]
-        assert re.match(r"RuntimeError: .* \(in item \d+\)\n  src/job.py:\d+ in write_shard\n", error)
-        assert "mlx_runtime" not in error
-        assert storage_at(str(shards / "storage" / "data")).names() == []
 
     def test_one_that_is_stopped_resumes_with_its_finished_items(
         self, shards: Path, types: Types, ray_cluster: RayCluster

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.companions.ray.node_names import named_nodes, selectors
+from mlx_runtime.companions.ray.node_names import nodes_with_names, selectors
 from mlx_runtime.errors import ClusterError
 
 pytestmark = pytest.mark.pure
@@ -18,9 +18,9 @@ def node(number: int, name: str | None = None, **changed: Any) -> dict[str, Any]
 
 def test_names_are_labels_or_addresses() -> None:
     nodes = [node(0, Resources={}), node(1, "a"), node(2), node(3, "b", Alive=False)]
-    assert list(named_nodes(nodes)) == ["a", "10.0.0.2"]
-    with pytest.raises(ClusterError, match=r"nodes 10.0.0.1 and 10.0.0.4 both have the label node=a; start one with"):
-        named_nodes([*nodes, node(4, "a")])
+    assert [name for name, _ in nodes_with_names(nodes)] == ["a", "10.0.0.2"]
+    with pytest.raises(ClusterError, match="several nodes have the label node=a; start each with another one"):
+        selectors(["a"], [*nodes, node(4, "a")], least=1, patient=False)
 
 
 def test_nodes_are_selected_by_label() -> None:

@@ -17,16 +17,16 @@ pytestmark = pytest.mark.pure
 def test_a_process_group_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     try:
-        probe.all_reduce("gloo", f"127.0.0.1:{free_ports(1)[0]}", 0, 1)
+        probe.all_reduce("cpu:gloo", f"127.0.0.1:{free_ports(1)[0]}", 0, 1)
     finally:
         distributed.destroy_process_group()
-    failed = {"error": "10.0.0.1: Connection refused"}
-    lines = [check.line() for check in preflight.group_checks({"gloo": {"nodes": 2}, "nccl": {}, "mpi": failed})]
+    groups = (None, {"nodes": 2}, {}, {"error": "10.0.0.1: Connection refused"})
+    lines = [check.line() for group in groups for check in preflight.network_checks(group)]
     assert lines[:2] == [
-        "ok    gloo       2 nodes form a process group",
-        "ok    nccl       not tried: not every node has a free GPU",
+        "ok    network    2 nodes form a process group",
+        "ok    network    not tried: not every node has a free GPU",
     ]
-    assert lines[2].startswith("FAIL  mpi        the nodes cannot form a process group: 10.0.0.1: Connection refused. ")
+    assert lines[2].startswith("FAIL  network    the nodes cannot form a process group: 10.0.0.1: Connection refused. ")
 
 
 def test_a_check_leaves_no_folder_that_would_hide_the_storage_of_the_cluster(tmp_path: Path) -> None:
@@ -43,17 +43,14 @@ def test_a_check_leaves_no_folder_that_would_hide_the_storage_of_the_cluster(tmp
     assert [file.name for file in root.iterdir()] == ["digits"]
 
 
-def test_nodes_that_lack_a_secret_are_named() -> None:
-    node = {"python": "3.11.0", "torch": "", "storage": ""}
+def test_nodes_that_lack_torch_or_a_secret_are_named() -> None:
+    node = {"python": "3.11.0", "torch": True, "storage": None}
     nodes = [node | {"ip": f"10.0.0.{number}", "unset": ["A"] if number else ["A", "B"]} for number in range(2)]
-    (check,) = [check for check in preflight.node_checks(nodes, "/runs", 2) if check.name == "secrets"]
-    assert check.text == "A is missing on 2 of 2 nodes: 10.0.0.0, 10.0.0.1; B is missing on 1 of 2 nodes: 10.0.0.0"
-
-
-def test_a_check_of_nodes_gets_no_secrets() -> None:
-    token = "hf_" + "aB3dE5fG7hJ9kL1mN3pQ5rS7tU9vW1xY3z"
-    environment = {"pip": ["einops"], "env_vars": {"HF_TOKEN": token, "GLOO_SOCKET_IFNAME": "eth0"}}
-    assert preflight.without_secrets(environment) == {"pip": ["einops"], "env_vars": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    nodes[1]["torch"] = False
+    found = {check.name: check.text for check in preflight.node_checks(nodes, "/runs", 2) if not check.ok}
+    assert (found["torch"], "storage" in found) == ("is not installed on 10.0.0.1", False)
+    missing = "A is missing on 2 of 2 nodes: 10.0.0.0, 10.0.0.1; B is missing on 1 of 2 nodes: 10.0.0.0"
+    assert found["secrets"] == missing
 
 
 def test_a_wrong_name_of_a_run_is_an_error_of_usage() -> None:
@@ -61,7 +58,7 @@ def test_a_wrong_name_of_a_run_is_an_error_of_usage() -> None:
         raise UsageError("digits has no run 'nope'. Available: run_001.")
 
     with pytest.raises(UsageError):
-        checks.check_config(load)
+        checks.Checks().config(load)
 
 
 @pytest.mark.parametrize("text", ["none. Available: a.", "none. Did you mean 'a'?"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_runtime.companions.ray import supervision
-from mlx_runtime.companions.ray.supervision import DriverEnd, Supervisor
+from mlx_runtime.companions.ray.supervision import Supervisor
 from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.records import load_record
@@ -53,34 +53,6 @@ def stop(reason, code=143, **fields):
 exec(sys.argv[1 + min(attempt, len(sys.argv) - 2)])
 """
 """A driver whose attempts do one thing each."""
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("end", "following"),
-    [
-        (DriverEnd(-9, "RUNNING"), "retry"),
-        (DriverEnd(-9, "PENDING"), "retry"),  # before it has claimed the run
-        (DriverEnd(-11, "WAITING"), "retry"),
-        (DriverEnd(1, "RUNNING"), "retry"),  # it could not record its end
-        (DriverEnd(-2, "RUNNING"), "end"),
-        (DriverEnd(-11, "SUCCEEDED"), "end"),  # a crash of the interpreter's exit
-        (DriverEnd(-6, "STOPPED", "mlx xp stop", saved=True), "end"),
-        (DriverEnd(-11, "FAILED"), "end"),
-        (DriverEnd(0, "SUCCEEDED"), "end"),
-        (DriverEnd(1, "FAILED"), "end"),
-        (DriverEnd(1, "PENDING"), "end"),  # a ConfigError
-        (DriverEnd(2, "PENDING"), "end"),
-        (DriverEnd(130, "STOPPED", saved=True), "end"),
-        (DriverEnd(143, "STOPPED", "SIGTERM", saved=True), "requeue"),
-        (DriverEnd(143, "STOPPED", None, saved=True), "requeue"),  # a node was drained
-        (DriverEnd(143, "STOPPED", "SIGTERM", saved=False), "end"),
-        (DriverEnd(143, "STOPPED", "mlx xp stop", saved=True), "end"),
-        (DriverEnd(143, "RUNNING", None, saved=True), "end"),
-    ],
-)
-def test_deaths_are_retried_and_preemptions_requeued(end: DriverEnd, following: str) -> None:
-    assert end.next == following
 
 
 @pytest.fixture
@@ -156,6 +128,12 @@ def test_a_preemption_does_not_count(run: RunFolder) -> None:
     code, record = supervise(run, 1, preempted, preempted, "die()", "succeed()")
     assert (code, record["status"]) == (0, "SUCCEEDED")
     assert history(record) == [("STOPPED", "the run was preempted")] * 2 + [KILLED]
+
+
+def test_a_preemption_without_progress_counts(run: RunFolder) -> None:
+    code, record = supervise(run, 1, "stop('SIGTERM')")
+    assert (code, record["status"]) == (143, "STOPPED")
+    assert history(record) == [("STOPPED", "the run was preempted")]
 
 
 @pytest.mark.parametrize("way", ["xp stop", "SIGTERM"])

@@ -1,44 +1,38 @@
-"""Models answer over real HTTP on this machine: in every format, within limits, and to hostile requests."""
+"""Models answer over real HTTP on this machine: within limits, and to hostile requests."""
 
 import asyncio
-import contextlib
 import http.client
-import io
 import json
-import random
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from faults import wait_for
 from hostile import BROKEN_JSON
+from starlette.exceptions import HTTPException
 
-from mlx_runtime.companions.serving.http import asgi as interface
-from mlx_runtime.companions.serving.http import connections as slow_clients
-from mlx_runtime.companions.serving.http import shadow
+from mlx_runtime.companions.serving.http import application as interface
 from mlx_runtime.companions.serving.http.access import Access, digest_of
-from mlx_runtime.companions.serving.http.asgi import Limits, application
-from mlx_runtime.companions.serving.http.batching import Batcher
-from mlx_runtime.companions.serving.http.bodies import MAX_LISTS, MAX_VALUES, Part, RowParser
-from mlx_runtime.companions.serving.http.counters import Counters
-from mlx_runtime.companions.serving.http.negotiation import BodyError
-from mlx_runtime.companions.serving.http.server import Server, access_for
+from mlx_runtime.companions.serving.http.application import Application
+from mlx_runtime.companions.serving.http.bodies import MAX_VALUES, parse
+from mlx_runtime.companions.serving.http.limits import Limits
+from mlx_runtime.companions.serving.http.server import Server
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
+from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.process
 
-JSON, NPY, ARROW = "application/json", "application/x-npy", "application/vnd.apache.arrow.stream"
+JSON = "application/json"
 
 SCHEMA = Schema(
     (Column("image", "float32", (2, 3)),), ("label",), {"image": torch.arange(12, dtype=torch.float32).reshape(2, 2, 3)}
@@ -93,18 +87,17 @@ def model(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """`serve(function)` serves a model until the end of the test."""
-    servers: list[Server] = []
+    with ExitStack() as servers:
 
-    def start(
-        function: Any = model, schema: Schema = SCHEMA, limits: Limits = Limits(), access: Access = Access()
-    ) -> Client:
-        models = {"first": Predictor(function, schema, "x/run_001 <b>"), "second": Predictor(function, schema, "y")}
-        servers.append(Server(application(models, limits, access)).start())
-        return Client(servers[-1])
+        def start(
+            function: Any = model, schema: Schema = SCHEMA, limits: Limits = Limits(), access: Access = Access()
+        ) -> Client:
+            models = {"first": Predictor(function, schema, "x/run_001 <b>"), "second": Predictor(function, schema, "y")}
+            server = Server(Application(models, limits, access))
+            servers.enter_context(server)
+            return Client(server)
 
-    yield start
-    for server in servers:
-        server.stop()
+        yield start
 
 
 ONE_ROW = json.dumps({"rows": [{"image": [[1, 2, 3], [4, 5, 6]]}]})
@@ -150,64 +143,6 @@ def test_the_log_has_the_failure_of_the_model_and_not_rows_of_clients(
     ]
 
 
-def test_npy_and_arrow_in_and_out(serve: Serve) -> None:
-    client, rows = serve(), images(4)
-    expected = model({"image": rows})
-    for array in (rows.numpy(), np.asfortranarray(rows.numpy()), rows.numpy().astype(">f8")):
-        file = io.BytesIO()
-        np.save(file, array)
-        status, headers, body = client.ask(
-            "POST", "/predict?output=twice", file.getvalue(), Content_Type=NPY, Accept=NPY
-        )
-        assert (status, headers["content-type"]) == (200, NPY)
-        assert np.array_equal(np.load(io.BytesIO(body)), expected["twice"].numpy())
-    status, _, body = client.ask("POST", "/predict", file.getvalue(), Content_Type=NPY, Accept=NPY)
-    assert (status, "one of total, twice, largest" in str(body)) == (406, True)
-
-    nested = pa.FixedSizeListArray.from_arrays(
-        pa.FixedSizeListArray.from_arrays(pa.array(rows.numpy().reshape(-1)), 3), 2
-    )
-    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(rows.numpy())
-    for column in (nested, tensors, pa.array(rows.tolist(), pa.list_(pa.list_(pa.float64())))):
-        status, headers, body = client.ask(
-            "POST", "/predict", stream(pa.table({"image": column})), Content_Type=ARROW, Accept=ARROW
-        )
-        assert (status, headers["content-type"]) == (200, ARROW)
-        table = pa.ipc.open_stream(body).read_all()
-        assert table["total"].to_pylist() == expected["total"].tolist()
-        assert table["twice"].to_pylist() == expected["twice"].tolist()
-
-    body = stream(pa.table({"image": nested}), compression="zstd")
-    status, _, answer = client.ask("POST", "/predict", body, Content_Type=ARROW)
-    assert (status, "without compression" in str(answer)) == (400, True)  # it could be a million times as large
-
-
-def stream(table: pa.Table, **options: Any) -> bytes:
-    file = io.BytesIO()
-    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        writer.write_table(table)
-    return file.getvalue()
-
-
-def test_a_compressed_dictionary_of_arrow_is_refused(serve: Serve) -> None:
-    """The rows of the stream are not compressed, and the column is ignored."""
-    flat = pa.array(np.arange(6, dtype=np.float32))
-    image = pa.FixedSizeListArray.from_arrays(pa.FixedSizeListArray.from_arrays(flat, 3), 2)
-    table = pa.table({"image": image, "label": pa.array(["x" * 100_000]).dictionary_encode()})
-    messages = {}
-    for compression in (None, "zstd"):
-        file = io.BytesIO()
-        with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as stream:
-            stream.write_table(table)
-        found = pa.ipc.MessageReader.open_stream(file.getvalue())
-        messages[compression] = {message.type: message.serialize().to_pybytes() for message in found}
-    client = serve()
-    for compression, status in ((None, 200), ("zstd", 400)):
-        pieces = messages[None] | {"dictionary": messages[compression]["dictionary"]}
-        found_status, _, body = client.ask("POST", "/predict", b"".join(pieces.values()), Content_Type=ARROW)
-        assert (found_status, b"compressed Arrow streams" in body) == (status, status == 400), body
-
-
 def test_rows_of_different_lengths_and_texts(serve: Serve) -> None:
     """They are computed in separate batches, and their answers keep the order of the rows."""
     seen = []
@@ -225,26 +160,7 @@ def test_rows_of_different_lengths_and_texts(serve: Serve) -> None:
     assert [row["sum"] for row in answer["outputs"]] == [0, 3, 0, 1, 3]
     assert [row["length"] for row in answer["outputs"]] == [1, 3, 1, 2, 3]
     assert sorted(seen) == [(1, 2), (2, 1), (2, 3)]
-    table = pa.table({"tokens": [row["tokens"] for row in rows], "text": [row["text"] for row in rows]})
-    status, _, body = client.ask("POST", "/predict", stream(table), Content_Type=ARROW, Accept=ARROW)
-    assert pa.ipc.open_stream(body).read_all()["echo"].to_pylist() == [row["tokens"] for row in rows]
-
-
-def test_nulls_of_arrow_fail_their_rows(serve: Serve) -> None:
-    client = serve()
-    rows = np.arange(18, dtype=np.float32).reshape(3, 6).tolist()
-    kind, storage = pa.fixed_shape_tensor(pa.float32(), (2, 3)), pa.list_(pa.float32(), 6)
-    tensors = pa.ExtensionArray.from_storage(kind, pa.array([rows[0], None, [*rows[2][:5], None]], storage))
-    lists = pa.array([[row[:3], row[3:]] for row in rows[:1]] + [None, [[1, 2, 3], [4, 5, None]]])
-    for column in (tensors, lists):
-        body = stream(pa.table({"image": column}))
-        status, _, answer = client.ask("POST", "/predict", body, Content_Type=ARROW)
-        assert status == 200, answer
-        first, *others = json.loads(answer)["outputs"]
-        assert first["total"] == 15
-        assert others == [{"error": f"image{at} is null; expected float32 (2, 3)"} for at in ("", "[1][2]")]
-    status, _, answer = client.ask("POST", "/predict", stream(pa.table({"image": [{"x": 1}]})), Content_Type=ARROW)
-    assert (status, b"image has the type struct<x: int64>; expected numbers" in answer) == (400, True)
+    assert [row["echo"] for row in answer["outputs"]] == [row["tokens"] for row in rows]
 
 
 def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
@@ -263,7 +179,7 @@ def test_requests_that_wait_are_computed_together(serve: Serve) -> None:
         assert entered.wait(60)
         values = [13 if number == 20 else number for number in range(14, 34)]
         rest = [pool.submit(client.predict, [{"image": [[value, 0, 0], [0, 0, 0]]}]) for value in values]
-        wait_for(lambda: client.server.app.endpoints["first"].batcher.queued == 20, 60)
+        wait_for(lambda: client.server.app.batchers["first"].rows == 21, 60)
         release.set()
         assert first.result()[0] == 200
         answers = [future.result() for future in rest]
@@ -283,13 +199,13 @@ def test_an_exception_that_is_not_an_error_fails_its_row_only(serve: Serve, erro
     good, poison = {"image": [[1, 2, 3], [4, 5, 6]]}, {"image": [[13, 0, 0], [0, 0, 0]]}
     status, answer = client.predict([good, poison])
     assert (status, [row.get("total") for row in answer["outputs"]]) == (200, [21, None])
-    assert f"{error.__name__}: no 13 (" in answer["outputs"][1]["error"]
+    assert answer["outputs"][1]["error"].startswith(f"predict failed: {error.__name__}: no 13 (serving/test_http.py:")
     assert client.predict([good])[0] == 200
 
 
 @pytest.fixture
 def blocked(serve: Serve, request: pytest.FixtureRequest) -> Iterator[tuple[Client, threading.Event]]:
-    """A server whose model is computing until the event is set, with room for two more rows.
+    """A server whose first model is computing until the event is set, with room for two more rows.
 
     Before, it has answered many rows quickly. The parameter is the time in which requests are answered.
     """
@@ -301,7 +217,7 @@ def blocked(serve: Serve, request: pytest.FixtureRequest) -> Iterator[tuple[Clie
             release.wait()
         return model(batch)
 
-    client = serve(function, limits=Limits(max_queue=2, timeout_s=getattr(request, "param", 600)))
+    client = serve(function, limits=Limits(max_queue=3, timeout_s=getattr(request, "param", 600)))
     for _ in range(60):
         assert client.predict([{"image": [[0, 0, 0], [0, 0, 0]]}])[0] == 200
     thread = threading.Thread(target=client.ask, args=("POST", "/predict", ONE_ROW), kwargs={"Content_Type": JSON})
@@ -316,9 +232,10 @@ def test_a_full_queue_refuses_and_a_slow_model_times_out(blocked: tuple[Client, 
     client, release = blocked
     app, ask = client.server.app, partial(client.ask, "POST", "/predict", ONE_ROW, Content_Type=JSON)
     assert client.ask("GET", "/healthz")[0] == 200
+    assert client.predict([{"image": [[0, 0, 0], [0, 0, 0]]}], "/models/second/predict")[0] == 200
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask)
-        wait_for(lambda: app.endpoints["first"].batcher.queued == 1, 60)
+        wait_for(lambda: app.batchers["first"].rows == 2, 60)
         app.limits = replace(app.limits, timeout_s=0.2)
         assert ask()[0] == 503
         status, headers, body = ask()  # both wait until the model has computed its batch
@@ -337,39 +254,9 @@ def test_a_model_that_hangs_does_not_keep_the_server(
 ) -> None:
     client, release = blocked
     monkeypatch.setattr(interface, "CLOSE_S", 0.2)
-    client.server.stop()  # it would wait forever for the model
+    client.server.request_stop()
+    client.server.wait()  # it would wait forever for the model
     assert not release.is_set()
-
-
-def test_a_shadow_that_hangs_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, counters = threading.Event(), Counters()
-
-    def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        release.wait()
-        return model(batch)
-
-    monkeypatch.setattr(shadow, "CLOSE_S", 0.2)
-    other = shadow.Shadow("first", Predictor(function, SCHEMA, "x"), counters)
-    for _ in range(shadow.WAITING + 2):  # one is computed, and the last one finds no room
-        other([Part({"image": images(1)}, 1, [0], model({"image": images(1)}))])
-    other.close()  # it would wait forever for the model
-    assert not release.is_set()
-    release.set()
-    assert counters.total("mlx_shadow_rows_total", outcome="skipped")
-
-
-def test_a_request_that_arrives_while_its_model_is_replaced_leaves_no_thread() -> None:
-    async def work() -> set[threading.Thread]:
-        before = set(threading.enumerate())
-        batcher = Batcher(Predictor(model, SCHEMA, "x"), 4, 4)
-        await batcher.drain()
-        await batcher.submit(Part({"image": images(1)}, 1, [0]))
-        until = time.monotonic() + 60
-        while (added := set(threading.enumerate()) - before) and time.monotonic() < until:
-            await asyncio.sleep(0.01)
-        return added
-
-    assert asyncio.run(work()) == set()
 
 
 def test_limits_of_bodies(serve: Serve) -> None:
@@ -382,61 +269,55 @@ def test_limits_of_bodies(serve: Serve) -> None:
     assert b" 413 " in client.raw(
         head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"1000\r\n" + b" " * 4096 + b"\r\n") * 4
     )
-    assert client.ask("POST", "/predict", b"{}", Content_Type=JSON, Content_Encoding="gzip")[0] == 415
     assert client.ask("POST", "/predict", b"{}", Content_Type="text/plain")[0] == 415
     assert client.ask("GET", "/predict")[0] == 405
     assert client.ask("GET", "/models/third/predict")[0] == 404
     status, _, body = client.ask("GET", "/predictions")
-    assert (status, body.endswith(b', /healthz, /metrics"}')) == (404, True)
-    assert b" 431 " in client.raw(head + b"X: " + b"x" * 200_000)
+    assert status == 404
+    assert body.startswith(b'{"error": "there is no \'/predictions\'; there are /predict, /example, ')
+
+
+def test_a_port_in_use_is_refused_in_one_line(serve: Serve) -> None:
+    server = serve().server
+    line = f"cannot listen on 127.0.0.1:{server.port}: Address already in use; choose another --port"
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        Server(server.app, port=server.port)
 
 
 def test_values_are_counted_before_they_become_objects() -> None:
     """5 million empty lists in 15 MB of JSON froze the server for 9 s."""
-    parser = RowParser(Schema((Column("v", "float32", (None, None)),)), 1024)
+    schema = Schema((Column("v", "float32", (None, None)),))
     row = b'{"rows": [{"v": [[%s]]}]}'
     pictures = 7 * 3 * 224 * 224
-    (part,), _ = parser.parse(row % b",".join([b"1"] * pictures), JSON)
+    (part,), _ = parse(schema, row % b",".join([b"1"] * pictures), 1024, 32)
     assert part.batch["v"].shape == (1, 1, pictures)
-    ends = np.arange(MAX_LISTS + 2, dtype=np.int32).clip(max=MAX_LISTS)  # lists of one number, and an empty one
-    lists = pa.ListArray.from_arrays(ends, np.zeros(MAX_LISTS, dtype=np.int8))
-    table = pa.table({"v": pa.ListArray.from_arrays(np.array([0, MAX_LISTS + 1], dtype=np.int32), lists)})
-    for kind, limit, body in (
-        (JSON, MAX_VALUES, row % b",".join([b"[]"] * (MAX_VALUES // 5))),
-        (ARROW, MAX_LISTS, stream(table)),
-    ):
-        with pytest.raises(BodyError, match=f", of at most {limit:,}; send fewer rows") as raised:
-            parser.parse(body, kind)
-        assert raised.value.status == 413
+    with pytest.raises(HTTPException, match=f", of at most {MAX_VALUES:,}; send fewer rows") as raised:
+        parse(schema, row % b",".join([b"[]"] * (MAX_VALUES // 5)), 1024, 32)
+    assert raised.value.status_code == 413
 
 
-def test_slow_clients_are_disconnected(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that send nothing, half of the headers, or less than the body that they have announced."""
-    monkeypatch.setattr(slow_clients, "READ_S", 2.5)
-    client = serve()
-    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+def test_a_body_that_is_expensive_to_parse_does_not_stop_others(serve: Serve) -> None:
+    client = serve(lambda batch: {"first": batch["v"][:, 0]}, Schema((Column("v", "float32", (None,)),)))
+    body = b'{"rows": [{"v": [%s, null]}]}' % b",".join([b"1"] * (MAX_VALUES // 2))
+    durations: dict[str, list[float]] = {"/predict": [], "/healthz": []}
+
+    def ask(method: str, path: str, status: int, body: bytes | None = None) -> None:
+        began = time.monotonic()
+        assert client.ask(method, path, body, Content_Type=JSON)[0] == status
+        durations[path].append(time.monotonic() - began)
+
+    ask("POST", "/predict", 422, body)
     with ThreadPoolExecutor(3) as pool:
-        answers = [*pool.map(client.raw, (b"", head, head + b"Content-Length: 100\r\n\r\n{"))]
-    assert [b" 408 " in answer for answer in answers] == [True] * 3, answers
+        waiting = [pool.submit(ask, "POST", "/predict", 422, body) for _ in range(6)]
+        while not all(future.done() for future in waiting):
+            ask("GET", "/healthz", 200)
+    assert max(durations["/healthz"]) < durations["/predict"][0]
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_an_answer_is_sent_as_slowly_as_it_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
-    """But not to a client that stops reading."""
-    monkeypatch.setattr(slow_clients, "WRITE_S", 2.0 if stops else 3.5)
-    client = serve(lambda batch: {"wide": torch.zeros(len(batch["image"]), 4 << 20)})
-    body = json.dumps({"rows": [{"image": [[0, 0, 0], [0, 0, 0]]}]}).encode()
-    head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\nAccept: {NPY}\r\n"
-    received = 0
-    with socket.socket() as connection, contextlib.suppress(ConnectionResetError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        connection.connect(("127.0.0.1", client.server.port))
-        connection.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        time.sleep(6 if stops else 0)
-        while piece := connection.recv(1 << 20, socket.MSG_WAITALL):
-            received += len(piece)
-            time.sleep(0 if stops else 0.25)
-    assert (received > 16 << 20) is not stops
+def test_a_body_that_never_arrives_is_given_up(serve: Serve) -> None:
+    client = serve(limits=Limits(timeout_s=0.5))
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    assert b" 503 " in client.raw(head + b"Content-Length: 100\r\n\r\n{")
 
 
 def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) -> None:
@@ -447,7 +328,7 @@ def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) ->
     assert client.ask("GET", "/schema", Origin=client.server.url)[0] == 200
     client = serve(access=Access(digest_of("secret"), hosts=None))
     assert client.ask("GET", "/healthz", Host="models.example")[0] == 200
-    for path in ("/schema", "/metrics", "/openapi.json", "/example", "/predict"):
+    for path in ("/schema", "/openapi.json", "/example", "/predict", "/nothing"):
         assert client.ask("GET", path)[0] == 401
         status, _, answer = client.ask("GET", path, Authorization="Bearer Secret")
         assert (status, b"not that of this server" in answer) == (401, True)
@@ -456,10 +337,10 @@ def test_other_sites_and_programs_without_the_token_are_refused(serve: Serve) ->
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost"])
 def test_a_server_on_any_loopback_address_is_called_by_it(host: str) -> None:
-    access = access_for(host, None)
+    access = Access.at(host, None)
     shown = f"[{host}]" if ":" in host else host
-    assert access.refusal({b"host": f"{shown}:8000".encode()}, public=False) is None
-    assert access.refusal({b"host": b"evil.example"}, public=False) is not None
+    assert access.refusal({"host": f"{shown}:8000"}, public=False) is None
+    assert access.refusal({"host": "evil.example"}, public=False) is not None
 
 
 def test_documents(serve: Serve) -> None:
@@ -475,9 +356,6 @@ def test_documents(serve: Serve) -> None:
     jsonschema.validate(body["example"], body["schema"])
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"rows": [{"image": [[1, 2], [3, 4]]}]}, body["schema"])
-    text = client.ask("GET", "/metrics")[2].decode()
-    assert 'mlx_rows_total{model="first",outcome="answered"} 1.0' in text
-    assert 'mlx_requests_total{status="200"} 4.0' in text
 
 
 def test_numbers_outside_of_their_type_and_texts_in_lists_are_refused(serve: Serve) -> None:
@@ -491,55 +369,30 @@ def test_numbers_outside_of_their_type_and_texts_in_lists_are_refused(serve: Ser
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
-def hostile_bodies() -> Iterator[tuple[str, bytes]]:
-    """Bodies that are not rows, with their types."""
-    yield from ((JSON, text) for text in BROKEN_JSON)
+def hostile_bodies() -> Iterator[bytes]:
+    """Bodies that are not rows."""
+    yield from BROKEN_JSON
     values = (
         *("NaN", "1e999", "9" * 400, '"x"', "null", "{}", "[]", "true", str(2**63), str(-(2**70))),
         "[" * 900 + "]" * 900,
     )
     for value in values:
-        yield JSON, b'{"rows": [{"image": %s}]}' % value.encode()
-        yield JSON, b'{"rows": [{"image": [[1,2,3],[4,5,%s]]}]}' % value.encode()
-    yield JSON, b'{"rows": [{"image": [["%s"%s]]}]}' % (b"x" * 10_000, b', ""' * 2_000)
-    yield JSON, b'{"rows": [{"image": 1, "image": [[1]]}]}'
-    yield JSON, b'{"rows": {"image": 1}, "rows": 5}'
-    file = io.BytesIO()
-    np.save(file, np.array([{}], dtype=object), allow_pickle=True)
-    yield NPY, file.getvalue()
-    for header in (
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000, 2, 3)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 2, 3)}",
-        b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
-        b"{'descr': '<f4', 'fortran_order': False, 'shape': ()}",
-        b"[" * 9_000,
-        b"__import__('os')",
-    ):
-        yield NPY, b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
-    yield NPY, b"PK\x03\x04" + b"x" * 100
-    yield ARROW, stream(pa.table({"image": [[1.0]]}), compression="zstd")
-    yield ARROW, stream(pa.table({"image": pa.array(["x" * 1000] * 3).dictionary_encode()}))
-    yield ARROW, stream(pa.table({"image": pa.nulls(100)}))
-    yield ARROW, stream(pa.table({"label": [1]}))
-    yield ARROW, stream(pa.table({"other": [1]}))
-    good = bytearray(stream(pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(images(3).numpy())})))
-    chance = random.Random(0)
-    for _ in range(150):
-        damaged = bytearray(good)
-        for _ in range(chance.randint(1, 4)):
-            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
-        yield ARROW, bytes(damaged)
-    yield from ((ARROW, bytes(good[:size])) for size in range(0, len(good), 41))
+        yield b'{"rows": [{"image": %s}]}' % value.encode()
+        yield b'{"rows": [{"image": [[1,2,3],[4,5,%s]]}]}' % value.encode()
+    yield b'{"rows": [{"image": [["%s"%s]]}]}' % (b"x" * 10_000, b', ""' * 2_000)
+    yield b'{"rows": [{"image": 1, "image": [[1]]}]}'
+    yield b'{"rows": {"image": 1}, "rows": 5}'
+    yield b"\x1f\x8b\x08\x00" + b"x" * 100
 
 
 def test_hostile_requests_are_refused_in_one_line_with_constant_memory(serve: Serve) -> None:
     client = serve()
     bodies = list(hostile_bodies())
     for round_ in range(3):
-        for kind, body in bodies:
-            status, _, answer = client.ask("POST", "/predict", body, Content_Type=kind)
+        for body in bodies:
+            status, _, answer = client.ask("POST", "/predict", body, Content_Type=JSON)
             document = json.loads(answer)
-            assert status in (200, 400, 413, 415, 422), (status, kind, body[:200], answer)
+            assert status in (200, 400, 413, 422), (status, body[:200], answer)
             lines = [document.get("error", ""), *(row.get("error", "") for row in document.get("outputs", ()))]
             assert all("\n" not in line and "Traceback" not in line and len(line) < 500 for line in lines)
         if round_ == 0:

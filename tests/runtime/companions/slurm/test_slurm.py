@@ -14,9 +14,12 @@ from faults import differences, final_state, reports
 from slurm import slurm
 from transcripts import check_transcript
 
-from mlx_runtime.companions.slurm import queue
+from mlx_runtime.companions.jobs import launching
 from mlx_runtime.companions.slurm.queue import Queue, state_of_job
+from mlx_runtime.companions.slurm.requeue import requeue
+from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import claim_run
 
 pytestmark = pytest.mark.cluster
 
@@ -157,7 +160,7 @@ def test_each_node_has_the_cpus_of_one_run_or_of_its_part(mlx: Mlx, digits: Path
         done = mlx(digits, *launch, *words, PATH=str(tmp_path))
         assert f"#SBATCH --ntasks-per-node={tasks}\n#SBATCH --cpus-per-task={cpus}\n" in done.stdout, done.stderr
     done = mlx(digits, *launch, "cfg.start_workers=3", PATH=str(tmp_path))
-    assert "error: cfg.start_workers=3 is no multiple of --nodes=2" in done.stderr
+    assert "error: cfg.start_workers=3 must be a multiple of --nodes=2" in done.stderr
 
 
 @pytest.mark.process
@@ -204,7 +207,7 @@ def test_output_that_ends_within_a_character_is_continued(tmp_path: Path, monkey
     program.write_text("\n".join(lines))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(queue, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(launching, "FOLLOW_S", 0.0)
     written = list[str]()
     assert Queue("slurm://here").follow("1", written.append).exit_code == 0
     assert "".join(written) == "éééé"
@@ -216,3 +219,25 @@ def test_a_job_that_was_requeued_by_slurm_is_pending_again() -> None:
     assert records.status_of(dead) == "STALE"
     assert records.status_of(dead, "PENDING (Resources)") == "PENDING"
     assert records.status_of(dead, "FAILED (TIMEOUT)") == "FAILED"
+
+
+@pytest.mark.pure
+def test_only_preempted_runs_with_a_new_checkpoint_are_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no Slurm here, so a job that would be requeued is an error."""
+    monkeypatch.setenv("MLX_JOB", "1")
+    monkeypatch.setenv("MLX_JOB_ADDRESS", "slurm://here")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = claim_run(str(tmp_path), "digits")
+    stopped = {"status": "STOPPED", "start": "2020-01-01T00:00:00+00:00"}
+    (checkpoint := Path(run.checkpoints) / "epoch_0001").mkdir(parents=True)
+    saved = {"latest": {"epoch": 0, "path": str(checkpoint)}}
+    records.Record(run, **stopped, **saved, stop_reason="mlx xp stop")
+    assert not requeue(run.location)
+    records.Record(run, **stopped, stop_reason="SIGTERM")
+    with pytest.raises(ClusterError, match=r"before its first checkpoint .* Give it more time"):
+        requeue(run.location)
+    records.Record(run, **stopped, **saved, stop_reason="SIGTERM")
+    with pytest.raises(ClusterError, match="scontrol is not on the PATH"):
+        requeue(run.location)

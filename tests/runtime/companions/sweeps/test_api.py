@@ -48,7 +48,7 @@ if __name__ == "__main__":
             refused.append(str(error))
     cells.append(len(list(Path("runs/cells").glob("sweep_*"))))
     runs = [run.record["status"] for run in result.runs]
-    facts = {"rows": len(result.table(runs=True)), "runs": runs, "cells": cells, "refused": refused}
+    facts = {"runs": runs, "cells": cells, "refused": refused}
     print(json.dumps(found(result) | facts | {"seen": seen, "same": same, "failed": failed, "folds": folds}))
 """
 
@@ -81,7 +81,7 @@ def test_a_sweep_returns_its_results(found: dict[str, Any]) -> None:
     assert (first, second, values, status) == (1, 2, {"optimizers.adam.lr": 0.01}, "SUCCEEDED")
     assert score < worse
     assert (found["best"], found["config"]) == (1, 0.01)
-    assert (found["rows"], found["runs"]) == (4, ["SUCCEEDED"] * 4)
+    assert found["runs"] == ["SUCCEEDED"] * 4
     assert found["same"]
 
 
@@ -122,5 +122,5 @@ def test_what_is_no_sweep_is_refused(found: dict[str, Any]) -> None:
         "overrides is the string 'optimizers.adam.lr'; write a list: ['optimizers.adam.lr']",
         "trials is 0; the minimum is 1",
         "cfg.hub.mirror=hf://alice/cells is for one run, but a sweep has many; leave it out, and mirror the best one "
-        "when the sweep has ended: mlx xp push cells/SWEEP hf://alice/cells",
+        "when the sweep has ended: mlx xp push cells RUN --to hf://alice/cells",
     ]

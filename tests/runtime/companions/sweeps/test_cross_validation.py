@@ -63,7 +63,7 @@ def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
     edit(digits / "src" / "datasets.py", "int(0.7 *", "int(0.6 *")
     done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=3")
     assert done.returncode == 1
-    assert "fold 1 has different rows than when digits/run_001 started" in done.stderr
+    assert "fold 1 has different rows than when the run started" in done.stderr
     assert record(digits)["attempt"] == 2
 
 
@@ -71,5 +71,8 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(mlx: Mlx, di
     stratified = "cfg.cross_validation.splitter={_target_: sklearn.model_selection.StratifiedKFold}"
     done = mlx(digits, "train", "run", *FOLD, stratified)
     assert done.returncode == 1
-    assert "StratifiedKFold needs labels of the rows, but Digits has no method fold_labels" in done.stderr
+    assert (
+        "StratifiedKFold cannot split the rows of datasets.train (Digits has no method fold_labels or fold_groups"
+        in done.stderr
+    )
     assert not (digits / "runs" / "digits").exists()

@@ -28,12 +28,6 @@ def test_repeated_overrides_with_a_secret_are_no_other_space() -> None:
     assert merge(stored, Definition(typed)) == replace(STORED, overrides=typed)
 
 
-def test_another_space_has_another_number_of_trials() -> None:
-    changed = merge(STORED, Definition(("lr=1,2,3",)))
-    assert changed.trials == 0  # all of its points
-    assert differences(STORED, changed) == ["overrides: lr=1,2 → lr=1,2,3"]
-
-
 def test_each_difference_is_named() -> None:
     changed = merge(STORED, Definition(scheduler="asha", metric="val/acc", mode="max"))
     assert differences(STORED, changed) == ["scheduler: none → asha", "metric: val/loss → val/acc", "mode: min → max"]

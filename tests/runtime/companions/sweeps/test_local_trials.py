@@ -10,7 +10,7 @@ import torch
 from conftest import Mlx, Script
 from faults import reports
 
-from mlx_runtime.companions.sweeps.engines.local import slots
+from mlx_runtime.companions.sweeps.engine import Engine, slots
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 
@@ -26,12 +26,12 @@ import torch._dynamo, torch.utils.tensorboard, ray.train.torch  # once for all s
 from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import claim_run
-from mlx_runtime.companions.sweeps.engines import local
+from mlx_runtime.companions.sweeps import engine as trials
 from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.loop.options import TrainConfig
 
 
-local.EXIT_S = 60  # more than any of these trials takes
+trials.EXIT_S = 60  # more than any of these trials takes
 
 
 class Trials:
@@ -87,7 +87,7 @@ def kill(sweep, job):
 
 def carry_out(*plans, act=lambda sweep, job: False, runs=(), gpus=0):
     sweep = Trials(*plans, act=act, runs=runs)
-    with contextlib.closing(local.Local(TrainConfig(start_workers=0), parallel=2)) as engine:
+    with contextlib.closing(trials.Engine(TrainConfig(start_workers=0), parallel=2)) as engine:
         engine._room = replace(engine._room, gpus=gpus)
         engine.run(sweep)
     return {"outcomes": sweep.outcomes, "epochs": sweep.epochs, "most": sweep.most}
@@ -256,8 +256,12 @@ class TestSlots:
             ({"start_workers": 2}, (5, None), "cannot run 5 trials at a time: each needs 2 of 8 cores, .* 4 fit"),
             ({"start_workers": 1}, (3, 0.0), ""),
             ({"start_workers": 1}, (3, None), "cannot run 3 trials at a time: each needs 1 of 2 GPUs, .* 2 fit"),
-            ({"start_workers": 1}, (None, 3.0), "cannot run 1 trial at a time: each needs 3 of 2 GPUs, .* 0 fit"),
-            ({"start_workers": 2}, (None, 0.5), "--gpus-per-trial is 0.5 for 2 workers; each has one GPU"),
+            ({"start_workers": 1}, (None, 3.0), "cannot run 1 trials at a time: each needs 3 of 2 GPUs, .* 0 fit"),
+            (
+                {"start_workers": 2},
+                (None, 0.5),
+                "--gpus-per-trial is 0.5 for 2 workers; each has cfg.gpus_per_worker=1",
+            ),
             ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 workers"),
             ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),
@@ -279,3 +283,18 @@ class TestSlots:
         with pytest.raises((ConfigError, UsageError), match=message) as error:
             slots(TrainConfig(**cfg), *asked)
         assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("variables", "message"),
+        [
+            ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}, "torchrun cannot train sweeps"),
+            ({"MLX_IN_JOB": "1"}, "set cfg.start_workers=1"),
+        ],
+    )
+    def test_where_a_sweep_cannot_train(
+        self, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises((ConfigError, UsageError), match=message):
+            Engine(TrainConfig(start_workers=0))

@@ -15,7 +15,6 @@ from stored_sweeps import LR, WIDTH, store_run, store_sweep
 from mlx_runtime.cli import mlx
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import parse_value
-from mlx_runtime.companions.sweeps.states import read_trial
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
@@ -97,10 +96,6 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     assert math.isnan(table.loc[1, "val/rare"])  # its values belong to other epochs
     assert table.loc[2, "val/rare"] == 8.0
     assert table.loc[1, "duration_s"] == 60
-    runs_table = result.table(runs=True)
-    assert [*runs_table["fold"]] == [0, 1, 0, 1, 0]
-    assert [*runs_table["val/loss"].iloc[:2]] == [0.4, 0.2]
-    assert [*runs_table.index[:2]] == ["run_001", "run_002"]
     assert result.best_config()["cfg"] == {
         "seed": 0,
         "cross_validation": {"folds": None, "fold": None, "splitter": None},
@@ -137,9 +132,6 @@ def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str
     for step, value in ((15, 0.1), (19, 0.3)):
         saved.save({}, CheckpointInfo(1, step == 19, step, {"val/loss": value}))
     assert result.summary()["checkpoint"] == join_path(checkpoints, "epoch_0002_step_00000015")
-    for entry, found in zip(result.trials, ((1, 0.1), (1, 0.2)), strict=True):
-        stored = {"trial": entry.number, "values": {}, "runs": [entry.runs[0].row.folder.name]}
-        assert read_trial(result.folder, stored, "val/loss", "min", folds=False).best("min") == found
 
 
 def test_a_fold_that_has_got_further_than_the_others(root: str) -> None:

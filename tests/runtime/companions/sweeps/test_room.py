@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mlx_runtime import TrainConfig
-from mlx_runtime.companions.sweeps.engines.room import room
+from mlx_runtime.companions.sweeps.engine import room
 from mlx_runtime.companions.sweeps.trial import gpus_of_worker
 from mlx_runtime.errors import UsageError
 
@@ -40,22 +40,22 @@ def test_runs_that_fit(settings: dict[str, Any], total: Any, asked: tuple[Any, A
         (
             {"start_workers": 5},
             (None, 0),
-            "cannot run 1 trial at a time: each needs 5 of 4 CPUs, so at most 0 fit",
+            "cannot run 1 trials at a time: each needs 5 of 4 CPUs, so at most 0 fit",
         ),
         (
             {"start_workers": 2},
             (None, 0.5),
-            "--gpus-per-trial is 0.5 for 2 workers; each has one GPU, a single worker also a share",
+            "--gpus-per-trial is 0.5 for 2 workers; each has cfg.gpus_per_worker=1, a single one also a share",
         ),
         (
             {"start_workers": 1},
             (None, 2),
-            "--gpus-per-trial is 2 for 1 workers; each has one GPU, a single worker also a share",
+            "--gpus-per-trial is 2 for 1 workers; each has cfg.gpus_per_worker=1, a single one also a share",
         ),
         (
             {"start_workers": 1, "gpus_per_worker": 2},
             (None, 3),
-            "--gpus-per-trial is 3 for 1 workers; each has 2 GPUs, a single worker also a share",
+            "--gpus-per-trial is 3 for 1 workers; each has cfg.gpus_per_worker=2, a single one also a share",
         ),
         (
             {"start_workers": 1, "gpus_per_worker": 2},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.companions.sweeps.space import Values, parse
+from mlx_runtime.companions.sweeps.space import Space, Values, parse
 from mlx_runtime.companions.sweeps.study import Study
 
 pytestmark = pytest.mark.pure
@@ -27,6 +27,14 @@ def asked(found: Study, count: int) -> Iterator[Values | None]:
     return (found.ask(number) for number in range(1, count + 1))
 
 
+def inside(space: Space, values: Values) -> bool:
+    """Return True for values of a space."""
+    return [*values] == [item.key for item in space.dimensions] and all(
+        values[item.key] in item.choices if item.choices else item.low <= float(values[item.key]) <= item.high
+        for item in space.dimensions
+    )
+
+
 def loss(values: Values) -> float:
     return abs(math.log10(float(values["lr"])) + 3) + abs(int(values["n"]) - 4)
 
@@ -37,7 +45,7 @@ def test_values_lie_in_the_space(search: str, seed: int) -> None:
     found, space = study(MIXED, search=search, seed=seed), parse(MIXED)
     for number in range(1, 26):
         values = found.ask(number)
-        assert values in space
+        assert inside(space, values)
         found.tell(number, "SUCCEEDED", loss(values))
 
 
@@ -68,11 +76,10 @@ def test_a_sweep_without_keys_has_one_trial() -> None:
         assert [*asked(study(["cfg.num_epochs=3"], search=search), 2)] == [{}, None]
 
 
-def test_a_grid_that_has_grown_runs_what_is_new() -> None:
+def test_a_resumed_grid_runs_what_is_new() -> None:
     found = study(["a=1,2,3"], search="grid")
     found.add(1, {"a": "1"})
-    found.add(2, {"a": "7"})
-    assert [found.ask(3), found.ask(4), found.ask(5)] == [{"a": "2"}, {"a": "3"}, None]
+    assert [found.ask(2), found.ask(3), found.ask(4)] == [{"a": "2"}, {"a": "3"}, None]
 
 
 def test_tpe_finds_better_values_than_chance() -> None:
@@ -177,18 +184,4 @@ def test_any_outcome_can_be_told(status: str, value: float | None) -> None:
     for number, _ in enumerate(asked(found, 12), start=1):
         found.report(number, 0, math.nan if value is None else value)
         found.tell(number, status, value)
-    assert found.ask(13) in parse(MIXED)
-
-
-def test_results_outside_of_the_space_do_not_guide_the_search() -> None:
-    """As after a resume with another space, by `--force`."""
-    proposals = []
-    for outside in ({"a": "5.0"}, {"b": "1"}):
-        found = study(["a=interval(0,1)"])
-        for number in range(1, 15):
-            found.add(number, outside)
-            found.report(number, 0, 1.0)
-            found.tell(number, "SUCCEEDED", float(number))
-        proposals.append(found.ask(15))
-    assert proposals[0] == proposals[1]
-    assert proposals[0] in parse(["a=interval(0,1)"])
+    assert inside(parse(MIXED), found.ask(13) or {})

@@ -9,10 +9,8 @@ from browser import Browser, Page
 from stored_sweeps import LR, store_run, store_search, store_sweep
 
 from mlx_runtime.companions.sweeps import charts
-from mlx_runtime.companions.sweeps.charts import Axis
 from mlx_runtime.companions.sweeps.report import render_sweep
 from mlx_runtime.companions.sweeps.results import SweepResult
-from mlx_runtime.companions.sweeps.scores import short_names
 from mlx_runtime.companions.views import report
 from mlx_runtime.runs.folder import RunFolder
 
@@ -21,10 +19,8 @@ pytestmark = pytest.mark.browser
 TEXT = "document.body.innerText"
 DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
 TITLES = "[...document.querySelectorAll('h2')].map(item => item.innerText)"
-LEGENDS = (
-    "[...document.querySelectorAll('.plot')].map(plot =>"
-    " [...plot.querySelectorAll('.legendtext')].map(item => item.textContent))"
-)
+POINTS = "[...document.querySelectorAll('.plot')].map(plot => plot.querySelectorAll('.point').length)"
+LINES = "[...document.querySelectorAll('.plot')].map(plot => plot.querySelectorAll('path.js-line').length)"
 
 EVIL = "</script><img src=x onerror='window.pwned=1'><script>window.pwned=1</script>%{x}<b>"
 
@@ -70,33 +66,25 @@ def test_all_charts_are_drawn(open_page: Any, searched: RunFolder) -> None:
     ]
     titles = page.evaluate("[...document.querySelectorAll('h3')].map(item => item.innerText)")
     keys = [LR, "models.net.width", "models.net.activation"]
-    finished = sum(trial.status == "SUCCEEDED" for trial in SweepResult(searched).trials)
-    assert titles == ["23 trials", *keys, f"share of the variance over {finished} trials", "val/loss"]
-    legends = page.evaluate(LEGENDS)
-    groups = ["not finished", "others", "best quarter", "best"]
-    assert legends == [groups] * 4 + [[], groups]
-    lengths = page.evaluate(
-        "[...document.querySelectorAll('.scatterlayer path.js-line')].map(line => line.getTotalLength())"
-    )
-    assert min(lengths) > 50
-    assert page.evaluate("document.querySelectorAll('.plot')[1].querySelectorAll('.point').length") == 23
+    statuses = [trial.status for trial in SweepResult(searched).trials]
+    finished = statuses.count("SUCCEEDED")
+    assert titles == [f"{finished} finished trials", *keys, "share of the variance", "val/loss"]
+    assert page.evaluate(POINTS)[1:5] == [finished] * 3 + [3]
+    assert page.evaluate(LINES)[0] == finished
+    assert page.evaluate(LINES)[-1] == len(statuses) - statuses.count("FAILED")
     ticks = page.evaluate(
         "[...document.querySelectorAll('.plot')].slice(1, 4).map(plot =>"
         " [...plot.querySelectorAll('.xtick text')].map(item => item.textContent))"
     )
-    assert ticks[2] == ["gelu", "relu", "tanh"]
-    assert "1e\u22123" in ticks[0]  # on a logarithmic axis
+    assert ticks[2] == ["'gelu'", "'relu'", "'tanh'"]
 
 
 def test_the_most_important_parameter_is_found(searched: RunFolder) -> None:
     result = SweepResult(searched)
     trials = [trial for trial in result.ranked() if trial.score is not None and trial.status != "FAILED"]
-    axes = [Axis(key, key, [trial.values[key] for trial in trials]) for key in trials[0].values]
-    [chart] = charts.importance(trials, axes)
-    shares = dict(zip(chart["layout"]["yaxis"]["ticktext"], chart["traces"][0]["x"], strict=True))
-    assert shares[LR] > 0.5
-    assert sum(shares.values()) == pytest.approx(1)
-    assert charts.importance(trials[: charts.MIN_TRIALS - 1], axes) == []
+    (chart,) = charts.sections(trials, result.metric, result.mode)["Importance of parameters"]
+    assert chart["figure"]["data"][0]["y"][-1] == "lr"
+    assert "Importance of parameters" not in charts.sections(trials[:5], result.metric, result.mode)
 
 
 def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> None:
@@ -121,15 +109,8 @@ def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> No
 
 
 def test_folds_have_their_spread(open_page: Any, folded: RunFolder) -> None:
-    page = open_page(folded)
-    assert "Folds" in page.evaluate(TITLES)
-    legends = page.evaluate(LEGENDS)
-    assert legends[0] == ["fold", "mean ± standard deviation"]
-    plot = "document.querySelector('.plot')"
-    assert page.evaluate(f"{plot}.querySelectorAll('.point').length") == 7 * 4
-    assert page.evaluate(f"{plot}.querySelectorAll('.yerror').length") == 7
     best = SweepResult(folded).best
-    assert f"{best.score:.4f} ± {best.spread['val/loss']:.4f}" in page.evaluate(TEXT)
+    assert f"{best.score:.4f} ± {best.spread['val/loss']:.4f}" in open_page(folded).evaluate(TEXT)
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -150,7 +131,7 @@ def test_what_a_sweep_says_stays_text(open_page: Any, tmp_path: Path) -> None:
     assert page.evaluate("window.pwned === undefined && !document.querySelector('img, main script, main b, iframe')")
     assert page.evaluate(TEXT).count(EVIL) >= 8
     ticks = page.evaluate("document.querySelectorAll('.plot')[1].querySelector('.xtick text').textContent")
-    assert ticks == f"{EVIL[: charts.TEXT_LENGTH]}…"
+    assert ticks == f"'{EVIL}0'"
 
 
 @pytest.mark.parametrize("trials", [0, 1])
@@ -161,37 +142,8 @@ def test_of_which_little_is_known(open_page: Any, tmp_path: Path, trials: int) -
     assert ("No trial has begun yet." in page.evaluate(TEXT)) == (not trials)
 
 
-def test_a_single_cross_validation_shows_its_folds_and_curves(open_page: Any, tmp_path: Path) -> None:
-    """Without empty sections, and with an axis on which a constant is not 0."""
+def test_a_single_cross_validation_shows_its_curves(open_page: Any, tmp_path: Path) -> None:
+    """Without empty sections."""
     runs = [store_run(str(tmp_path), {"val/loss": [0.002, 0.002]}) for _ in range(2)]
     page = open_page(store_sweep(str(tmp_path), [{"values": {}, "runs": runs}], folds=2))
-    assert page.evaluate(TITLES) == ["Folds", "Learning curves", "Trials"]
-    [low, high] = page.evaluate("document.querySelectorAll('.plot')[1].layout.yaxis.range")
-    assert (low, high) == pytest.approx((0.001, 0.003))
-
-
-@pytest.mark.pure
-def test_names_are_as_short_as_they_can_be() -> None:
-    keys = ["optimizers.adam.lr", "optimizers.sgd.lr", "cfg.batch_size", "lr"]
-    assert [*short_names(keys).values()] == ["adam.lr", "sgd.lr", "batch_size", "lr"]
-
-
-@pytest.mark.pure
-def test_axes() -> None:
-    assert Axis("a", "a", [1e-4, 1e-3, 1e-2]).log
-    assert not Axis("a", "a", [1e-4, 1e-3, 1e-2], False).log
-    assert Axis("a", "a", [2, 3], True).log
-    assert not Axis("a", "a", [0, 3], True).log
-    assert Axis("a", "a", [1e-4, 1e-3, 1e-2]).heights() == pytest.approx([0, 0.5, 1])
-    mixed = Axis("a", "a", ["b", None, 3, "b"])
-    assert (mixed.choices, mixed.positions) == (["3", "None", "b"], [2, 1, 0, 2])
-    assert mixed.ticks(mixed.positions) == {0: "3", 1: "None", 2: "b"}
-    assert Axis("a", "a", [1, 5, 3]).ticks([1, 5, 3]) == {1: "1", 5: "5"}
-    assert Axis("a", "a", [7, 7]).heights() == [0.5, 0.5]
-    assert Axis("a", "a", [-2.0, -2.0]).layout()["range"] == [-3.0, -1.0]
-    assert "range" not in Axis("a", "a", [0, 0]).layout()
-    widths = Axis("a", "a", [64, 32, 64], chosen=True)
-    assert (widths.layout()["tickvals"], widths.layout()["ticktext"]) == ([32, 64], ["32", "64"])
-    many = Axis("a", "a", [*range(1, 40)], chosen=True).layout()
-    assert many["type"] == "linear"
-    assert "tickvals" not in many
+    assert page.evaluate(TITLES) == ["Learning curves", "Trials"]

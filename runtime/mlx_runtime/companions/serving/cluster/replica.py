@@ -1,22 +1,24 @@
 """Replicas of a model in Ray Serve, and the job that deploys or removes them.
 
 The job runs on the head node, and ends when Ray Serve has accepted its task. It prints `MARKER` and a JSON object,
-which has the error for the user, if there is one.
+which has the error for the user, if there is one. Only replicas import torch, which takes seconds.
 """
 
 import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.serving.http.access import LOOPBACK, Access
-from mlx_runtime.companions.serving.http.asgi import Application, Limits, application
+from mlx_runtime.companions.serving.http.limits import Limits
 from mlx_runtime.errors import MlxError, full_message, short_message
-from mlx_runtime.extras import require
-from mlx_runtime.runs.queries.reader import open_run
+from mlx_runtime.runs.queries import lookup
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.serving.http.application import Application
 
 TASK = "MLX_SERVE_TASK"
 """Variable of the job with its task as JSON."""
@@ -83,24 +85,23 @@ class Spec:
             return None
         return cls(**document)
 
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Replica:
     """One process that answers, built by Ray Serve. Its working directory has the code of the experiment."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        spec = Spec.parse(document)
-        assert spec is not None, "the job has passed a spec"
+        from mlx_runtime.companions.serving.http.application import Application
+        from mlx_runtime.runs.queries.reader import open_run
+
+        spec = Spec(**document)
         if (folder := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, folder)
         device = "cuda" if spec.gpus else "cpu"  # without GPUs, Ray may not hide those of the node
         predictor = open_run(spec.run).predictor(spec.checkpoint, device=device, trust=spec.stored)
         access = Access(spec.digest, None if spec.public else LOOPBACK)
-        self.application = application({spec.name: predictor}, access=access)
+        self.application = Application({spec.name: predictor}, access=access)
 
-    def __serve_build_asgi_app__(self) -> Application:
+    def __serve_build_asgi_app__(self) -> "Application":
         return self.application
 
     def reconfigure(self, document: Mapping[str, Any]) -> None:
@@ -108,19 +109,16 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise if the model has been computing a batch for so long that Ray Serve should replace this replica."""
-        for endpoint in self.application.endpoints.values():
-            if endpoint.batcher.busy_s > 2 * self.application.limits.timeout_s:
-                raise RuntimeError(f"{endpoint.name} does not answer")
+        for name, batcher in self.application.batchers.items():
+            if batcher.busy_s > 2 * self.application.limits.timeout_s:
+                raise RuntimeError(f"{name} does not answer")
 
 
-def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
-    """Start replicas, or replace those of an application of this name one by one. Called in the job.
-
-    With `restart`, Ray Serve has no application and listens elsewhere.
-    """
-    require("orjson", "serving")
+def deploy(document: Mapping[str, Any], host: str, port: int) -> None:
+    """Start replicas, or replace those of an application of this name one by one. Called in the job."""
+    spec = Spec(**document)
     try:
-        open_run(spec.run)
+        lookup.resolve_run(spec.run)
     except MlxError as error:
         cure = "set MLX_STORAGE to a folder that every node mounts, or to s3://BUCKET/PATH, and train there"
         raise MlxError(f"the cluster cannot read {spec.run}: {short_message(error)}; {cure}") from error
@@ -131,18 +129,15 @@ def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
     variables = environment.get("env_vars", {})
     environment["env_vars"] = {name: value for name, value in variables.items() if name not in OWN_VARIABLES}
 
-    if restart:
-        serve.shutdown()
     options = {"host": host, "port": port, "request_timeout_s": PROXY_S}
     patient = {"env_vars": {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_S)}}
     try:
         # Other nodes listen for load balancers, which notice that a node is about to stop to listen.
         where = "EveryNode" if spec.public else "HeadOnly"
         serve.start(proxy_location=where, http_options=options, controller_options={"runtime_env": patient})
-    except RuntimeError as error:  # of a proxy; otherwise, Ray Serve would keep this port
-        if not serve.status().applications:
-            serve.shutdown()
-        raise MlxError(f"the nodes cannot listen on {host}:{port}; choose another --port") from error
+    except RuntimeError as error:  # of a proxy
+        cure = "end Ray Serve, which keeps this port, with `serve shutdown`, and choose another --port"
+        raise MlxError(f"the nodes cannot listen on {host}:{port}; {cure}") from error
     number: dict[str, Any] = {"num_replicas": spec.replicas}
     if spec.max_replicas is not None:
         limits = {"min_replicas": spec.replicas, "max_replicas": spec.max_replicas}
@@ -150,7 +145,7 @@ def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
     timeout_s = Limits().timeout_s
     deployment = serve.deployment(serve.ingress()(Replica)).options(
         name=spec.name,
-        user_config=spec.document(),
+        user_config=document,
         ray_actor_options={"num_cpus": 1, "num_gpus": spec.gpus, "runtime_env": environment},
         max_ongoing_requests=MAX_ONGOING,
         max_queued_requests=MAX_QUEUED,
@@ -163,7 +158,7 @@ def deploy(spec: Spec, host: str, port: int, *, restart: bool = False) -> None:
         logging_config={"enable_access_log": False},  # otherwise, a line per request
         **number,
     )
-    target = serve.RunTarget(deployment.bind(spec.document()), spec.name, spec.route)
+    target = serve.RunTarget(deployment.bind(document), spec.name, spec.route)
     serve.run_many([target], wait_for_applications_running=False)
 
 
@@ -173,18 +168,13 @@ def main() -> None:
     result = {}
     try:
         import ray
+        from ray import serve
 
-        try:
-            from ray import serve
-        except ImportError as error:
-            raise MlxError(f"the head node lacks {error.name}, which Ray Serve needs") from error
         ray.init(log_to_driver=False)
         if task["do"] == "deploy":
-            deploy(Spec(**task["spec"]), task["host"], task["port"], restart=task["restart"])
+            deploy(task["spec"], task["host"], task["port"])
         else:
-            serve.delete(task["name"])
-            if not serve.status().applications:
-                serve.shutdown()
+            serve.delete(task["name"])  # and not Ray Serve: somebody else could be deploying to it
     except MlxError as error:
         result = {"error": full_message(error)}
     print(f"{MARKER}{json.dumps(result)}", flush=True)

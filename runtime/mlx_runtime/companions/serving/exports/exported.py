@@ -1,15 +1,14 @@
 """Exports on disk: their description, and the predictor of one."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.serving.exports import proof
 from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.schema import STRING, TYPES, Schema
+from mlx_runtime.companions.serving.schema import Schema
 from mlx_runtime.companions.sharding import tensor_files
-from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, StorageError, UsageError, short_message
 from mlx_runtime.extras import require
 from mlx_runtime.storage import publishing
@@ -29,7 +28,7 @@ from mlx_runtime.storage.local import open_regular
 
 EXPORT = "export.json"
 VERSION = 1
-PROGRAMS = {"pt2": "program.pt2", "aoti": "program_aoti.pt2", "onnx": "program.onnx"}
+PROGRAMS = {"pt2": "program.pt2", "onnx": "program.onnx"}
 """Names of programs in the folder, in the order in which `load_export` prefers them."""
 
 DOCUMENT = {
@@ -59,7 +58,8 @@ def describe(folder: Path) -> dict[str, Any]:
     """
     if not (folder / EXPORT).is_file():
         raise UsageError(f"{folder} is not an export: it has no {EXPORT}; write one with mlx xp export")
-    about = _document(folder, EXPORT, DOCUMENT, needs=tuple(DOCUMENT))
+    with _reading(folder / EXPORT):
+        about = from_json(storage_at(str(folder)).document(EXPORT), DOCUMENT, tuple(DOCUMENT))
     if about["version"] != VERSION:
         raise UsageError(f"{folder} is an export of version {about['version']}; this package reads version {VERSION}")
     return about
@@ -69,12 +69,12 @@ def load_export(folder: str | Path, program: str | None = None) -> Predictor:
     """Return the predictor of an export, which answers rows as the run does: `load_export(folder)(rows)`.
 
     Load only exports from people whom you trust: `torch.export.load` unpickles parts of a `.pt2` file without
-    restrictions and evaluates expressions in it, and a compiled program is machine code. The sizes and SHA-256 of the
-    files are checked first, which detects damage, but not malice.
+    restrictions and evaluates expressions in it. The sizes and SHA-256 of the files are checked first, which detects
+    damage, but not malice.
 
     Args:
         folder: a folder of `mlx xp export`.
-        program: `pt2`, `aoti` or `onnx`; by default the first of them that the folder has.
+        program: `pt2` or `onnx`; by default the first of them that the folder has.
 
     Raises:
         UsageError: the folder is not an export, or lacks such a program.
@@ -87,54 +87,28 @@ def load_export(folder: str | Path, program: str | None = None) -> Predictor:
     if chosen is None:
         known = ", ".join(about["programs"])
         raise UsageError(f"{folder} has no program{f' {program}' if program else ''}, only {known or 'weights'}")
-    needed = {PROGRAMS[chosen], "schema.json", "examples.safetensors"}
-    needed |= {file.name for file in folder.glob("examples.json")}  # strings
-    for name in sorted(needed | {name for name in about["files"] if name.startswith(f"{PROGRAMS[chosen]}.")}):
+    file = PROGRAMS[chosen]
+    others = {name for name in about["files"] if name.startswith(f"{file}.")}  # weights of ONNX
+    for name in sorted({file, "schema.json", "examples.safetensors"} | others):
         _check_file(folder, name, about["files"])
-    schema = read_schema(folder)
     if chosen == "onnx":
         require("onnxruntime", f"the program of {folder}")
-    try:
+    with _reading(folder / "examples.safetensors"):
+        examples = dict(tensor_files.read((folder / "examples.safetensors").read_bytes()))
+    with _reading(folder / "schema.json"):
+        schema = Schema.from_document(from_json(storage_at(str(folder)).document("schema.json"), {}), examples)
+    with _reading(folder / file):
         function = proof.load(folder, chosen)
+    return Predictor(function, schema, f"{about['experiment']}/{about['run']} {about['checkpoint']['name']}")
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Translate errors of damaged files."""
+    try:
+        yield
     except USER_ERRORS as error:
-        raise StorageError(f"{folder / PROGRAMS[chosen]} does not load: {short_message(error)}") from error
-    title = f"{about['experiment']}/{about['run']} {about['checkpoint']['name']}"
-    return Predictor(function, schema, title)
-
-
-def read_schema(folder: Path) -> Schema:
-    """Return the schema of an export, with its example rows."""
-    examples = _examples(folder)
-    try:
-        schema = Schema.from_document(_document(folder, "schema.json", {}), examples)
-    except ValueError as error:
-        raise StorageError(f"{folder / 'schema.json'} is damaged: {error}") from error
-    for column in schema.columns:
-        value = examples.get(column.name)
-        fits = (
-            isinstance(value, list) if column.dtype == STRING else getattr(value, "dtype", None) == TYPES[column.dtype]
-        )
-        if not fits:
-            raise StorageError(f"{folder / 'examples.safetensors'} does not fit schema.json: {column.name}")
-    return schema
-
-
-def _examples(folder: Path) -> Batch:
-    file = folder / "examples.safetensors"
-    try:
-        found: Batch = dict(tensor_files.read(file.read_bytes()))
-        if (folder / "examples.json").is_file():
-            found |= _document(folder, "examples.json", {})
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{file} is damaged: {short_message(error)}") from error
-    return found
-
-
-def _document(folder: Path, name: str, shape: Mapping[str, Any], needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    try:
-        return from_json(storage_at(str(folder)).document(name), shape, needs)
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{folder / name} is damaged: {short_message(error)}") from error
+        raise StorageError(f"cannot read {file}: {short_message(error)}") from error
 
 
 def _check_file(folder: Path, name: str, files: Mapping[str, Any]) -> None:
@@ -142,10 +116,8 @@ def _check_file(folder: Path, name: str, files: Mapping[str, Any]) -> None:
     file, known = folder / name, files.get(name)
     if known is None or not stays_below(name):
         raise StorageError(f"{folder / EXPORT} is damaged: it does not list {name}")
-    try:
+    with _reading(file):
         found, size = sha256_of(file)
-    except OSError as error:
-        raise StorageError(f"cannot read {file}: {short_message(error)}") from error
     if size != known["size_bytes"] or found != known["sha256"]:
         raise StorageError(f"{file} is damaged: it is not the file that was exported; export it again")
 

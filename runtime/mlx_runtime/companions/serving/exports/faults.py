@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-from mlx_runtime.companions.serving.exports.sizes import fixed_sizes
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
@@ -45,9 +43,9 @@ def fault_of(
         return _error("a condition or a size depends on values of tensors", _line_of(error, project), BRANCHES)
     if isinstance(error.__context__, ConstraintViolationError):
         line, fixed = _draft(program, batch, varying, project)
-        column, axis, size = next((item for item in fixed if item[1]), ("", 0, 0))
-        if axis:
-            return _error(f"dimension {axis} of {column!r}, which varies, is fixed to {size}", line, FIXED_LENGTH)
+        for column, axis, size in fixed:
+            if axis:
+                return _error(f"dimension {axis} of {column!r}, which varies, is fixed to {size}", line, FIXED_LENGTH)
         return _error("the number of rows is fixed", line, FIXED)
     recurrent = any(frame.filename == nn.modules.rnn.__file__ for frame in traceback.extract_tb(error.__traceback__))
     cure = PACKED if recurrent else NOT_TORCH
@@ -61,17 +59,6 @@ def fault_of_rows(error: BaseException, rows: int, project: Path) -> ExportError
     return _error(problem, line, FIXED)
 
 
-def range_fault(
-    column: str, limits: list[int | None], program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
-) -> ExportError:
-    """Return the error to report for a program that accepts only some numbers of rows."""
-    rows = Dim("rows", min=1)
-    named = {name: {**axes, 0: rows} for name, axes in varying.items()}
-    low, high = limits
-    text = f"only batches of {low} {f'to {high}' if high is not None else 'or more'} rows of {column!r} take this path"
-    return _error(text, _draft(program, batch, named, project)[0], FIXED)
-
-
 def _error(problem: str, line: str | None, cure: str) -> ExportError:
     return ExportError(f"predict cannot be exported: {problem}{f' at {line}' if line else ''}\n{cure}")
 
@@ -83,8 +70,11 @@ def _line_of(error: BaseException, project: Path) -> str | None:
 
 def _draft(
     program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
-) -> tuple[str | None, list[tuple[str, int, int]]]:
-    """Return the line that a draft export, which continues after problems, reports first, and the sizes it fixes."""
+) -> tuple[str | None, list[tuple[str, int, str]]]:
+    """Return the line that a draft export, which continues after problems, reports first.
+
+    Also return the dimensions that should vary but have one size: column, dimension and size.
+    """
     try:
         draft = torch.export.draft_export(program, (batch,), dynamic_shapes=(varying,))
         report: Any = draft._report  # type: ignore[attr-defined] # documented, but without a public name
@@ -94,21 +84,24 @@ def _draft(
     except USER_ERRORS as error:
         return _line_of(error, project), []
     lines = (_last([(names.get(item["filename"], ""), item["line"]) for item in stack], project) for stack in stacks)
-    return next(filter(None, lines), None), fixed_sizes(draft, varying)
+    inputs = {spec.arg.name for spec in draft.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
+    nodes = [node for node in draft.graph.nodes if node.op == "placeholder" and node.name in inputs]
+    sizes = [
+        (name, axis, str(node.meta["val"].shape[axis]))
+        for name, node in zip(draft.example_inputs[0][0], nodes, strict=True)
+        for axis in varying[name]
+    ]
+    return next(filter(None, lines), None), [item for item in sizes if item[2].isdecimal()]  # others are symbols
 
 
 def _last(frames: list[tuple[str, int]], project: Path) -> str | None:
     """Format the innermost frame of a project, or else of another library than torch, as `file:line: code`."""
-    torch_itself, ours = Path(torch.__file__).parent, Path(__file__).parents[2]
-    others = [item for item in frames if Path(item[0]).is_file() and not Path(item[0]).is_relative_to(ours)]
-    own = [item for item in others if _is_in(item[0], project)]
-    rest = [item for item in others if not Path(item[0]).is_relative_to(torch_itself)]
+    libraries = (Path(torch.__file__).parent, Path(__file__).parents[2])
+    files = [(Path(file).resolve(), number) for file, number in frames if Path(file).is_file()]
+    own = [item for item in files if item[0].is_relative_to(project.resolve()) and "site-packages" not in str(item[0])]
+    rest = [item for item in files if not any(map(item[0].is_relative_to, libraries))]
     if not (chosen := own or rest):
         return None
     file, number = chosen[-1]
-    shown = os.path.relpath(Path(file).resolve(), project.resolve()) if own else file
-    return f"{shown}:{number}: {linecache.getline(file, number).strip()}"
-
-
-def _is_in(file: str, project: Path) -> bool:
-    return Path(file).resolve().is_relative_to(project.resolve()) and "site-packages" not in file
+    shown = os.path.relpath(file, project.resolve()) if own else file
+    return f"{shown}:{number}: {linecache.getline(str(file), number).strip()}"

@@ -1,4 +1,4 @@
-"""The program of an experiment's `predict`: traced by torch.export, and converted to ONNX or compiled."""
+"""The program of an experiment's `predict`: traced by torch.export, and converted to ONNX."""
 
 import contextlib
 import io
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of, range_fault
-from mlx_runtime.companions.serving.exports.sizes import size_limits
+from mlx_runtime.companions.serving.exports.faults import ExportError, fault_of
 from mlx_runtime.companions.serving.predictor import Outputs
 from mlx_runtime.companions.serving.schema import STRING, Schema
 from mlx_runtime.data.batches import Batch
@@ -56,8 +55,7 @@ def trace(experiment: BaseModule, schema: Schema, project: Path) -> ExportedProg
     """Export `predict` with a variable number of rows, and with the dimensions that vary in the schema.
 
     Raises:
-        ExportError: it cannot be exported, or only for some numbers of rows. The message has the line of the project
-            at fault.
+        ExportError: it cannot be exported. The message has the line of the project at fault.
     """
     program, batch = Program(experiment), traced_rows(schema)
     varying = {
@@ -69,13 +67,9 @@ def trace(experiment: BaseModule, schema: Schema, project: Path) -> ExportedProg
     }
     with torch.no_grad(), _quiet():
         try:
-            exported = torch.export.export(program, (batch,), dynamic_shapes=(varying,))
+            return torch.export.export(program, (batch,), dynamic_shapes=(varying,))
         except USER_ERRORS as error:
             raise fault_of(error, program, batch, varying, project) from error
-        for name, sizes in size_limits(exported).items():
-            if sizes[0] != [1, None]:
-                raise range_fault(name, sizes[0], program, batch, varying, project)
-    return exported
 
 
 def traced_rows(schema: Schema) -> Batch:
@@ -111,26 +105,11 @@ def write_onnx(exported: ExportedProgram, file: Path, inputs: list[str], outputs
                 external_data=weights > ONE_FILE_BYTES,
             )
         except USER_ERRORS as error:
-            raise ExportError(f"the program cannot be converted to ONNX: {_last_cause(error)}") from error
-
-
-def write_compiled(exported: ExportedProgram, file: Path) -> None:
-    """Compile a program for this kind of machine with AOTInductor.
-
-    Raises:
-        ExportError: the compiler failed.
-    """
-    with _quiet():
-        try:
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(file))
-        except USER_ERRORS as error:
-            raise ExportError(f"AOTInductor cannot compile the program: {_last_cause(error)}") from error
-
-
-def _last_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {short_message(error)}"
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            reason = f"{type(cause).__name__}: {short_message(cause)}"
+            raise ExportError(f"the program cannot be converted to ONNX: {reason}") from error
 
 
 @contextlib.contextmanager

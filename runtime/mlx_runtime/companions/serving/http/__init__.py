@@ -1,1 +1,6 @@
-"""Servers on this machine: one ASGI application with dynamic batching, and the commands that control it."""
+"""Servers on this machine: one Starlette application with dynamic batching."""
+
+from mlx_runtime.extras import require
+
+for _library in ("orjson", "starlette", "uvicorn"):
+    require(_library, "a server")

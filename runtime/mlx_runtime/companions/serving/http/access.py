@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from mlx_runtime.errors import UsageError
 
-LOOPBACK = frozenset({b"127.0.0.1", b"localhost", b"[::1]"})
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Hosts by which a server without a token may be called."""
 
 
@@ -38,22 +39,32 @@ class Access:
     """
 
     digest: str | None = None
-    hosts: frozenset[bytes] | None = LOOPBACK
+    hosts: frozenset[str] | None = LOOPBACK
 
-    def refusal(self, headers: Mapping[bytes, bytes], *, public: bool) -> tuple[int, str] | None:
+    @classmethod
+    def at(cls, host: str, token: str | None) -> "Access":
+        """Return the requests that a server on an address answers. Beyond this machine, it needs a token."""
+        digest = None if token is None else digest_of(token)
+        if is_loopback(host):
+            return cls(digest, LOOPBACK | {in_url(host)})
+        if token is None:
+            raise UsageError(f"a server on {host} needs a token; {MAKE_A_TOKEN}")
+        return cls(digest, hosts=None)
+
+    def refusal(self, headers: Mapping[str, str], *, public: bool) -> tuple[int, str] | None:
         """Return the status and reason with which a request is refused, or None. `public` ones need no token."""
-        host = headers.get(b"host", b"").lower()
-        if self.hosts is not None and _name(host) not in self.hosts:
+        host = headers.get("host", "").lower()
+        if self.hosts is not None and re.sub(r":\d+$", "", host) not in self.hosts:
             return 403, "this server answers only requests for localhost or 127.0.0.1"
-        origin = headers.get(b"origin")
-        if origin is not None and origin.lower().partition(b"://")[2] != host:
+        origin = headers.get("origin")
+        if origin is not None and origin.lower().partition("://")[2] != host:
             return 403, "pages of other sites may not call this server"
         if self.digest is None or public:
             return None
-        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
             return 401, "a token is needed; send the header Authorization: Bearer TOKEN"
-        if not hmac.compare_digest(hashlib.sha256(token).hexdigest(), self.digest):
+        if not hmac.compare_digest(digest_of(token), self.digest):
             return 401, "the token is not that of this server"
         return None
 
@@ -63,6 +74,20 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _name(host: bytes) -> bytes:
-    name, mark, port = host.rpartition(b":")
-    return name if mark and port.isdigit() else host
+def is_loopback(host: str) -> bool:
+    """Return True if only programs on this machine can call an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def in_url(host: str) -> str:
+    """Return an address as it is written in URLs."""
+    return f"[{host}]" if ":" in host else host
+
+
+def curl(url: str, *, token: bool) -> str:
+    """Return a command that asks a model for its example row. With `token`, it sends that in the environment."""
+    header = ' -H "Authorization: Bearer $MLX_SERVE_TOKEN"' if token else ""
+    return f"curl -s {url}/example{header} | curl -s {url}/predict{header} -H 'Content-Type: application/json' -d @-"

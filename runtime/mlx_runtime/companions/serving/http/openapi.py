@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime import __version__
-from mlx_runtime.companions.serving.http.negotiation import ARROW, JSON, NPY
 from mlx_runtime.companions.serving.predictor import Predictor
 from mlx_runtime.companions.serving.schema import STRING, Column, Schema
+
+JSON = "application/json"
 
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
@@ -38,7 +39,7 @@ def models_document(models: Mapping[str, Predictor]) -> dict[str, Any]:
 def openapi_document(models: Mapping[str, Predictor]) -> dict[str, Any]:
     """Return the OpenAPI description of a server."""
     first = next(iter(models))
-    plain = {"/healthz": "Health", "/schema": "Columns and example rows", "/metrics": "Metrics for Prometheus"}
+    plain = {"/healthz": "Health", "/schema": "Columns and example rows"}
     paths: dict[str, Any] = {
         path: {"get": {"summary": text, "responses": {"200": {"description": text}}}} for path, text in plain.items()
     }
@@ -61,7 +62,7 @@ def _predict(name: str, schema: Schema) -> dict[str, Any]:
         "additionalProperties": False,
     }
     body = {"type": "object", "required": ["rows"], "properties": {"rows": {"type": "array", "items": row}}}
-    content: dict[str, Any] = {JSON: {"schema": body, "example": {"rows": [example_row(schema)]}}, ARROW: {}}
+    content = {JSON: {"schema": body, "example": {"rows": [example_row(schema)]}}}
     answers = {"type": "object", "properties": {"outputs": {"type": "array", "items": {"type": "object"}}}}
     failures = {
         "400": "The body cannot be read",
@@ -75,14 +76,11 @@ def _predict(name: str, schema: Schema) -> dict[str, Any]:
             "summary": f"Answer rows with {name}",
             "operationId": f"predict_{name}",
             "security": [{}, {"token": []}],
-            "requestBody": {
-                "required": True,
-                "content": content | ({NPY: {}} if len(schema.columns) == 1 else {}),
-            },
+            "requestBody": {"required": True, "content": content},
             "responses": {
                 "200": {
                     "description": "The outputs or the error of each row, in order",
-                    "content": {JSON: {"schema": answers}, ARROW: {}, NPY: {}},
+                    "content": {JSON: {"schema": answers}},
                 }
             }
             | {

@@ -19,8 +19,8 @@ POLICY = (
 )
 """The page runs its own script, and calls nothing but its own server."""
 
-HEADERS = (
-    (b"content-type", b"text/html; charset=utf-8"),
-    (b"content-security-policy", POLICY.encode()),
-    (b"referrer-policy", b"no-referrer"),
-)
+HEADERS = {
+    "content-type": "text/html; charset=utf-8",
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+}

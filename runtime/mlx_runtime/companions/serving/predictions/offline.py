@@ -1,23 +1,24 @@
 """Predictions for all rows of a dataset or a file: every row once, in order, by any number of processes."""
 
 import contextlib
-import math
+import itertools
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mlx_runtime.companions.serving.loading import choose_checkpoint, refuse_function
 from mlx_runtime.companions.serving.predictions.parts import Parts, code_digest, part_name
-from mlx_runtime.companions.serving.predictions.sources import SUFFIXES, Rows, Selection, select
+from mlx_runtime.companions.serving.predictions.results import join, table_of, write_part
+from mlx_runtime.companions.serving.predictions.sources import Selection, select
+from mlx_runtime.companions.serving.predictions.tables import Rows
 from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import STRING
 from mlx_runtime.config.projects import AN_EXPERIMENT, EXPERIMENT, main_class
@@ -37,14 +38,14 @@ BATCH_SIZE = 256
 BLOCK_BATCHES = 8
 """Batches per block: the outputs that are in memory, and are lost when the command is killed."""
 
-ALONE = 8
-"""Rows that are also answered alone, to find out whether padding changes outputs."""
+OUTPUTS = (".parquet", ".jsonl")
+"""Suffixes of the files that are written."""
 
 EXIT_S = 5.0
 """Seconds within which the exit code of a lost worker is known."""
 
-LINE_S = (0.2, 10.0)
-"""Seconds between two lines of progress: in a terminal, and in a file."""
+LINE_S = 10.0
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,17 @@ class Job:
     rows: Selection
     output: Path
     parts: Path
+    finished: Mapping[int, int]  # rows of the blocks that an interrupted command has written
     options: Options
     workers: int
     devices: tuple[str | None, ...]  # of the workers, in turn
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A block that has been written."""
 
-    number: int
     rows: int  # fewer than in other blocks, or 0, at the end
-    total: int | None  # rows of all blocks, or an estimate of them
-    began: float  # time.monotonic(), once its first rows were read
     reads: tuple[str, ...]  # columns that predict reads
-    note: str = ""  # warning about the outputs
 
 
 def predict(run: str, output: Path, options: Options) -> str:
@@ -123,20 +120,21 @@ def predict(run: str, output: Path, options: Options) -> str:
         "device": options.device or ("cuda" if gpus else "cpu"),
         "src": "stored" if options.trust else code_digest(Path.cwd()),
     }
-    parts = Parts(output, manifest, options.block_rows)
-    job = Job(folder.location, checkpoint.name, rows, output, parts.folder, options, workers, devices)
+    parts = Parts(output, manifest)
+    job = Job(folder.location, checkpoint.name, rows, output, parts.folder, parts.finished, options, workers, devices)
     control = StopRequests()
     progress = Progress(f"{folder.title} {checkpoint.name} on {rows.title}")
+    finished = False
     try:
-        with sigterm_stops(control), contextlib.closing(progress):
+        with sigterm_stops(control):
             names = _work(job, parts, progress)
-        parts.remove()
+        finished = True
     except KeyboardInterrupt:
         code = control.exit_code if control.reason else RunStopped.exit_code
         done = f"stopped after {plural(progress.done, 'row')}; to continue, type the same command again"
         raise RunStopped(done, code) from None
     finally:
-        parts.close()
+        parts.close(finished=finished)
     took = format_duration(time.monotonic() - started)
     columns = f"{plural(progress.done, 'row')} of {', '.join(names)}"
     return f"wrote {output}: {columns}, in {took}, by {folder.title} {checkpoint.name}"
@@ -144,8 +142,8 @@ def predict(run: str, output: Path, options: Options) -> str:
 
 def check_output(output: Path, *, force: bool) -> None:
     """Raise UsageError if an output cannot be written."""
-    if output.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"{output}: files of predictions end with {', '.join(SUFFIXES)}")
+    if output.suffix.lower() not in OUTPUTS:
+        raise UsageError(f"{output}: files of predictions end with {' or '.join(OUTPUTS)}")
     if not output.parent.is_dir():
         raise UsageError(f"there is no folder {output.parent} for {output.name}; create it, or name another with -o")
     if output.exists() and not force:
@@ -158,18 +156,14 @@ def _work(job: Job, parts: Parts, progress: "Progress") -> list[str]:
         main_class(AN_EXPERIMENT, Path.cwd())  # imported once for all workers
     server = ForkServer() if job.workers > 1 else None  # before this process has threads
     try:
-        progress.begin(parts.find(), parts.note)
-        numbers = parts.missing()
-        for done in _blocks_of_workers(server, job, numbers) if server else _blocks(job, numbers):
-            parts.add(done.number, done.rows)
+        progress.begin(sum(job.finished.values()), parts.note)
+        for done in _blocks_of_workers(server, job) if server else _blocks(job, 0):
             progress.advance(done)
     finally:
         if server:
             server.close()
     if not progress.done:
         raise UsageError(f"{job.rows.title} has no rows; {job.output} was not written")
-    from mlx_runtime.companions.serving.predictions.results import join
-
     with _writing(job.output):
         return join(parts.files(), job.output, parts.folder / f".{job.output.name}")
 
@@ -183,27 +177,29 @@ def _writing(output: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {output}: {reason}; to continue, type the same command again") from error
 
 
-def _blocks(job: Job, numbers: Iterator[int]) -> Iterator[Block]:
-    """Write blocks in this process."""
-    with contextlib.ExitStack() as stack:
-        writer = None
-        for number in numbers:
-            writer = writer or stack.enter_context(contextlib.closing(BlockWriter(job, 0)))
-            yield writer.write(number)
+def _blocks(job: Job, rank: int) -> Iterator[Block]:
+    """Write the missing blocks among those of a worker, up to the end of the rows."""
+    writer = None
+    for number in itertools.count(rank, job.workers):
+        rows = job.finished.get(number)
+        if rows is None:
+            writer = writer or BlockWriter(job, rank)
+            block = writer.write(number)
+            yield block
+            rows = block.rows
+        if rows < job.options.block_rows:
+            return
 
 
-def _blocks_of_workers(server: ForkServer, job: Job, numbers: Iterator[int]) -> Iterator[Block]:
-    """Write blocks in several processes, each of which has one in hand at a time."""
+def _blocks_of_workers(server: ForkServer, job: Job) -> Iterator[Block]:
+    """Write blocks in several processes."""
     channels: dict[Any, int] = {}
     try:
         for rank in range(job.workers):
-            if (number := next(numbers, None)) is None:
-                break
-            ours, theirs = Pipe()
+            ours, theirs = Pipe(duplex=False)
             streams = [open(2, "w", closefd=False) for _ in range(2)]  # noqa: SIM115 - stdout is for results
             server.start(rank, partial(work, job, rank), {**os.environ}, [*streams, theirs])
             theirs.close()
-            ours.send(number)
             channels[ours] = rank
         while channels:
             ready: list[Any] = connection.wait(list(channels))
@@ -211,34 +207,29 @@ def _blocks_of_workers(server: ForkServer, job: Job, numbers: Iterator[int]) -> 
                 try:
                     done = channel.recv()
                 except (EOFError, ConnectionError):
-                    raise _lost(server, channels[channel]) from None
+                    codes = dict(server.exits(EXIT_S))
+                    how = exit_reason(codes.get(channels[channel]))
+                    message = f"worker {channels[channel]} {how}; to continue, type the same command again"
+                    raise WorkerLostError(message) from None
                 if isinstance(done, MlxError):
                     raise done
-                yield done
-                following = next(numbers, None)
-                with contextlib.suppress(BrokenPipeError):  # found at the next `recv`
-                    channel.send(following)
-                if following is None:
+                if done is None:
                     channel.close()
                     del channels[channel]
+                else:
+                    yield done
     finally:
         for channel in channels:
             channel.close()
 
 
-def _lost(server: ForkServer, rank: int) -> WorkerLostError:
-    codes = dict(server.exits(EXIT_S))
-    how = exit_reason(codes.get(rank))
-    return WorkerLostError(f"worker {rank} {how}; to continue, type the same command again")
-
-
 def work(job: Job, rank: int, channel: Any) -> int:
-    """Write blocks in this process, which a server has started, by the numbers that arrive on a channel."""
+    """Write the blocks of a worker in this process, which a server has started. Send them, and None at the end."""
     try:
-        writer = BlockWriter(job, rank)
-        while (number := channel.recv()) is not None:
-            channel.send(writer.write(number))
-    except (EOFError, ConnectionError):  # the command was killed
+        for block in _blocks(job, rank):
+            channel.send(block)
+        channel.send(None)
+    except ConnectionError:  # the command was killed
         return 0
     except MlxError as error:
         channel.send(error)
@@ -260,57 +251,21 @@ class BlockWriter:
 
     def write(self, number: int) -> Block:
         """Write a block, which is empty behind the last row."""
-        from mlx_runtime.companions.serving.predictions import results
-
-        options = self._job.options
+        options, tables, count = self._job.options, [], 0
         first, size = number * options.block_rows, options.batch_size
-        outputs, kept, count, note = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list), 0, ""
-        began = 0.0
         for start in range(first, first + options.block_rows, size):
             rows = self._source.read(start, size)
-            began = began or time.monotonic()  # a resumed stream has skipped the rows of earlier blocks
             if not rows.size:
                 break
-            answers = self._answer(rows, start)
-            note = note or (self._warn_of_padding(rows, answers) if start == 0 else "")
-            for values, batch in ((outputs, answers), (kept, rows.kept)):
-                for name, value in batch.items():
-                    values[name].append(value)
+            tables.append(table_of(self._answer(rows, start), rows.kept))
             count += rows.size
         path = self._job.parts / part_name(number, count)
-        table = results.table_of(outputs, kept) if count else None
         with _writing(self._job.output):
-            if table is None:
-                path.touch()
+            if tables:
+                write_part(path, tables)
             else:
-                results.refuse_columns(table.schema, self._job.output)
-                results.write_part(path, table)
-        return Block(number, count, self._source.total(), began, self._predictor.schema.names, note)
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
-
-    def _warn_of_padding(self, rows: Rows, outputs: Mapping[str, Any]) -> str:
-        """Return a warning if the first rows of the dataset have other outputs alone, where they are not padded."""
-        for row in range(min(rows.size, ALONE)):
-            alone = self._source.alone(row)
-            if alone is None:
-                break
-            shapes = {
-                name: (getattr(value[0], "shape", None), getattr(rows.columns[name][row], "shape", None))
-                for name, value in alone.columns.items()
-            }
-            padded = [name for name, (own, shared) in shapes.items() if own != shared]
-            for name, values in self._answer(alone, row).items() if padded else ():
-                one, other = values[0].double(), outputs[name][row].double()
-                if one.shape == other.shape and not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
-                    apart = float((one - other).abs().max())
-                    return (
-                        f"warning: padding changes the outputs: {name} of row {row} differs by {apart:.3g} from that "
-                        f"of the row alone, because predict reads padded {padded[0]}; use a mask, or --batch-size 1"
-                    )
-        return ""
+                path.touch()
+        return Block(count, self._predictor.schema.names)
 
     def _answer(self, rows: Rows, start: int) -> dict[str, Any]:
         """Return the outputs of rows: tensors (rows, ...), or a list of one tensor per row if shapes differ.
@@ -319,15 +274,14 @@ class BlockWriter:
             PredictError: predict failed. The message names the row.
         """
         texts = {column.name for column in self._predictor.schema.columns if column.dtype == STRING}
-        batch, predictor = rows.columns, self._predictor
+        batch, differ = rows.columns, any(isinstance(rows.columns[name], list) for name in {*rows.columns} - texts)
         with temporary_seed(mix_seeds(self._job.rows.seed, start)):  # random outputs do not depend on the worker
-            if any(isinstance(value, list) and name not in texts for name, value in batch.items()):
-                answers = predictor.answer([{name: batch[name][row] for name in batch} for row in range(rows.size)])
-            else:
-                try:
-                    return predictor.predict(batch, rows.size)
-                except PredictError:
-                    answers = predictor.answer_batch(batch, rows.size)
+            try:
+                if not differ:
+                    return self._predictor.predict(batch, rows.size)
+            except PredictError:
+                pass  # again for each row, to name it
+            answers = self._predictor.answer([{name: batch[name][row] for name in batch} for row in range(rows.size)])
         for row, answer in enumerate(answers, start):
             if isinstance(answer, Exception):
                 raise PredictError(f"{self._source.title}: row {row}: {answer}") from answer
@@ -337,18 +291,17 @@ class BlockWriter:
 
 
 class Progress:
-    """Lines on stderr: rows, rows per second, and the estimated time that is left."""
+    """Lines on stderr: rows, and rows per second."""
 
     def __init__(self, title: str) -> None:
         self.done = 0
         self._title, self._shown = title, not Settings.read().quiet
-        self._live = sys.stderr.isatty()
-        self._before, self._began = 0, math.inf
-        self._printed_at = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when the first block was done, and the rows until then
+        self._printed_at = 0.0
 
     def begin(self, done: int, note: str) -> None:
         """Print the title, and how many rows are finished already."""
-        self.done = self._before = done
+        self.done = done
         if note:
             self._print(note)
         more = f", continuing after {plural(done, 'row')}" if done else ""
@@ -357,31 +310,15 @@ class Progress:
     def advance(self, block: Block) -> None:
         """Count the rows of a block."""
         self.done += block.rows
-        if self._began == math.inf:
-            self._print(f"predict reads {', '.join(block.reads)}")
-        self._began = min(self._began, block.began)
-        if block.note:
-            self._print(block.note)
         now = time.monotonic()
-        if not block.rows or now - self._printed_at < LINE_S[not self._live]:
-            return
-        self._printed_at = now
-        rate = (self.done - self._before) / (now - self._began)
-        text = f"{plural(self.done, 'row')}, {rate:,.0f} rows/s"
-        if block.total and rate:
-            left = max(0, block.total - self.done) / rate
-            text += f", {min(1.0, self.done / block.total):.0%}, {format_duration(left)} left"
-        self._print(text, live=self._live)
+        if self._first is None:  # a resumed stream has skipped the rows of earlier blocks
+            self._print(f"predict reads {', '.join(block.reads)}")
+            self._first, self._printed_at = (now, self.done), now
+        if now - self._printed_at >= LINE_S:
+            self._printed_at = now
+            rate = (self.done - self._first[1]) / (now - self._first[0])
+            self._print(f"{plural(self.done, 'row')}, {rate:,.0f} rows/s")
 
-    def close(self) -> None:
-        """Clear the line of a terminal."""
-        self._print("", live=True)
-
-    def _print(self, text: str, *, live: bool = False) -> None:
-        if self._shown and (text or self._live):
-            print(
-                f"\r\033[K{printable(text, one_line=True)}" if self._live else printable(text, one_line=True),
-                end="" if live else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _print(self, text: str) -> None:
+        if self._shown:
+            print(printable(text, one_line=True), file=sys.stderr, flush=True)

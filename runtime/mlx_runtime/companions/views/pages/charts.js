@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts of the page with Plotly, in the colours of the page, and redraws them when the colour scheme changes.
-// A chart has `curves` over steps, or `traces` and a `layout` of Plotly, whose colours are named like those of the page.
+// A chart has `curves` over steps, or a `figure` of Plotly.
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const plots = document.querySelectorAll(".plot");
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -52,10 +52,9 @@ function figure(chart) {
     const range = around(chart.curves.flatMap((curve) => curve.y));
     return [chart.curves.map(trace), {...common, yaxis: {...common.yaxis, ...(range && {range})}}];
   }
-  const paint = (key, value) => (/color$/.test(key) ? colour(value) : value);
-  const [traces, own] = JSON.parse(JSON.stringify([chart.traces, chart.layout]), paint);
-  const axes = {xaxis: {...common.xaxis, ...own.xaxis}, yaxis: {...common.yaxis, ...own.yaxis}};
-  return [traces, {...common, hovermode: "closest", ...own, ...axes}];
+  const {data, layout: own} = structuredClone(chart.figure);
+  const axes = {xaxis: {...common.xaxis, title: null, ...own.xaxis}, yaxis: {...common.yaxis, ...own.yaxis}};
+  return [data, {...common, showlegend: false, hovermode: "closest", ...own, ...axes}];
 }
 
 function draw() {

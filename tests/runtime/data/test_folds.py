@@ -16,10 +16,10 @@ from torch.utils.data import Dataset, IterableDataset
 from mlx_runtime import TrainConfig
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.preparation import make
-from mlx_runtime.companions.sweeps.folds import Fold, fold_rows, leak_warning, rows_digest, with_held_out
 from mlx_runtime.config import composition
 from mlx_runtime.config.building import build, build_group
 from mlx_runtime.config.composition import Config
+from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
 from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError
@@ -62,6 +62,11 @@ class Labelled(Plain):
 
     def fold_groups(self):
         return [row // 5 for row in range(self.rows)]
+
+
+class Labels(Plain):
+    def fold_labels(self):
+        return torch.arange(self.rows) % 4 == 0
 
 
 class Fewer(Rows):
@@ -229,7 +234,7 @@ def test_prepared_columns_are_read_for_both_parts(tmp_path: Path) -> None:
     fold, tree = fold_rows(of)[0], with_held_out(of.tree, 0)
     nodes = {name: tree["datasets"][name] for name in ("train", "val")}
     candidates = [Candidate(name, item, item, 0, Path(__file__).parent) for name, item in nodes.items()]
-    sets = make(candidates, str(tmp_path), lambda _: None, lambda *_: None, lambda: pytest.fail("needs no Ray"))
+    sets = make(candidates, str(tmp_path), lambda _: None, lambda *_: None)
     assert sets["train"].manifest == sets["val"].manifest
     for plain in shards(of, fold):
         prepared = dataclasses.replace(plain, group=None, prepared=sets[plain.name])
@@ -251,7 +256,7 @@ class TestEvaluationMode:
         tree = with_held_out(config(train).tree, 0)
         assert tree["datasets"]["val"] == train | changed
         assert with_held_out(tree, 0) == tree
-        assert bool(leak_warning(tree)) == (not changed)
+        assert bool(Fold.leak_warning(tree)) == (not changed)
 
     def test_nothing_changes_without_a_fold(self) -> None:
         tree = config(node(Rows)).tree
@@ -272,9 +277,18 @@ class TestEvaluationMode:
             None,
             "cfg.cross_validation.folds is 41, but datasets.train has only 40 rows; lower it",
         ),
-        (Plain, 5, splitter("StratifiedKFold"), "needs labels of the rows, but Plain has no method fold_labels;"),
-        (Plain, 5, splitter("GroupKFold"), "needs groups of the rows, but Plain has no method fold_groups;"),
-        (Plain, 5, splitter("StratifiedGroupKFold"), "Plain has no method fold_labels and fold_groups;"),
+        (
+            Plain,
+            5,
+            splitter("StratifiedKFold"),
+            r"cannot split .* \(Plain has no method fold_labels or fold_groups, which",
+        ),
+        (
+            Labels,
+            5,
+            splitter("GroupKFold"),
+            r"GroupKFold cannot split .* \(Labels has no method fold_groups, which",
+        ),
         (Labelled, 35, splitter("StratifiedKFold"), "cannot split the rows of datasets.train: n_splits=35"),
         (
             Labelled,

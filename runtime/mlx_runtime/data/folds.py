@@ -4,12 +4,12 @@ A run with `folds` and `fold` in `cfg.cross_validation` trains on the rows of al
 fold replace `datasets.val`; a second instance of the dataset, in evaluation mode, reads them.
 """
 
-import contextlib
 import copy
+import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ import torch
 from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from mlx_runtime.companions.prepared.fingerprints import digest
 from mlx_runtime.config.building import Tree, build, build_group
 from mlx_runtime.config.composition import Config
 from mlx_runtime.config.constructors.signatures import parameters
@@ -28,10 +27,6 @@ from mlx_runtime.data.sampling import Subset
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
 from mlx_runtime.extras import require
-from mlx_runtime.runs.records import load_record
-
-if TYPE_CHECKING:
-    from mlx_runtime.driver.request import RunConfig
 
 PER_ROW = ("fold_labels", "fold_groups")
 """Methods of a dataset that return an array with one item per row, for splitters that need labels or groups."""
@@ -69,10 +64,29 @@ class Fold(NamedTuple):
         train, held_out = map(torch.from_numpy, self)
         return {"train": Subset(train), "val": Subset(held_out, HELD_OUT)}
 
+    @property
+    def digest(self) -> str:
+        """Digest of its row numbers."""
+        return rows_digest([self])
+
+    @staticmethod
+    def leak_warning(tree: Tree) -> str | None:
+        """Return a warning if `datasets.train` has no argument that selects its evaluation mode."""
+        node = dataset_nodes(tree)["train"]
+        if _switches(node):
+            return None
+        return (
+            "the held-out rows are read exactly as datasets.train reads them: "
+            f"{_class_name(node)} has no argument training or augment that turns off augmentation"
+        )
+
 
 def rows_digest(folds: Sequence[Fold]) -> str:
     """Return a digest of the row numbers of folds."""
-    return digest([rows.astype("<i8").tobytes() for fold in folds for rows in fold])
+    found = hashlib.sha256()
+    for rows in (rows for fold in folds for rows in fold):
+        found.update(len(rows).to_bytes(8, "big") + rows.astype("<i8").tobytes())
+    return found.hexdigest()[:12]
 
 
 def with_held_out(tree: Tree, fold: int | None) -> Tree:
@@ -97,17 +111,6 @@ def with_held_out(tree: Tree, fold: int | None) -> Tree:
     if isinstance(val, dict) and "batch_size" in val and "batch_size" in node:
         changed["batch_size"] = val["batch_size"]
     return tree | {"datasets": group | {"val": {**node, **changed}}}
-
-
-def leak_warning(tree: Tree) -> str | None:
-    """Return a warning if `datasets.train` has no argument that selects its evaluation mode."""
-    node = dataset_nodes(tree)["train"]
-    if _switches(node):
-        return None
-    return (
-        "the held-out rows are read exactly as datasets.train reads them: "
-        f"{_class_name(node)} has no argument training or augment that turns off augmentation"
-    )
 
 
 def fold_rows(config: Config) -> list[Fold]:
@@ -138,14 +141,10 @@ def fold_rows(config: Config) -> list[Fold]:
     try:
         folds = _split(splitter, rows, cfg.seed, arrays)
     except USER_ERRORS as error:
-        methods = " and ".join(_missing_methods(splitter, rows, cfg.seed, arrays))
-        if not methods:
-            raise ConfigError(f"{title} cannot split the rows of datasets.train: {short_message(error)}") from error
-        raise ConfigError(
-            f"{title} needs {methods.replace('fold_', '')} of the rows, but "
-            f"{_class_name(nodes['train'])} has no method "
-            f"{methods}; write it to return an array with one item per row"
-        ) from error
+        missing = [name for name, values in zip(PER_ROW, arrays, strict=True) if values is None]
+        cls, lacks = _class_name(nodes["train"]), " or ".join(missing)
+        cure = f" ({cls} has no method {lacks}, which returns an array with one item per row)" if missing else ""
+        raise ConfigError(f"{title} cannot split the rows of datasets.train{cure}: {short_message(error)}") from error
     if len(folds) != wanted:
         cure = f"set {key}={len(folds)}, or change the arguments of the splitter"
         raise ConfigError(f"{title} makes {len(folds)} folds, but {key} is {wanted}; {cure}")
@@ -155,27 +154,27 @@ def fold_rows(config: Config) -> list[Fold]:
     return folds
 
 
-def fold_of(config: "RunConfig") -> Fold:
-    """Return the rows of a run in a cross-validation. Refuse to resume a run with different rows."""
-    from mlx_runtime.driver.request import new_run  # here, because workers need less
+def fold_of(config: Config, recorded: str | None = None, again: str = "") -> Fold:
+    """Return the rows of a run in a cross-validation.
 
-    number, run = config.cfg.cross_validation.fold, config.run
+    Args:
+        config: Config of the run.
+        recorded: Digest of the rows in the record of a run to resume, which must be the same.
+        again: Command that starts over in a new run.
+    """
+    number = config.cfg.cross_validation.fold
     fold: Fold = fold_rows(config)[number]
-    recorded = (load_record(run).get("fold") or {}).get("rows") if run is not None else None
-    if run is not None and recorded not in (None, rows_digest([fold])):
+    if recorded not in (None, fold.digest):
         raise ConfigError(
-            f"fold {number} has different rows than when {run.title} started: the data, its labels or the splitter has "
-            f"changed. Start over in a new run: {new_run(run, config.cfg)}"
+            f"fold {number} has different rows than when the run started: the data, its labels or the splitter has "
+            f"changed. Start over in a new run: {again}"
         )
     return fold
 
 
 def shuffled_folds(rows: int, folds: int, seed: int) -> list[Fold]:
     """Split numbered rows into folds of about the same size, shuffled by the seed."""
-    require("sklearn", "folds without a splitter")
-    from sklearn.model_selection import KFold
-
-    return _split(KFold(folds, shuffle=True, random_state=seed % 2**32), rows, seed, ())
+    return _split(_shuffling(folds, seed), rows, seed, ())
 
 
 def load_fold(datasets: Tree, cfg: Tree) -> Any:
@@ -200,14 +199,19 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
 def _splitter(config: Config) -> Any:
     section = config.cfg.cross_validation
     if section.splitter is None:
-        require("sklearn", "cfg.cross_validation.folds without a splitter")
-        from sklearn.model_selection import KFold
-
-        return KFold(section.folds, shuffle=True, random_state=config.cfg.seed % 2**32)
+        return _shuffling(section.folds, config.cfg.seed)
     splitter = copy.copy(section.splitter)
     if hasattr(splitter, "n_splits") and "n_splits" not in config.tree["cfg"]["cross_validation"]["splitter"]:
         splitter.n_splits = section.folds
     return splitter
+
+
+def _shuffling(folds: int, seed: int) -> Any:
+    """Return the splitter by default."""
+    require("sklearn", "folds without a splitter")
+    from sklearn.model_selection import KFold
+
+    return KFold(folds, shuffle=True, random_state=seed % 2**32)
 
 
 def _split(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> list[Fold]:
@@ -216,18 +220,6 @@ def _split(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> li
         warnings.filterwarnings("ignore", "The groups parameter is ignored")  # by splitters without groups
         parts = list(splitter.split(np.zeros(rows), *arrays))
     return [Fold(*(np.sort(np.asarray(numbers, np.int64)) for numbers in part)) for part in parts]
-
-
-def _missing_methods(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> Sequence[str]:
-    """Return the missing methods that a splitter needs, found by trying stand-ins for their return values."""
-    missing = [name for name, values in zip(PER_ROW, arrays, strict=True) if values is None]
-    for names in [*([name] for name in missing), missing]:
-        stand_ins = (np.zeros(rows, np.int64), np.arange(rows))
-        given = zip(PER_ROW, arrays, stand_ins, strict=True)
-        with contextlib.suppress(*USER_ERRORS):
-            _split(splitter, rows, seed, [values if name not in names else fake for name, values, fake in given])
-            return names
-    return ()
 
 
 def _per_row(dataset: Any, method: str, rows: int) -> _PerRow:
