@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,18 +217,18 @@ def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, 
     assert "prepared " not in done.stdout
 
 
-def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, environment: dict[str, str]) -> None:
-    folder = experiment("kinds")
-    command = [sys.executable, "-m", "mlx_runtime", "train", "prepare", "datasets.train.slow_s=0.02"]
-    environment = environment | {"RAY_ADDRESS": ""}
-    both = [subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+@pytest.mark.local
+def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, mlx: Mlx, start: Start) -> None:
+    folder = without_streams(experiment("kinds"))
+    assert mlx(folder, "train", "bind").returncode == 0
+    both = [start(folder, "train", "prepare", "datasets.train.slow_s=0.02") for _ in range(2)]
     for one in both:
-        out, _ = one.communicate(timeout=560)
-        assert one.returncode == 0, out
+        out, errors = one.communicate(timeout=100)
+        assert one.returncode == 0, out + errors
         assert "4 prepared in" in out
     store = Store(str(folder / "runs" / ".prepared"))
     found = store.entries()
-    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows", "Rows", "Table", "Table"]
+    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows"] * 4
     for item in found:
         manifest = store.find(item.name)
         assert manifest is not None
