@@ -172,7 +172,9 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
             started.append(commands.start(folder, [*arguments], changed))
         else:
             command, streams = [sys.executable, "-m", "mlx_runtime", *arguments], {"stdout": PIPE, "stderr": PIPE}
-            started.append(subprocess.Popen(command, cwd=folder, env=changed, text=True, **streams))
+            started.append(
+                subprocess.Popen(command, cwd=folder, env=changed, text=True, start_new_session=True, **streams)
+            )
         return started[-1]
 
     yield start

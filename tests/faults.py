@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from clusters import IDLE, START_S
+from forkserver import Command, Commands
 
 from mlx_runtime.runs.checkpoints.store import read
 
@@ -177,20 +178,21 @@ class Campaign:
         seed: seed of the moments of the kills.
         raylets: the cluster, or None for the local engine.
         overrides: overrides of the run.
-        environment: environment variables of its driver.
+        commands: starts its drivers.
+        environment: environment variables of its drivers.
     """
 
     folder: Path
     seed: int
     raylets: Any
     overrides: Sequence[str]
+    commands: Commands
     environment: Mapping[str, str]
     recoveries: list[tuple[str, float]] = field(default_factory=list)
     output: str = ""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.log = self.folder / "output.txt"
         self.workers = 4 if "cfg.start_workers=4" in self.overrides else 2
 
     def carry_out(self, kinds: Sequence[str]) -> int:
@@ -203,12 +205,12 @@ class Campaign:
                 at, victim = time.time(), kind
                 if kind in ("driver", "server"):
                     os.kill(driver.pid if kind == "driver" else self._server(), signal.SIGKILL)
-                    driver.wait()
+                    self._end(driver)
                     driver = self._start("--resume=run_001")
                 elif kind == "raylet":
                     self._kill_raylet()
                 elif kind == "save":
-                    self._kill_while_saving(driver)
+                    self._kill_while_saving()
                     at = time.time()
                 else:
                     worker = self._worker()
@@ -222,30 +224,30 @@ class Campaign:
             (self.folder / "diary" / "hurry").touch()
             return driver.wait(timeout=LAST_S)
         finally:
-            if driver.poll() is None:
-                driver.kill()
-                driver.wait()
-            self.output = self.log.read_text()
+            driver.kill()
+            self._end(driver)
 
-    def _start(self, *options: str) -> "subprocess.Popen[bytes]":
+    def _end(self, driver: Command) -> None:
+        """Wait for the end of a driver, and keep what it has printed."""
+        self.output += "".join(driver.communicate())
+
+    def _start(self, *options: str) -> Command:
         environment = dict(self.environment)
         if self.raylets is not None:
             environment |= {"MLX_IN_JOB": "1", "RAY_ADDRESS": self.raylets.address}
         overrides = [*self.overrides, f"cfg.out={self.folder / 'diary'}"]  # workers have a different working directory
-        command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, *options]
-        with self.log.open("ab") as log:
-            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return self.commands.start(self.folder, ["train", "run", *overrides, *options], environment)
 
     def _new(self, since: float) -> list[dict[str, Any]]:
         return [note for note in diary(self.folder) if note["at"] > since]
 
-    def _steps(self, count: int, driver: "subprocess.Popen[bytes]") -> None:
+    def _steps(self, count: int, driver: Command) -> None:
         """Wait until rank 0 has taken that many more steps."""
         at = time.time()
 
         def gone_on() -> bool:
             if driver.poll() is not None:
-                raise RuntimeError(f"the run ended with {driver.returncode}:\n{self.log.read_text()}")
+                raise RuntimeError(f"the run ended with {driver.returncode}:\n{''.join(driver.communicate())}")
             return sum("rows" in note and note["rank"] == 0 for note in self._new(at)) >= count
 
         wait_for(gone_on)
@@ -266,7 +268,7 @@ class Campaign:
         self.raylets.add_node(num_cpus=1)
         self.raylets.remove_node(node, allow_graceful=False)
 
-    def _kill_while_saving(self, driver: "subprocess.Popen[bytes]") -> None:
+    def _kill_while_saving(self) -> None:
         checkpoints = run_of(self.folder) / "checkpoints"
         sharded = "cfg.strategy=fsdp" in self.overrides
         pid = self._worker(rank=None if sharded else 0)["pid"]  # without shards, rank 0 writes everything
@@ -301,8 +303,11 @@ def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
         undisturbed, disturbed = make(Path(place) / "undisturbed"), make(Path(place) / "disturbed")
         command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, "cfg.pause_s=0"]
         subprocess.run(command, cwd=undisturbed, env=environment, check=True, stdout=subprocess.DEVNULL)
-        with cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets:
-            campaign = Campaign(disturbed, seed, raylets, overrides, environment)
+        with (
+            cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets,
+            Commands(environment) as commands,
+        ):
+            campaign = Campaign(disturbed, seed, raylets, overrides, commands, environment)
             status = campaign.carry_out(kinds)
         problems = [] if status == 0 else [f"the run ended with {status}"]
         problems += verdict(disturbed, undisturbed, epochs, stages=2 if "pipeline" in strategy else 1)

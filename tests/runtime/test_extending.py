@@ -26,6 +26,9 @@ PAGE = ROOT / "docs" / "guides" / "extending.md"
 Run = Callable[..., str]
 """Calls `mlx` in the experiment, and returns what it prints."""
 
+Weights = Callable[[dict[str, str], str], list[str]]
+"""Returns the metric of each epoch of a run: `weights(settings, "experiment")`."""
+
 EXPERIMENT = """
 from dataclasses import dataclass
 
@@ -223,8 +226,22 @@ def split(layered: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     return caller(layered, mlx, settings)
 
 
+@pytest.fixture(scope="session")
+def weights(commands: Commands, environment: dict[str, str]) -> Weights:
+    script = "import sys, mlx_runtime; print(*mlx_runtime.open_run(sys.argv[1]).metrics()['weight'].dropna())"
+
+    def weights(settings: dict[str, str], name: str) -> list[str]:
+        done = commands.run(ROOT, [f"{name}/run_001"], environment | settings, TIMEOUT_S, script)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return weights
+
+
 @pytest.fixture(scope="module")
-def ours(extended: Path, mlx: Mlx, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+def ours(
+    extended: Path, mlx: Mlx, installed: Path, weights: Weights, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[str]]:
     """What a run of the local engine in a folder prints, and its weights."""
     settings = variables(installed, tmp_path_factory.mktemp("ours"))
     run = caller(extended, mlx, settings)
@@ -247,17 +264,9 @@ def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     return call
 
 
-def weights(settings: dict[str, str], name: str) -> list[str]:
-    """The metric of each epoch of a run."""
-    script = "import sys, mlx_runtime; print(*mlx_runtime.open_run(sys.argv[1]).metrics()['weight'].dropna())"
-    command = [sys.executable, "-c", script, f"{name}/run_001"]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True)
-    return done.stdout.split()
-
-
 @pytest.mark.local
 def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
-    run: Run, settings: dict[str, str], ours: tuple[str, list[str]], tmp_path: Path
+    run: Run, settings: dict[str, str], weights: Weights, ours: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     here, expected = ours
     there = run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.name=other")
@@ -273,7 +282,9 @@ def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(
 
 
 @pytest.mark.examples
-def test_a_run_goes_on_with_another_engine(run: Run, settings: dict[str, str], ours: tuple[str, list[str]]) -> None:
+def test_a_run_goes_on_with_another_engine(
+    run: Run, settings: dict[str, str], weights: Weights, ours: tuple[str, list[str]]
+) -> None:
     run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
     assert weights(settings, "two") == ours[1]
@@ -281,7 +292,7 @@ def test_a_run_goes_on_with_another_engine(run: Run, settings: dict[str, str], o
 
 @pytest.mark.examples
 def test_runs_live_in_a_storage_of_another_package(
-    run: Run, settings: dict[str, str], ours: tuple[str, list[str]], tmp_path: Path
+    run: Run, settings: dict[str, str], weights: Weights, ours: tuple[str, list[str]], tmp_path: Path
 ) -> None:
     database = f"cfg.storage_path=sqlite://{tmp_path}/runs.db"
     run("train", "run", "cfg.engine=local", database, "cfg.num_epochs=1", "cfg.name=two")

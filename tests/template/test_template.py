@@ -261,14 +261,6 @@ def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
     assert "3 passed" in done.stdout
 
 
-@pytest.mark.examples
-def test_its_own_tests_notice_a_model_that_does_not_train(digits: Path, environment: dict[str, str]) -> None:
-    edit(digits / "src" / "experiment.py", 'self.optimizer_step("adam")', "True")
-    done = make(digits, environment | {"PYTEST_ADDOPTS": "-k a_checkpoint"}, "test")
-    assert done.returncode != 0
-    assert "FAILED tests/test_experiment.py::test_training_continues_from_a_checkpoint" in done.stdout
-
-
 def check(folder: Path) -> None:
     """Lint a project, and check its formatting and its types."""
     with (folder / "pyproject.toml").open("a") as settings:

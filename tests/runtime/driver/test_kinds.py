@@ -1,9 +1,8 @@
 """Datasets of every kind in real runs: on two DDP workers, prepared and not, larger than the object store."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +96,11 @@ class TestDirect:
     def test_threads_are_told(self, direct: tuple[str, Seen]) -> None:
         assert "1 thread per worker" in direct[0]
 
+    def test_a_stream_that_is_not_prepared_needs_ray(self, direct: tuple[str, Seen], folder: Path) -> None:
+        why = "datasets.table is an unprepared stream of Ray Data"
+        assert f"workers   2 DDP workers in embedded Ray on {os.cpu_count()} cores ({why})\n" in direct[0]
+        assert record(folder)["engine"] == {"asked": "auto", "used": "ray"}
+
 
 @pytest.fixture(scope="module")
 def prepared(mlx: Mlx, folder: Path, direct: object) -> tuple[str, Seen]:
@@ -132,15 +136,13 @@ class TestPrepared:
 
     def test_later_runs_use_it_by_themselves(self, prepared: object, mlx: Mlx, folder: Path) -> None:
         shutil.rmtree(folder / "seen")
-        options = ("cfg.start_workers=0", "cfg.num_epochs=1", "datasets.train.slow_s=0.1")
-        done = mlx(folder, "train", "run", *options)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = mlx(folder, "train", "run", "cfg.num_epochs=1", "datasets.train.slow_s=0.1")
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         assert "prepared  train, table, val, test: read from " in done.stdout
-        check_every_row_once_in_equal_steps(seen(folder, 1), ["train", "table"], epochs=1)
-        done = mlx(folder, "train", "run", "--no-prepared", *options)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "prepared " not in done.stdout
-        check_every_row_once_in_equal_steps(seen(folder, 1), ["train", "table"], epochs=1)
+        assert f"workers   2 DDP workers on {os.cpu_count()} cores (local engine)\n" in done.stdout
+        assert "ray       starting" in done.stdout, "rows of the streams are compared with the prepared ones"
+        assert record(folder, "run_003")["engine"] == {"asked": "auto", "used": "local"}
+        check_every_row_once_in_equal_steps(seen(folder), ["train", "table"], epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -210,20 +212,23 @@ def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, 
     done = mlx(folder, "train", "run", "--prepare-batches", *options)
     assert "prepared  train, table, val, test: read" in done.stdout
     check_every_row_once_in_equal_steps(seen(folder, 1), ["train"], epochs=1)
+    done = mlx(folder, "train", "run", "--no-prepared", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "prepared " not in done.stdout
 
 
-def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, environment: dict[str, str]) -> None:
-    folder = experiment("kinds")
-    command = [sys.executable, "-m", "mlx_runtime", "train", "prepare", "datasets.train.slow_s=0.02"]
-    environment = environment | {"RAY_ADDRESS": ""}
-    both = [subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+@pytest.mark.local
+def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, mlx: Mlx, start: Start) -> None:
+    folder = without_streams(experiment("kinds"))
+    assert mlx(folder, "train", "bind").returncode == 0
+    both = [start(folder, "train", "prepare", "datasets.train.slow_s=0.02") for _ in range(2)]
     for one in both:
-        out, _ = one.communicate(timeout=560)
-        assert one.returncode == 0, out
+        out, errors = one.communicate(timeout=100)
+        assert one.returncode == 0, out + errors
         assert "4 prepared in" in out
     store = Store(str(folder / "runs" / ".prepared"))
     found = store.entries()
-    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows", "Rows", "Table", "Table"]
+    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows"] * 4
     for item in found:
         manifest = store.find(item.name)
         assert manifest is not None

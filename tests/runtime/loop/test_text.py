@@ -1,8 +1,6 @@
 """Hugging Face datasets and models in real runs."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +48,7 @@ def test_two_workers_read_every_row_once_and_map_it_once(mlx: Mlx, folder: Path,
 
 @pytest.mark.kills  # it stops and continues a run, and takes ten seconds
 def test_weights_are_downloaded_once_and_not_at_all_if_a_checkpoint_overwrites_them(
-    mlx: Mlx, baked: Path, tmp_path: Path, environment: dict[str, str]
+    mlx: Mlx, python: Mlx, baked: Path, tmp_path: Path
 ) -> None:
     folder = unbound("bert", baked, tmp_path)
     with Hub() as hub:
@@ -82,8 +80,9 @@ def test_weights_are_downloaded_once_and_not_at_all_if_a_checkpoint_overwrites_t
             "assert predictor.schema.names == ('input_ids', 'attention_mask')\n"
             "assert predictor(rows)['logits'].shape == (1, 2)"
         )
-        elsewhere = environment | hub.variables(None) | {"HF_HOME": str(tmp_path / "three")}
-        subprocess.run([sys.executable, "-c", read], cwd=folder, env=elsewhere, check=True)
+        (folder / "read.py").write_text(read)
+        done = python(folder, "read.py", **hub.variables(None), HF_HOME=str(tmp_path / "three"))
+        assert done.returncode == 0, done.stderr
         asked = len(hub.requests)
         run("one", "run", "cfg.start_workers=0", HF_HUB_OFFLINE="1")
         assert (len(weights()), len(hub.requests)) == (1, asked)

@@ -25,7 +25,7 @@ import pytest
 import torch
 from conftest import MAIN, Mlx, Start, Started, edit
 from faults import diary, differences, final_state, points, reports, run_of, wait_for
-from leftovers import marked, of_session
+from leftovers import of_session
 
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
@@ -42,7 +42,6 @@ from mlx_runtime.workers.placement import engine_for
 pytestmark = pytest.mark.local
 
 Make = Callable[[str], Path]
-StartGroup = Callable[..., "subprocess.Popen[str]"]
 
 OFTEN = "cfg.checkpoint_every_steps=3"
 STREAM = "datasets.train._target_=src.experiment.Table"
@@ -81,37 +80,6 @@ if __name__ == "__main__":
 @pytest.fixture
 def acts(experiment: Make) -> Path:
     return experiment("acts")
-
-
-@pytest.fixture
-def start_group(environment: dict[str, str], tmp_path: Path) -> Iterator[StartGroup]:
-    """`start_group(folder, "cfg.act=nothing", ...)` starts a run in the background, in a separate process group.
-
-    Its processes, and all processes that they start, are `marked`.
-    """
-    started: list[subprocess.Popen[str]] = []
-
-    def start_group(folder: Path, *overrides: str, **settings: str) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_runtime", "train", "run", *overrides],
-            cwd=folder,
-            env=environment | {"PYTHONUNBUFFERED": "1", "MLX_TEST_MARK": str(tmp_path)} | settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
-
-    yield start_group
-    for process in started:
-        process.kill()
-        process.wait()
-    for pid in marked(tmp_path):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -198,8 +166,8 @@ class TestTheSameNumbers:
     @pytest.mark.parametrize(
         ("first", "then", "end"),
         [
-            pytest.param("local", "ray", signal.SIGTERM, marks=pytest.mark.cluster),
-            pytest.param("ray", "local", signal.SIGKILL, marks=pytest.mark.cluster),
+            pytest.param("local", "ray", signal.SIGKILL, marks=pytest.mark.cluster),
+            pytest.param("ray", "local", signal.SIGTERM, marks=pytest.mark.cluster),
             ("local", "local", signal.SIGKILL),
         ],
     )
@@ -209,7 +177,6 @@ class TestTheSameNumbers:
         then: str,
         end: signal.Signals,
         start: Start,
-        start_group: StartGroup,
         mlx: Mlx,
         bound: Path,
         finished: Callable[..., Path],
@@ -217,13 +184,11 @@ class TestTheSameNumbers:
     ) -> None:
         """Between them, the two runs that change the engine take every step on Ray."""
         folder = Path(shutil.copytree(bound, tmp_path / "faults"))
-        words = (OFTEN, f"cfg.engine={first}", "cfg.pause_s=1", "cfg.pause_from=10")
-        process = start_group(folder, *words) if first == "ray" else start(folder, "train", "run", *words)
+        process = start(folder, "train", "run", OFTEN, f"cfg.engine={first}", "cfg.pause_s=1", "cfg.pause_from=10")
         wait_for(lambda: any(note.get("step") == 10 for note in diary(folder)))
         process.send_signal(end)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == (143 if end == signal.SIGTERM else -signal.SIGKILL), errors
-        wait_for(lambda: not marked(tmp_path), 180)  # Ray's agents first try to reach the driver
         done = mlx(folder, "train", "run", "--resume", f"cfg.engine={then}", "cfg.pause_s=0")
         assert done.returncode == 0, done.stderr
         assert "restored  " in done.stdout
@@ -581,26 +546,24 @@ class TestStart:
 class TestNothingIsLeft:
     """Whichever process is killed, no process of the run survives, and one line says how it ended."""
 
-    WAITING = ("cfg.act=wait_to_be_killed", "cfg.count=300", "cfg.elastic.max_failures=0")
+    WAITING = ("train", "run", "cfg.act=wait_to_be_killed", "cfg.count=300", "cfg.elastic.max_failures=0")
 
-    def test_the_driver_is_killed_while_it_starts(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
-        process = start_group(acts, *self.WAITING)
+    def test_the_driver_is_killed_while_it_starts(self, start: Start, acts: Path) -> None:
+        process = start(acts, *self.WAITING)
         wait_for(lambda: children(process.pid), 60)  # the fork server
         process.kill()
-        wait_for(lambda: not marked(tmp_path), 60)
+        wait_for(lambda: not of_session(process.pid), 60)
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
-    def test_the_driver_is_killed_while_it_trains(
-        self, method: str, start_group: StartGroup, acts: Path, tmp_path: Path
-    ) -> None:
+    def test_the_driver_is_killed_while_it_trains(self, method: str, start: Start, acts: Path) -> None:
         """Processes that workers have started end as well."""
-        process = start_group(acts, *self.WAITING, MLX_START_METHOD=method)
-        wait_for(lambda: len(marked(tmp_path)) >= 6, 120)
+        process = start(acts, *self.WAITING, MLX_START_METHOD=method)
+        wait_for(lambda: len(of_session(process.pid)) >= 6, 120)
         process.kill()
-        wait_for(lambda: not marked(tmp_path), 60)
+        wait_for(lambda: not of_session(process.pid), 60)
 
-    def test_the_fork_server_is_killed(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
-        process = start_group(acts, *self.WAITING)
+    def test_the_fork_server_is_killed(self, start: Start, acts: Path) -> None:
+        process = start(acts, *self.WAITING)
         wait_for(lambda: seen(acts), 60)
         (server,) = children(process.pid)
         os.kill(server, signal.SIGKILL)
@@ -610,11 +573,13 @@ class TestNothingIsLeft:
         )
         assert process.returncode == 1
         assert record(acts)["status"] == "FAILED"
-        pids = [found["pid"] for found in seen(acts)]
-        wait_for(lambda: not set(marked(tmp_path)) & set(pids), 60)
+        workers = {found["pid"] for found in seen(acts)}
+        wait_for(lambda: not workers & set(of_session(process.pid)), 60)
+        for pid in of_session(process.pid):  # what the workers have started
+            os.kill(pid, signal.SIGKILL)
 
-    def test_a_worker_is_killed_that_has_children(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
-        process = start_group(acts, *self.WAITING)
+    def test_a_worker_is_killed_that_has_children(self, start: Start, acts: Path) -> None:
+        process = start(acts, *self.WAITING)
         victim = wait_for(lambda: seen(acts), 60)[1]["pid"]
         assert children(victim)
         os.kill(victim, signal.SIGKILL)
@@ -622,7 +587,7 @@ class TestNothingIsLeft:
         assert process.returncode == 1
         why = "rank 1 was killed by SIGKILL (out of memory?)"
         assert errors.splitlines()[0] == f"error: a worker was lost: {why}"
-        wait_for(lambda: not marked(tmp_path), 60)  # they were killed, and may take a moment to end
+        wait_for(lambda: not of_session(process.pid), 60)  # they were killed, and may take a moment to end
 
     @pytest.mark.local
     def test_a_worker_is_killed_that_has_forked(self, server: ForkServer) -> None:
@@ -704,24 +669,18 @@ class TestInterrupt:
             pytest.param("workers train", marks=pytest.mark.local),
         ],
     )
-    def test_it_ends_the_run(
-        self, moment: str, later_s: float, times: int, start: Start, start_group: StartGroup, acts: Path, tmp_path: Path
-    ) -> None:
-        if moment == "workers train":  # however it was started
-            process = start(acts, "train", "run", *TestNothingIsLeft.WAITING)
-        else:
-            process = start_group(acts, *TestNothingIsLeft.WAITING)
-        self.check(process, moment, later_s, times, acts, tmp_path)
+    def test_it_ends_the_run(self, moment: str, later_s: float, times: int, start: Start, acts: Path) -> None:
+        new = {"PYTHONUNBUFFERED": "1"} if moment == "torch is imported" else {}  # for a new interpreter
+        process = start(acts, *TestNothingIsLeft.WAITING, **new)
+        self.check(process, moment, later_s, times, acts)
 
     @pytest.mark.parametrize("moment", ["the run is there", "workers are there"])
-    def test_new_interpreters_are_as_silent(
-        self, moment: str, start_group: StartGroup, acts: Path, tmp_path: Path
-    ) -> None:
+    def test_new_interpreters_are_as_silent(self, moment: str, start: Start, acts: Path) -> None:
         """While they import."""
-        process = start_group(acts, *TestNothingIsLeft.WAITING, MLX_START_METHOD="spawn")
-        self.check(process, moment, 0.1, 1, acts, tmp_path)
+        process = start(acts, *TestNothingIsLeft.WAITING, MLX_START_METHOD="spawn")
+        self.check(process, moment, 0.1, 1, acts)
 
-    def check(self, process: Started, moment: str, later_s: float, times: int, acts: Path, mark: Path) -> None:
+    def check(self, process: Started, moment: str, later_s: float, times: int, acts: Path) -> None:
         wait_for(self.moments(process, acts)[moment], 60, every_s=0.005)
         time.sleep(later_s)
         assert of_session(process.pid)
@@ -734,7 +693,7 @@ class TestInterrupt:
         resume = f"stopped; acts run_001 is marked STOPPED and {left}: mlx train run --resume=run_001"
         assert errors in ("error: interrupted\n", f"{resume}\n")
         assert process.returncode == 130
-        wait_for(lambda: not marked(mark) and not of_session(process.pid), 60)
+        wait_for(lambda: not of_session(process.pid), 60)
         if list(acts.glob("runs/acts/*/run.json")):
             assert record(acts)["status"] == "STOPPED"
 
@@ -820,22 +779,3 @@ class TestAuto:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MLX_WORKER", "1")):
             monkeypatch.setenv(name, value)
         assert engine_for(TrainConfig(start_workers=1)) == ("local", "")
-
-    @pytest.mark.cluster
-    def test_by_datasets(self, mlx: Mlx, experiment: Make) -> None:
-        """A stream of Ray Data that is not prepared needs Ray, of which `--verbose` shows the output."""
-        folder = experiment("faults")
-        overrides = [STREAM, "cfg.num_epochs=1"]
-        cores = os.cpu_count()
-        first = mlx(folder, "train", "run", "--verbose", "--prepare-batches", *overrides)
-        assert first.returncode == 0, first.stderr
-        assert "Started a local Ray instance" in first.stdout + first.stderr
-        why = "datasets.train is an unprepared stream of Ray Data"
-        assert f"workers   2 DDP workers in embedded Ray on {cores} cores ({why})\n" in first.stdout
-        assert record(folder)["engine"] == {"asked": "auto", "used": "ray"}
-        second = mlx(folder, "train", "run", *overrides)
-        assert second.returncode == 0, second.stderr
-        assert f"workers   2 DDP workers on {cores} cores (local engine)\n" in second.stdout
-        assert "ray       starting" in second.stdout, "rows of the stream are compared with the prepared ones"
-        assert "Ray" not in second.stderr, f"Ray started itself, or joined another one: {second.stderr}"
-        assert record(folder, "run_002")["engine"] == {"asked": "auto", "used": "local"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import Mlx
 from faults import REPLICAS, Campaign, run_of, verdict
+from forkserver import Commands
 
 pytestmark = [pytest.mark.kills, pytest.mark.timeout(1800)]
 
@@ -27,6 +28,7 @@ def test_runs_killed_at_random_moments_equal_undisturbed_ones(
     first: str,
     mlx: Mlx,
     make_in: Callable[[str, Path], Path],
+    commands: Commands,
     environment: dict[str, str],
     tmp_path: Path,
 ) -> None:
@@ -40,7 +42,7 @@ def test_runs_killed_at_random_moments_equal_undisturbed_ones(
     overrides = [*REPLICAS[kind], *often]
     done = mlx(undisturbed, "train", "run", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
-    campaign = Campaign(disturbed, KILLS, None, [*overrides, "cfg.pause_s=0.03"], environment)
+    campaign = Campaign(disturbed, KILLS, None, [*overrides, "cfg.pause_s=0.03"], commands, environment)
     assert campaign.carry_out(parts) == 0, campaign.output
     assert verdict(disturbed, undisturbed, epochs, stages=2 if "pipeline" in kind else 1) == []
     record = json.loads((run_of(disturbed) / "run.json").read_text())
