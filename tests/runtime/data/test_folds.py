@@ -244,7 +244,6 @@ class TestEvaluationMode:
             splitter("StratifiedKFold"),
             r"cannot split the rows of datasets.train: .* \(if the splitter needs labels or groups: Plain needs a",
         ),
-        (
         (Labelled, 35, splitter("StratifiedKFold"), "cannot split the rows of datasets.train: n_splits=35"),
         (
             Labelled,
