@@ -137,7 +137,7 @@ def test_the_run_ends_as_if_nobody_had_killed_anything(
     """
     overrides = [*OFTEN, f"cfg.num_epochs={EPOCHS}", *SLOW_TO_SAVE[strategy], "cfg.pause_s=0.15"]
     raylets = request.getfixturevalue("raylets") if engine == "ray" else None
-    campaign = Campaign(folder, 7, raylets, overrides, commands, environment)
+    campaign = Campaign(folder, 7, raylets, overrides, environment, commands)
     with capsys.disabled():
         print()
         status = campaign.carry_out(kinds)

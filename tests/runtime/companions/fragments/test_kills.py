@@ -42,7 +42,7 @@ def test_runs_killed_at_random_moments_equal_undisturbed_ones(
     overrides = [*REPLICAS[kind], *often]
     done = mlx(undisturbed, "train", "run", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
-    campaign = Campaign(disturbed, KILLS, None, [*overrides, "cfg.pause_s=0.03"], commands, environment)
+    campaign = Campaign(disturbed, KILLS, None, [*overrides, "cfg.pause_s=0.03"], environment, commands)
     assert campaign.carry_out(parts) == 0, campaign.output
     assert verdict(disturbed, undisturbed, epochs, stages=2 if "pipeline" in kind else 1) == []
     record = json.loads((run_of(disturbed) / "run.json").read_text())
