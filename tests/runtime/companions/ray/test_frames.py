@@ -80,9 +80,10 @@ def test_a_job_writes_only_the_files_of_its_command(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match="with --on, mlx xp export needs -o PATH"):
         remote.Files(["xp", "export", "src"])
     remote.Files(["xp", "export", "--help"])
-    for path in (".", "/home/me/out", "../out", "../../a"):
+    remote.Files(["xp", "export", "src", "-o", "/ceph/runs/out"], "/ceph/runs")
+    for path in (".", "/home/me/out", "../out", "/ceph/out"):
         with pytest.raises(UsageError, match=f"with --on, -o {path} must be a path below this folder, like -o out"):
-            remote.Files(["xp", "report", "src", "-o", path])
+            remote.Files(["xp", "report", "src", "-o", path], "/ceph/runs")
     assert not outside.exists()
     Path("src/conf.yaml").touch()
     with pytest.raises(UsageError, match="cannot write src/page.html into src"):
