@@ -34,13 +34,6 @@ class TestCapacity:
                 "the cluster has 0 CPUs and 0 GPUs, for 8 workers of 1 CPU; they wait until its autoscaler has started "
                 "nodes",
             ),
-            (TrainConfig(start_workers=3), STATIC, "the cluster has 3 CPUs and 0 GPUs, for 3 workers of 1 CPU"),
-            (
-                TrainConfig(start_workers=1, use_gpu=True),
-                GROWS,
-                "the cluster has 0 CPUs and 0 GPUs, for 1 worker of 1 CPU and 1 GPU; they wait until its autoscaler "
-                "has started nodes",
-            ),
         ],
     )
     def test_it_waits_for_room_that_can_come(self, cfg: TrainConfig, room: Room, text: str) -> None:
