@@ -148,7 +148,7 @@ def outcome(found: dict[str, Any], sweep: str, trial: int) -> tuple[dict[str, An
 
 @pytest.mark.kills
 class TestTrials:
-    @pytest.mark.parametrize(("trial", "epochs"), [(1, 1), (6, 2)])
+    @pytest.mark.parametrize(("trial", "epochs"), [(6, 2)])
     def test_a_trial_is_an_ordinary_run(
         self, trial: int, epochs: int, found: dict[str, Any], folder: Path, mlx: Mlx
     ) -> None:
@@ -235,8 +235,6 @@ class TestSlots:
         [
             ({"start_workers": 0}, None, 8),
             ({"start_workers": 3}, None, 2),
-            ({"cpus_per_worker": 4}, None, 1),
-            ({"start_workers": 20}, None, 1),
             ({"start_workers": 1}, 5, 5),
         ],
     )
@@ -249,11 +247,8 @@ class TestSlots:
         ("workers", "gpus_per_trial", "parallel", "devices"),
         [
             (1, None, None, ["0", "1", "2", "3"]),
-            (0, None, 2, ["0", "1"]),
             (2, None, None, ["0,1", "2,3"]),
-            (1, 2.0, None, ["0,1", "2,3"]),
             (1, 0.5, None, ["0", "1", "2", "3"] * 2),
-            (1, 0.4, 3, ["0", "1", "2"]),
             (8, None, None, [""]),  # more workers than GPUs train on cores, as in a run
             (1, 0.0, 2, ["", ""]),
         ],
@@ -281,18 +276,13 @@ class TestSlots:
         ("cfg", "asked", "message"),
         [
             ({"start_workers": 2}, (5, None), "cannot run 5 trials at a time: each needs 2 of 8 cores, .* 4 fit"),
-            ({"start_workers": 1}, (3, 0.0), ""),
             ({"start_workers": 1}, (3, None), "cannot run 3 trials at a time: each needs 1 of 2 GPUs, .* 2 fit"),
-            ({"start_workers": 1}, (None, 3.0), "cannot run 1 trial at a time: each needs 3 of 2 GPUs, .* 0 fit"),
             (
                 {"start_workers": 2},
                 (None, 0.5),
                 "--gpus-per-trial is 0.5 for 2 workers: each needs whole GPUs",
             ),
-            ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 worker: "),
-            ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),
-            ({"start_workers": 3, "use_gpu": True}, (None, None), "cfg.start_workers=3 needs 3 GPUs"),
             ({"cpus_per_worker": 9}, (None, None), "cfg.cpus_per_worker=9, but this machine has 8 CPUs"),
         ],
     )
@@ -304,9 +294,6 @@ class TestSlots:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if cfg.get("start_workers") == 2 and asked[0] else 2)
-        if not message:
-            assert len(slots(TrainConfig(**cfg), *asked).environments) == 3
-            return
         with pytest.raises((ConfigError, UsageError), match=message) as error:
             slots(TrainConfig(**cfg), *asked)
         assert "\n" not in str(error.value)
