@@ -1,9 +1,7 @@
 """Addresses of clusters, in every form that users type, and the check that Ray responds there."""
 
-import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.companions.jobs.launching import SubmittedJob
 from mlx_runtime.companions.ray import dashboard as dashboard_module
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
@@ -78,68 +75,6 @@ def test_a_port_without_http_is_told_apart_from_a_closed_one() -> None:
             Dashboard.connect(address)
     with pytest.raises(ClusterError, match=r"does not answer \(nothing listens there\)"):
         Dashboard.connect(address)
-
-
-class Busy(BaseHTTPRequestHandler):
-    """Answers every third request about a job."""
-
-    asked = 0
-
-    def do_GET(self) -> None:
-        type(self).asked += "job" in self.path
-        if "job" in self.path and self.asked % 3:
-            return
-        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED", "message": "Job finished."}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-def test_a_busy_cluster_is_asked_again(tmp_path: Path) -> None:
-    with HTTPServer(("127.0.0.1", 0), Busy) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{server.server_port}", "here"))
-        with pytest.raises(ClusterError):
-            dashboard.state("digits-run_001")
-        Busy.asked = 0
-        run = RunFolder(tmp_path / "digits" / "run_001")
-        run.path.mkdir(parents=True)
-        records.Record(run, status="PENDING")
-        assert SubmittedJob(dashboard, "digits-run_001", {}, run).wait() == "SUCCEEDED"
-        server.shutdown()
-
-
-def test_only_jobs_of_earlier_commands_are_removed_from_the_list() -> None:
-    now, removed = time.time() * 1000, list[str]()
-    ends = {"mlx-check-1": now - 120_000, "mlx-check-2": now - 1_000, "mlx-check-3": None, "digits-1": now - 120_000}
-    ends["mlx-check-of-a-user"] = now - 120_000
-
-    class Handler(Busy):
-        def do_GET(self) -> None:
-            jobs = [{"submission_id": job, "end_time": end, "metadata": {"mlx": "check"}} for job, end in ends.items()]
-            content = json.dumps([*jobs[:-1], jobs[-1] | {"metadata": None}]).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_DELETE(self) -> None:
-            removed.append(self.path)
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        Dashboard(Address(f"http://127.0.0.1:{server.server_port}", "here"), "2.60", {}, None, 0.0).forget_ended(
-            "mlx-check-", {"mlx": "check"}
-        )
-        server.shutdown()
-    assert removed == ["/api/jobs/mlx-check-1"]
 
 
 class Asked(HTTPServer):

@@ -12,10 +12,8 @@ import ray.train
 import ray.train.torch
 import torch
 from ray._private import auto_init_hook
-from ray._private.node import Node
 from ray._private.state import state
 from ray.train.v2._internal.execution import train_fn_utils
-from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils
 
 from mlx_runtime.companions.ray import private as ray_private
 from mlx_runtime.companions.ray import private_train
@@ -24,16 +22,6 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.pure
-
-
-def test_ray_starts_what_an_embedded_head_does_without_by_these_names() -> None:
-    started = inspect.getsource(Node.start_head_processes)
-    assert "self.start_api_server(" in started
-    assert "self.start_monitor()" in started
-    methods = Node.start_api_server, Node.start_monitor
-    with ray_private.bare_head():
-        assert not {Node.start_api_server, Node.start_monitor} & {*methods}
-    assert (Node.start_api_server, Node.start_monitor) == methods
 
 
 def test_a_node_that_is_not_in_the_list_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,15 +34,6 @@ def test_a_node_that_is_not_in_the_list_is_not_drained(monkeypatch: pytest.Monke
 
 
 class TestWorkerFunctions:
-    def test_ray_asks_it_nothing_new(self) -> None:
-        """The methods that are not overridden must be correct for a group of workers, too."""
-        ours = {"report", "barrier", "broadcast_from_rank_zero"}
-        for_one = {"get_checkpoint", "get_all_reported_checkpoints", "get_dataset_shard", "get_context"}
-        for_one |= {"get_preemption_info", "is_distributed"}
-        assert TrainFnUtils.__abstractmethods__ == ours | for_one
-        assert ours <= vars(private_train.WorkerFunctions).keys()
-        assert not private_train.WorkerFunctions.__abstractmethods__
-
     def test_a_training_function_has_its_own_for_one_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
         second = Topology(1, 2, torch.device("cpu"))
