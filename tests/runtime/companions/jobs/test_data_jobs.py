@@ -404,18 +404,3 @@ def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_p
     assert storage_at(root).read("data", "lines", "total.txt") == b"6\n"
     shown = mlx(job.project, "data", "show", "--depth", "1", "data", MLX_STORAGE=root).stdout
     assert re.fullmatch(r"└── lines +[\d.]+ kB  6 files", shown.splitlines()[1])
-
-
-def test_verbs_say_where_they_belong(baked: Path, job: SimpleNamespace, mlx: Mlx, tmp_path: Path) -> None:
-    done = mlx(baked, "data", "run")
-    assert done.returncode == 2
-    assert done.stderr.endswith(
-        "is not a data job: it has no src/job.py. Change into one, or make one with: mlx data new NAME\n"
-    )
-    done = mlx(job.project, "data", "run", "--prepare")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: there is no option --prepare; see: mlx data run --help")
-    (job.project / "src" / "job.py").write_text("import mlx_runtime\nclass Job(mlx_runtime.DataJob):\n    pass\n")
-    done = mlx(job.project, "data", "bind")
-    assert done.returncode == 1
-    assert done.stderr == "error: Job has no cfg; write cfg: DataConfig, and declare the other groups the same way\n"

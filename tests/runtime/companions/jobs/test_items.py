@@ -63,13 +63,3 @@ def test_damaged_lines_and_lost_files_are_ignored(tmp_path: Path) -> None:
     assert items(tmp_path, resumed=True).count == 1
     (tmp_path / "output" / "0.txt").unlink()
     assert items(tmp_path, resumed=True).count == 0
-
-
-def test_a_file_that_is_written_again_stays(tmp_path: Path) -> None:
-    """Even if an item that is not repeated had written it, too."""
-    finish(tmp_path, [0])
-    again = items(tmp_path, resumed=True)
-    assert again.results(["other"]) == {}
-    again.add("other", 1, ["0.txt"])
-    again.complete()
-    assert left(tmp_path) == ["0.txt"]

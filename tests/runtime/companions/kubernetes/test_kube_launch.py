@@ -112,15 +112,6 @@ class TestPrinted:
         name = yaml.safe_load(printed)["metadata"]["name"]
         assert shown[1] == printed.replace(name, "digits-4f1c9a")
 
-    def test_options_are_listed(self, launch: Launch) -> None:
-        """The guide names all of them."""
-        done = launch("--", "--help")
-        assert done.returncode == 0
-        assert "MLX_KUBE_IMAGE" in done.stdout
-        page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-        options = {*re.findall(r"--[a-z][a-z-]+", done.stdout)} - {"--kube", "--sweep", "--help"}
-        assert {option for option in options if f"`{option}" not in page} == set()
-
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),

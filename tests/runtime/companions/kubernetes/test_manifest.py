@@ -106,26 +106,6 @@ def test_kuberay_and_kubernetes_accept_it(cfg: TrainConfig, options: dict[str, A
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
 
 
-def test_a_run_of_two_workers() -> None:
-    found = job(claim="runs")
-    spec = found["spec"]
-    assert spec["entrypoint"] == "python main.py 'data.path=a b' '$HOME'"
-    assert (spec["submissionMode"], spec["backoffLimit"], spec["jobId"]) == ("HTTPMode", 2, "digits-1")
-    assert (spec["shutdownAfterJobFinishes"], spec["ttlSecondsAfterFinished"]) == (True, 300)
-    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
-    assert "enableInTreeAutoscaling" not in spec["rayClusterSpec"]
-    assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["MLX_JOB"] == "digits-1"
-    assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
-    assert sizes(found) == (2, 2, 2)
-    for template in (head(found), workers(found)["template"]):
-        assert amounts(template) == {"cpu": "1", "memory": "4Gi"}
-        (container,) = template["spec"]["containers"]
-        assert container["image"] == "registry/digits:1"
-        assert container["volumeMounts"] == [{"name": "storage", "mountPath": "/mnt/runs"}]
-        assert template["spec"]["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
-        assert template["spec"]["terminationGracePeriodSeconds"] == 60
-
-
 def test_workers_of_a_pod_share_it() -> None:
     cfg = TrainConfig(start_workers=6, use_gpu=True, gpus_per_worker=2, cpus_per_worker=3)
     found = job(cfg, workers_per_pod=4, memory="1536Mi")
