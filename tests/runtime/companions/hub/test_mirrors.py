@@ -4,8 +4,9 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +28,7 @@ from mlx_runtime.companions.hub.remote import MirroredRun
 from mlx_runtime.companions.hub.repository import Repository, UnreachableError
 from mlx_runtime.config import composition
 from mlx_runtime.driver import request
-from mlx_runtime.driver.planning import AccompaniedRun
-from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, StorageError, UsageError
+from mlx_runtime.errors import MissingLibraryError, MlxError, StorageError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
@@ -387,16 +387,6 @@ def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(
     assert json.loads(server.files("alice/digits")["mirror.json"])["time"] >= max(times)
 
 
-def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> None:
-    training = Training(tmp_path)
-    following = training.follow()
-    server.commit(server.repositories["models/alice/digits"], "edit", server.files("alice/digits") | {"NOTES.md": b"!"})
-    training.save(0)
-    training.record.finish("SUCCEEDED")
-    assert "is complete" in following.finish(60)[-1].text
-    assert server.files("alice/digits")["NOTES.md"] == b"!"
-
-
 @pytest.mark.kills
 class TestEnd:
     def test_it_waits_no_longer_than_it_may(self, server: Hub, tmp_path: Path) -> None:
@@ -418,6 +408,14 @@ class TestEnd:
         assert len(server.uploads) == 2
         assert server.files("alice/digits").items() >= local_files(training.folder).items()
         assert pushing.unfinished_runs(str(tmp_path)) == []
+
+    def test_ctrl_c_ends_the_wait(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        server.faults = Faults(1, ("silence",))
+        training.record.finish("SUCCEEDED")
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert "is unfinished: the wait for it was interrupted; complete it with" in following.finish(1000)[-1].text
 
     def test_a_checkpoint_never_waits(self, server: Hub, tmp_path: Path) -> None:
         training = Training(tmp_path)
@@ -664,21 +662,6 @@ class Digits(BaseModule):
     cfg: TrainConfig
 
 
-def test_overrides_are_checked_before_a_download(server: Hub, tmp_path: Path) -> None:
-    training = Training(tmp_path / "a")
-    training.save(0)
-    training.record.finish("STOPPED")
-    pushing.push(training.folder, URI)
-    asked = len(server.requests)
-    (tmp_path / "conf.yaml").write_text(
-        f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}'}}\n"
-    )
-    with pytest.raises(ConfigError, match="there is no key 'cfg.num_epoch'"):
-        request.load_config(Digits, ["--resume=auto", "cfg.num_epoch=3"], tmp_path / "conf.yaml")
-    assert len(server.requests) == asked
-    assert not (tmp_path / "b").exists()
-
-
 RECORD = {"experiment": "digits", "run": "run_001", "status": "SUCCEEDED"}
 
 
@@ -906,75 +889,10 @@ def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: p
     assert not isinstance(again, WarningNotice)
 
 
-def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
-    training = Training(tmp_path)
-    run = AccompaniedRun(training.record, training.reasons.append, print)
-    mirroring = extension.Mirroring(Mirror(URI), 60)
-    server.faults = Faults(1, ("503",))
-    with pytest.raises(UnreachableError) as caught, mirroring.accompany(run):
-        pass
-    assert caught.value.hint.startswith("To train without it: cfg.hub.mirror=null. To upload the run later: mlx xp")
-
-
 def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingLibraryError, match=r'needs huggingface_hub; type: pip install "mlx-runtime\[hub\]"$'):
         Mirror(URI)
-
-
-INTERRUPTED = """
-import os, signal, sys
-from mlx_runtime.cli import main
-from mlx_runtime.driver.run_recorder import RunRecorder
-
-succeed = RunRecorder.succeed
-
-
-def interrupted(self):
-    ended = succeed(self)
-    if RunRecorder.succeed is interrupted:  # once
-        RunRecorder.succeed = succeed
-        os.kill(os.getpid(), signal.SIGINT)
-    return ended
-
-
-RunRecorder.succeed = interrupted
-main()
-"""
-
-
-@pytest.mark.kills
-def test_ctrl_c_at_the_end_while_the_hub_is_silent(
-    mlx: Mlx, experiment: Callable[[str], Path], environment: dict[str, str], tmp_path: Path
-) -> None:
-    """The run has succeeded, and does not wait for its mirror, which `mlx xp push` completes."""
-    folder = experiment("faults")
-    (tmp_path / "script.py").write_text(INTERRUPTED)
-    with Hub() as server:
-        server.faults = Faults(
-            1, ("silence",), lambda method, path: "/commit/" in path and bool(server.commits("alice/faults"))
-        )
-        command = ("train", "run", "cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "cfg.hub.timeout_s=1000")
-        done = subprocess.run(
-            [sys.executable, tmp_path / "script.py", *command],
-            cwd=folder,
-            env=environment | server.variables(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert (
-            "unfinished: the wait for it was interrupted; complete it with: mlx xp push faults run_001" in done.stdout
-        )
-        record = json.loads((folder / "runs" / "faults" / "run_001" / "run.json").read_text())
-        assert record["status"] == "SUCCEEDED"
-        assert server.commits("alice/faults") == ["Attempt 1 of faults/run_001"]
-        server.faults = Faults()
-        done = mlx(folder, "xp", "push", **server.variables())
-        assert "hf://alice/faults is complete" in done.stdout, done.stderr
-        assert server.commits("alice/faults")[-1] == "faults/run_001: SUCCEEDED, step 48"
 
 
 @pytest.mark.kills

@@ -156,7 +156,7 @@ def test_folders_that_arguments_name(project: SimpleNamespace, tmp_path: Path, m
     images.mkdir(parents=True)
     (tmp_path / ".cache").mkdir()
     (images / "1.png").touch()
-    outside = tmp_path.with_name("outside")
+    outside = tmp_path.with_name("images_outside")
     outside.mkdir()
     (images / "outside").symlink_to(outside)
     (images / "itself").symlink_to("itself")

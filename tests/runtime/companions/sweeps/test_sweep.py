@@ -3,25 +3,22 @@
 import dataclasses
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fakes import FakeEngine, metrics, plan_of
 from faults import wait_for
 
-from mlx_runtime.companions.sweeps import starting, terminal
+from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
 from mlx_runtime.companions.sweeps.scores import Trial, TrialRun
-from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.events import EpochEnded, StopRequested
+from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
 from mlx_runtime.storage.leases import lease
 
@@ -177,47 +174,6 @@ def test_a_resumed_sweep_prunes_no_trial_that_it_had_continued(tmp_path: Path) -
     assert not sweep.handle(jobs[1], EpochEnded(1, 9, {"val/loss": 2.0}, 0.1))
 
 
-def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
-    plan, heard = plan_of(tmp_path, LR), []
-    sweep = starting.claim(plan, listeners=[heard.append])
-
-    def score(job: Any, epoch: int) -> float:
-        if (job.trial, epoch) == (2, 0):
-            sweep.control.request("Ctrl-C")
-        return loss(job, epoch)
-
-    with sweep.supervise():
-        FakeEngine(score).run(sweep)
-    assert record_of(tmp_path)["status"] == "STOPPED"
-    assert heard[-1] == SweepEnded("STOPPED", best=1, unfinished=2, failed=0)
-    assert [event.why for event in heard if isinstance(event, StopRequested)] == ["Ctrl-C"]
-    again = FakeEngine(loss)
-    carry_out(resumed(plan, tmp_path), again)
-    begun, new = again.seen
-    assert (begun.trial, begun.overrides, begun.run) == (2, (), str(job_path(tmp_path, 2)))
-    assert (new.trial, new.overrides[0]) == (3, "lr=3")
-    assert [len(metrics(job)) for job in again.seen] == [3, 3]
-    assert record_of(tmp_path)["status"] == "SUCCEEDED"
-
-
-def job_path(root: Path, number: int) -> Path:
-    return root / "digits" / f"run_{number:03d}"
-
-
-def test_the_second_request_kills(tmp_path: Path) -> None:
-    sweep = starting.claim(plan_of(tmp_path, LR))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    terminal.handle_signals(sweep)
-    seen = []
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-        signal.raise_signal(number)
-        seen.append((sweep.stopping, sweep.killing))
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert seen == [(True, False), (True, False), (True, True)]
-    assert sweep.control.reason == "SIGTERM"
-
-
 def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path: Path) -> None:
     def found(root: Path, stop_at: tuple[int, int] | None = None) -> list[tuple]:
         sweep: Any = None
@@ -277,15 +233,6 @@ def test_a_second_driver_is_refused(tmp_path: Path) -> None:
     starting.claim(resumed(plan, tmp_path))
 
 
-def test_the_rows_of_the_folds_are_stored(tmp_path: Path) -> None:
-    rows = np.arange(4)
-    folds = tuple(Fold(np.delete(rows, held_out), np.array(held_out)) for held_out in ([0, 3], [1], [2]))
-    starting.claim(dataclasses.replace(plan_of(tmp_path, LR, folds=3), rows=folds))
-    with np.load(tmp_path / "digits" / "sweep_001" / starting.FOLDS) as stored:
-        assert [part.tolist() for part in stored.values()] == [[0, 3], [1], [2]]
-    assert record_of(tmp_path)["fold_rows"] == rows_digest(folds)
-
-
 def test_a_run_that_is_being_trained_is_not_taken_from_its_driver(tmp_path: Path) -> None:
     plan, engine = plan_of(tmp_path, LR), FakeEngine(loss)
     sweep = starting.claim(plan)
@@ -311,34 +258,6 @@ def test_a_driver_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> Non
     with pytest.raises(MlxError, match="taken over"), sweep.supervise():
         engine()
     assert record_of(tmp_path)["status"] == "RUNNING"
-
-
-def test_a_folder_that_became_another_run_is_left_alone(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, LR)
-    claimed = starting.claim(plan)
-    assert claimed.next() is not None
-    other = {"status": "SUCCEEDED", "epoch": 5, "sweep": {"name": "sweep_001", "trial": 1, "fold": 1}}
-    (tmp_path / "digits" / "run_001" / "run.json").write_text(json.dumps(other))
-    claimed.record.finish("STOPPED")
-    engine = FakeEngine(loss)
-    carry_out(resumed(plan, tmp_path), engine)
-    assert [job.run[-7:] for job in engine.seen] == ["run_002", "run_003", "run_004"]
-    assert [trial["runs"] for trial in record_of(tmp_path)["trials"]] == [["run_002"], ["run_003"], ["run_004"]]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "waiting", "status"),
-    [
-        (["RUNNING", "PENDING", "PENDING"], 1, "RUNNING"),
-        (["SUCCEEDED", "STOPPED", "PENDING"], 2, "STOPPED"),
-        (["SUCCEEDED", "FAILED", "PENDING"], None, "FAILED"),
-        (["SUCCEEDED", "PRUNED", "PENDING"], None, "PRUNED"),
-    ],
-)
-def test_the_folds_of_a_trial(statuses: list[str], waiting: int | None, status: str) -> None:
-    trial = Trial(1, {}, [TrialRun(status=item) for item in statuses], "val/loss", "min")
-    assert (trial.next_index, trial.status) == (waiting, status)
-    assert trial.done == (status in ("FAILED", "PRUNED", "SUCCEEDED") and "RUNNING" not in statuses)
 
 
 def test_names_of_sweeps(tmp_path: Path) -> None:
