@@ -21,7 +21,7 @@ from hub_server import Faults, Hub
 from huggingface_hub import HfApi
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
-from mlx_runtime.companions.hub import card, claims, extension, mirror, pushing, remote, repository, restoring
+from mlx_runtime.companions.hub import claims, extension, mirror, pushing, remote, repository, restoring
 from mlx_runtime.companions.hub.commands import xp_push as push
 from mlx_runtime.companions.hub.mirror import Allowance, Follower, Mirror, SupersededError
 from mlx_runtime.companions.hub.remote import MirroredRun
@@ -919,13 +919,3 @@ def test_the_second_of_two_machines_is_refused_while_the_first_trains(
         assert "mlx xp push" not in shown
         assert errors.startswith("stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
         assert server.commits("alice/faults")[-1] == "elsewhere"
-
-
-@pytest.mark.pure
-def test_the_card_of_a_class_elsewhere_trains_it_from_python(tmp_path: Path) -> None:
-    record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.hub.mirror=hf://a/b"]}
-    text = card.text(record, tmp_path / "conf.yaml")
-    call = 'if __name__ == "__main__":\n    run(Experiment, ["cfg.seed=3"])'
-    assert f"from src.notebook import Experiment\n\n{call}" in text
-    assert "mlx train run" not in text.partition("## Reproduce")[2].partition("##")[0]
-    assert "mlx train run cfg.seed=3" in card.text(record | {"experiment_class": None}, tmp_path / "conf.yaml")

@@ -96,15 +96,6 @@ def test_the_storage_itself_is_refused(folder: Path, path: str) -> None:
         refuse_in_use(path_in(str(folder), path))
 
 
-def test_paths_over_links_inside_are_understood(folder: Path, tmp_path: Path) -> None:
-    (folder / "shortcut").symlink_to(folder / "data")
-    (tmp_path / "alias").symlink_to(folder)
-    assert path_in(str(folder), "shortcut/digits").parts == ("data", "digits")
-    assert path_in(str(folder), "data/digits/../digits").parts == ("data", "digits")
-    assert path_in(str(folder), str(tmp_path / "alias" / "data")).parts == ("data",)
-    assert path_in(str(tmp_path / "alias"), "data").parts == ("data",)
-
-
 @pytest.mark.process
 def test_of_a_link_only_the_link_goes(folder: Path, tmp_path: Path, mlx: Mlx) -> None:
     (tmp_path / "elsewhere").mkdir()

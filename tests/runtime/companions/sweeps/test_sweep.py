@@ -66,28 +66,6 @@ def table(root: Path) -> list[tuple]:
     return rows
 
 
-def test_a_grid_runs_all_trials_in_order_and_finds_the_best(tmp_path: Path) -> None:
-    heard: list = []
-    carry_out(plan_of(tmp_path, LR, WIDTH), FakeEngine(loss), heard)
-    found = record_of(tmp_path)
-    assert found["status"] == "SUCCEEDED"
-    assert [trial["trial"] for trial in found["trials"]] == [1, 2, 3, 4, 5, 6]
-    assert [trial["values"] for trial in found["trials"][:2]] == [{"lr": "1", "width": "8"}, {"lr": "1", "width": "16"}]
-    assert [trial["runs"] for trial in found["trials"]] == [[f"run_{number:03d}"] for number in range(1, 7)]
-    ended = [event for event in heard if isinstance(event, TrialEnded)]
-    assert [(event.trial, event.best) for event in ended][:2] == [(1, (1, 1.08)), (2, (1, 1.16))]
-    assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=0)
-
-
-def test_the_overrides_of_a_run_are_all_that_was_typed(tmp_path: Path) -> None:
-    engine = FakeEngine(loss)
-    carry_out(plan_of(tmp_path, "a=1", "lr=1,2", "b=2", folds=2), engine)
-    job = engine.seen[3]
-    assert (job.sweep, job.trial, job.fold, dict(job.values)) == ("sweep_001", 2, 1, {"lr": "2"})
-    assert job.run == str(tmp_path / "digits" / "run_004")
-    assert job.overrides == ("a=1", "lr=2", "b=2", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=1")
-
-
 def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> None:
     heard: list = []
     carry_out(plan_of(tmp_path, "lr=1,2", folds=3), FakeEngine(loss, parallel=2), heard)
