@@ -1185,7 +1185,7 @@ def test_the_second_of_two_machines_is_refused_while_the_first_trains(
 def test_the_card_of_a_class_elsewhere_trains_it_from_python(tmp_path: Path) -> None:
     record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.hub.mirror=hf://a/b"]}
     text = card.text(record, tmp_path / "conf.yaml")
-    call = 'if __name__ == "__main__":\n    run(Experiment, ["cfg.seed=3"])'
+    call = 'run(Experiment, ["cfg.seed=3"])'
     assert f"from src.notebook import Experiment\n\n{call}" in text
     assert "mlx train run" not in text.partition("## Reproduce")[2].partition("##")[0]
     assert "mlx train run cfg.seed=3" in card.text(record | {"experiment_class": None}, tmp_path / "conf.yaml")
