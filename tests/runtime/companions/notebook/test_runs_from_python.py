@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -228,7 +228,7 @@ class InAThread:
     """A run whose process is a thread: it sends epochs until it is asked to stop."""
 
     def __init__(self, end: RunEnded | None = None) -> None:
-        self._end = end or RunEnded("STOPPED", {})
+        self._end, self.go = end or RunEnded("STOPPED", {}), threading.Event()
 
     def follow(self) -> RunProcess:
         return RunProcess(self, 0, self._train, {})  # type: ignore[arg-type]
@@ -239,6 +239,7 @@ class InAThread:
     def _train(self, connection: Any) -> None:
         with connection:
             connection.send(RunStarted(RunInfo("digits", "run_001", Path("/runs"), "/runs/digits/run_001", {}, 1)))
+            self.go.wait(30)
             for epoch in range(10_000):
                 connection.send(EpochEnded(epoch, 10_000, {}, 0.1))
                 connection.send(FunctionReport(({"epoch": epoch},)))
@@ -251,6 +252,13 @@ class InAThread:
 JOB = RunJob("src.experiment", "Experiment", Request(), (), address="http://head:8265")
 
 
+def start(cls: Callable[..., Any], listeners: Sequence[Any] = (), end: RunEnded | None = None) -> Any:
+    """Start a run whose first epoch arrives after its handle is returned."""
+    running = cls(JOB, listeners, False, process := InAThread(end))
+    process.go.set()
+    return running
+
+
 @pytest.mark.pure
 def test_a_listener_or_callback_may_stop_its_run() -> None:
     def listen(event: Event) -> None:
@@ -261,8 +269,8 @@ def test_a_listener_or_callback_may_stop_its_run() -> None:
         if results[0]["epoch"] == 5:
             calling.stop()
 
-    training = Training(JOB, [listen], False, InAThread())  # type: ignore[arg-type]
-    calling = FunctionRun(JOB, [call], False, InAThread())  # type: ignore[arg-type]
+    training = start(Training, [listen])
+    calling = start(FunctionRun, [call])
     for numbers in ([epoch.epoch for epoch in training], [results[0]["epoch"] for results in calling]):
         assert numbers == list(range(len(numbers)))
         assert len(numbers) > 5
@@ -272,7 +280,7 @@ def test_a_listener_or_callback_may_stop_its_run() -> None:
 @pytest.mark.pure
 def test_another_thread_may_stop_a_run() -> None:
     for _ in range(20):
-        running = Training(JOB, [], False, InAThread())  # type: ignore[arg-type]
+        running = start(Training)
         with ThreadPoolExecutor() as threads:
             reading = threads.submit(lambda: [epoch.epoch for epoch in running])  # noqa: B023
             time.sleep(0.01)
@@ -299,7 +307,7 @@ def test_an_interrupted_run_names_what_to_do(end: RunEnded, note: str) -> None:
         if isinstance(event, EpochEnded) and event.epoch == 5:
             raise KeyboardInterrupt
 
-    running = Training(JOB, [interrupt], False, InAThread(end))  # type: ignore[arg-type]
+    running = start(Training, [interrupt], end)
     with pytest.raises(KeyboardInterrupt) as caught:
         running.result()
     assert caught.value.__notes__ == [note]
