@@ -121,7 +121,8 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
         further = f". To train further, raise cfg.num_epochs={epochs} or cfg.max_steps" if epochs else ""
-        raise RunFinished(f"{run.title} has succeeded{further}; to start a new run: {another}")
+        start = another if hasattr(cfg, "function") else "leave out --resume"  # not from its weights
+        raise RunFinished(f"{run.title} has succeeded{further}; to start a new run: {start}")
     if not named and record.get("status") == "PRUNED":
         raise RunFinished(f"{run.title} was pruned. To train it further: mlx train run --resume={run.name}")
 

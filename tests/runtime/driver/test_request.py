@@ -14,7 +14,7 @@ from mlx_runtime.driver import request
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.console_lines import resume_command
 from mlx_runtime.driver.request import FAST
-from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.errors import RunFinished, StorageError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.loop.resuming import refuse_finished
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
@@ -148,6 +148,26 @@ def test_a_run_with_a_damaged_record_starts_anew(tmp_path: Path, cfg: TrainConfi
     with pytest.raises(StorageError) as told:
         refuse_finished(run, run.conf, cfg, start, named=True)
     assert str(told.value).endswith(f". Put a good copy back, {cure}")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("cfg", "cure"),
+    [
+        (TrainConfig(), "leave out --resume"),
+        (FunctionConfig(), "leave out resume=, or give the Trainer another name="),
+    ],
+)
+def test_a_new_run_after_one_that_has_succeeded_does_not_begin_with_its_weights(
+    tmp_path: Path, cfg: TrainConfig, cure: str
+) -> None:
+    run = claim_run(str(tmp_path), "digits")
+    run.record.write_text('{"status": "SUCCEEDED"}')
+    run.conf.write_text("cfg: {num_epochs: 10}")
+    with pytest.raises(RunFinished) as told:
+        refuse_finished(run, run.conf, cfg, request.new_run(run, cfg, "@latest"), named=True)
+    further = "To train further, raise cfg.num_epochs=10 or cfg.max_steps"
+    assert str(told.value) == f"digits/run_001 has succeeded. {further}; to start a new run: {cure}"
 
 
 @pytest.mark.pure

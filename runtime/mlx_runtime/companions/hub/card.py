@@ -48,8 +48,8 @@ def _commands(record: Mapping[str, Any]) -> list[str]:
     chosen = [item for item in record.get("overrides") or [] if not item.lstrip("+").startswith(_NOT_REPEATED)]
     if path := record.get("experiment_class"):
         module, _, name = _plain(path).rpartition(".")
-        call = f"    run({name}, {_plain(json.dumps(chosen))}).result()"
-        lines = ["from mlx_runtime import run", f"from {module} import {name}", "", 'if __name__ == "__main__":', call]
+        call = f"run({name}, {_plain(json.dumps(chosen))}).result()"
+        lines = ["from mlx_runtime import run", f"from {module} import {name}", "", call]
         return [*(_code("sh", *checkout) if checkout else []), *_code("python", *lines)]
     return _code("sh", *checkout, _plain(shlex.join(["mlx", "train", "run", *chosen])))
 

@@ -50,6 +50,7 @@ class RunJob:
     request: Request
     command: tuple[str, ...]  # command line of the requesting process, for the record
     function: str = ""  # import path of the training function, if `Trainer` requested the run
+    address: str = ""  # dashboard of the remote cluster that trains it
 
     @property
     def title(self) -> str:
@@ -59,7 +60,10 @@ class RunJob:
     def resume_call(self, place: str) -> str:
         """Return Python code that resumes the run at a path or URI."""
         name = self.title.rpartition(".")[2]
-        return f'trainer.run({name}, resume="latest")' if self.function else f'run({name}, ["--resume={place}"])'
+        if self.function:
+            return f'trainer.run({name}, resume="{place}")'
+        cluster = f', address="{self.address}"' if self.address else ""
+        return f'run({name}, ["--resume={place}"]{cluster})'
 
 
 def work(job: RunJob, connection: Any) -> int:
@@ -125,6 +129,16 @@ _lock = threading.Lock()
 """Held while a server is used, because several threads may follow runs."""
 
 
+def _forget_servers() -> None:
+    """Forget the servers of the process that has forked this one, which cannot use them."""
+    global _lock
+    _lock = threading.Lock()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_servers)
+
+
 class _Server:
     def __init__(self) -> None:
         self.fork_server = ForkServer(fresh=True)
@@ -161,8 +175,9 @@ class BackgroundRun(RunProcess):
             super().__init__(self._server.fork_server, self._number, partial(work, job), os.environ)
 
     def read(self) -> Iterator[Event]:
+        exited = self._has_exited()  # before the events are read, so that none is missed
         yield from super().read()
-        if self.closed and self.ended is None:
+        if self.ended is None and (self.closed or exited):
             self.ended = RunEnded("FAILED", {}, error=self._lost())
         if self.ended is not None:
             self._server.codes[self._number] = 0  # of no interest any more
@@ -171,6 +186,12 @@ class BackgroundRun(RunProcess):
         """Kill the process, with all processes that it has started."""
         with _lock:
             self._server.fork_server.kill(self._number)
+
+    def _has_exited(self) -> bool:
+        with contextlib.suppress(MlxError), _lock:
+            self._server.codes.update(self._server.fork_server.exits())
+            return self._server.codes[self._number] is not None
+        return True  # with the server
 
     def _lost(self) -> MlxError:
         codes, deadline = self._server.codes, time.monotonic() + EXIT_S
@@ -188,7 +209,7 @@ def libraries(path: str) -> list[str]:
     package = path.partition(".")[0]
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package]
     found = set()
-    for value in [value for module in modules if hasattr(module, "__file__") for value in vars(module).values()]:
+    for value in [value for module in modules if hasattr(module, "__file__") for value in list(vars(module).values())]:
         if isinstance(value, type | FunctionType):
             found.add(str(value.__module__))
         elif isinstance(value, ModuleType):

@@ -73,7 +73,7 @@ class CellDisplay:
                 self._state = status
             case _:
                 return
-        if not isinstance(event, StepProgress | EpochEnded) or time.monotonic() - self._drawn_at > REDRAW_S:
+        if not isinstance(event, StepProgress) or time.monotonic() - self._drawn_at > REDRAW_S:
             self._draw()
 
     def _draw(self) -> None:

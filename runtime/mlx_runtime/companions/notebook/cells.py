@@ -88,7 +88,10 @@ class CellModule:
             importlib.invalidate_caches()
             module = importlib.import_module(self.name)
         except BaseException:
-            self._write(self._blocks)
+            if self._blocks:
+                self._write(self._blocks)
+            else:
+                self.path.unlink(missing_ok=True)
             if loaded is not None:
                 sys.modules[self.name] = loaded
             raise
@@ -115,10 +118,14 @@ def insert_cell(blocks: Sequence[Block], text: str) -> list[Block]:
     Raises:
         SyntaxError: the cell is not Python.
     """
-    imported = {block.text for block in blocks if block.is_import}
-    new = [block for block in _split(text) if block.text not in imported]
+    present, new = {block.text for block in blocks}, [*_split(text)]
+    if all(block.text in present for block in new):
+        return [*blocks]
+    new = [block for block in new if not (block.is_import and block.text in present)]
     texts, names = {block.text for block in new}, {name for block in new for name in block.names}
     used = {name for block in new for name in block.uses}
+    for block in reversed(blocks):  # and what these need
+        used |= block.needs if block.names & used else set()
     before, after, changed, gone = [], [], set(names), set[str]()
     for block in blocks:
         if block.text in texts or (block.names and block.names <= names):
@@ -140,7 +147,7 @@ def _split(text: str) -> Iterator[Block]:
         raise SyntaxError(f"the cell cannot be parsed: {short_message(error)}") from error
     groups: list[list[ast.stmt]] = []
     for node in statements:
-        if groups and node.lineno <= (groups[-1][-1].end_lineno or 0):
+        if groups and (node.lineno <= (groups[-1][-1].end_lineno or 0) or _belongs(node, groups[-1])):
             groups[-1].append(node)
         else:
             groups.append([node])
@@ -157,6 +164,13 @@ def _split(text: str) -> Iterator[Block]:
         )
 
 
+def _belongs(node: ast.stmt, group: Sequence[ast.stmt]) -> bool:
+    """Return True unless both define names: a statement that defines none belongs to a definition next to it."""
+    if any(isinstance(item, ast.Import | ast.ImportFrom) for item in (node, *group)):
+        return False
+    return not ([*defined_names(node)] and any([*defined_names(item)] for item in group))
+
+
 def needed_names(node: ast.AST) -> Iterator[str]:
     """Yield the names that a statement uses when it is executed."""
     parts = [node]
@@ -168,14 +182,23 @@ def needed_names(node: ast.AST) -> Iterator[str]:
             parts.append(part.args)
         else:
             parts += ast.iter_child_nodes(part)
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+            yield part.target.id
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
             yield part.id
 
 
 def defined_names(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement defines: a class, a function or variables."""
+    """Yield the names that a statement defines: a class, a function, variables, or those of its branches."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
+    if isinstance(node, ast.If | ast.Try | ast.With):
+        inside = [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
+        inside += [part for handler in getattr(node, "handlers", ()) for part in handler.body]
+        for part in inside:
+            yield from defined_names(part)
+            if isinstance(part, ast.Import | ast.ImportFrom):
+                yield from (alias.asname or alias.name.partition(".")[0] for alias in part.names)
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     for item in [item for target in targets for item in ast.walk(target)]:
         if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):

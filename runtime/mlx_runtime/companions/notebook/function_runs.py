@@ -77,11 +77,11 @@ class FunctionRun(RunIterator[Results]):
         match event:
             case FunctionReport(values):
                 results = [dict(item) for item in values]
+                yield results  # first, because a callback may stop the run, and so receive the rest
                 callbacks, self._callbacks = self._callbacks, ()  # after an error, none is called again
                 for callback in callbacks:
                     callback(results)
                 self._callbacks = callbacks
-                yield results
             case FunctionReturned(rank, world_size):
                 self._returned[rank], self._world_size = event, world_size
 
@@ -487,7 +487,7 @@ def reattach(
         ClusterError: the cluster does not answer, or refuses the token.
     """
     remote = cluster_runs.find(run, address)
-    job = RunJob("", "Experiment", Request(), (), remote.function)
+    job = RunJob("", "Experiment", Request(), (), remote.function, address)
     if remote.function:
         return FunctionRun(job, [_handler(item) for item in callbacks], show, remote)
     return Training(job, callbacks, show, remote)

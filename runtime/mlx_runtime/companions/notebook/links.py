@@ -51,7 +51,7 @@ class RunProcess:
 
     def read(self) -> Iterator[Event]:
         """Yield the events that have arrived, except the end of the run, which `ended` holds."""
-        while not self.closed and self.events.poll():
+        while not self.closed and self.ended is None and self.events.poll():  # `ended`: by a listener
             try:
                 event = self.events.recv()
             except (EOFError, OSError):

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from mlx_runtime.tracking.console import Display
 Listener = Callable[[Event], None]
 
 Item = TypeVar("Item")
+
+CHECK_S = 1.0
+"""Interval at which an iterator checks whether the process of its run has exited, if no events arrive."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def run(
     module, name = importable(experiment)
     if module == AN_EXPERIMENT.module:
         AN_EXPERIMENT.folder()
-    job = RunJob(module, name, request, tuple(sys.orig_argv))
+    job = RunJob(module, name, request, tuple(sys.orig_argv), address=address or "")
     return Training(job, listeners, show, None if address is None else cluster_runs.launch(job, address))
 
 
@@ -154,6 +158,7 @@ class RunIterator(Generic[Item]):
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
         self._resume_call = job.resume_call
+        self._receiving = threading.RLock()  # another thread, or a listener, may stop the run
         self._process = BackgroundRun(job) if remote is None else remote.follow()
         try:
             while self._info is None and self._end is None:
@@ -187,7 +192,7 @@ class RunIterator(Generic[Item]):
             KeyboardInterrupt: it was interrupted here, and has stopped.
         """
         try:
-            while self._unread or self._end is None:
+            while self._end is None or self._unread:  # in this order, because another thread may receive the rest
                 if self._unread:
                     yield self._unread.popleft()
                 else:
@@ -195,8 +200,7 @@ class RunIterator(Generic[Item]):
         except BaseException as error:  # includes errors of listeners, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             if isinstance(error, KeyboardInterrupt):
-                note = f"{self.folder} is {self.status}. Resume: {self._resume_call(self.folder)}"
-                vars(error)["__notes__"] = [note]
+                vars(error)["__notes__"] = [self._note()]
             raise
         if self._end.error is not None and self._end.status in ("FAILED", cluster_runs.LOST):
             raise _with_note(self._end.error)
@@ -231,19 +235,31 @@ class RunIterator(Generic[Item]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.folder}, {self.status}>"
 
+    def _note(self) -> str:
+        """Return what an interrupted user can do next."""
+        assert self._end is not None, "it has ended"
+        if self.status == cluster_runs.LOST:
+            return str(getattr(self._end.error, "hint", ""))
+        resume = f". Resume: {self._resume_call(self.folder)}" if self.status == "STOPPED" else ""
+        return f"{self.folder} is {self.status}{resume}"
+
     def _wait(self) -> None:
         while self._end is None:
             self._receive()
 
     def _receive(self) -> None:
         """Wait for events, and handle them."""
-        connection.wait([self._process.events])
-        for event in self._process.read():
-            self._handle(event)
-        if (ended := self._process.ended) is not None:
-            self._process.events.close()
-            self._end = ended
-            self._handle(ended)
+        with self._receiving:
+            if self._end is not None:
+                return
+            connection.wait([self._process.events], CHECK_S)
+            for event in self._process.read():
+                self._handle(event)
+            ended = self._process.ended
+            if ended is not None and self._end is None:  # otherwise a listener has received it
+                self._process.events.close()
+                self._end = ended
+                self._handle(ended)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):

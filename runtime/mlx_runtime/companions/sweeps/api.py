@@ -1,4 +1,4 @@
-"""Sweeps and cross-validation from Python: in a notebook, or in a script below `if __name__ == "__main__"`."""
+"""Sweeps and cross-validation from Python, in a notebook or a script."""
 
 import inspect
 import sys

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_runtime.companions.notebook.cells import Block, insert_cell, register
+from mlx_runtime.companions.notebook.cells import Block, CellModule, insert_cell, register
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
@@ -51,6 +51,60 @@ def test_the_latest_definition_of_a_name_counts() -> None:
     assert module("x = 1; y = [\n2]; z = 3", "x = 4") == ["x = 1; y = [\n2]; z = 3", "x = 4"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "cells"),
+    [
+        (
+            "sizes",
+            [8, 32],
+            [
+                "sizes = []\nfor n in (8, 16):\n    sizes.append(n)",
+                "sizes = []\nfor n in (8, 32):\n    sizes.append(n)",
+            ],
+        ),
+        (
+            "rate",
+            0.1,
+            ["class Net:\n    rate = 0.1\n\nNet.rate = 0.5", "class Net:\n    rate = 0.1", "rate = Net.rate"],
+        ),
+        ("n", 4, ["n = 3\nassert n == 3", "n = 4\nassert n == 4"]),
+        ("rows", [1, 3], ["rows = [1]\nrows += [2]", "rows = [1]\nrows += [3]"]),
+        ("more", [4, 2], ["rows = [1]", "rows += [2]", "more = rows", "rows = [4]"]),
+        ("steps", [1, 1], ["steps = []", "steps.append(1)\na = 1", "steps.append(1)\nb = 1"]),
+        (
+            "use",
+            2,
+            [
+                "if 1 > 2:\n    size = 1\nelse:\n    size = 2",
+                "use = size",
+                "if 1 > 2:\n    size = 1\nelse:\n    size = 2",
+            ],
+        ),
+        ("use", 3, ["with open(__file__):\n    size = 2", "use = size", "with open(__file__):\n    size = 3"]),
+        (
+            "name",
+            "json",
+            ["try:\n    import json\nexcept ValueError: ...\na = 1", "name = json.__name__", "a = 2"],
+        ),
+        (
+            "b",
+            2,
+            [
+                "class A:\n    def b(self): return C()",
+                "class B(A): ...",
+                "class C:\n    b: B",
+                "class C:\n    b: B\nb = 2",
+            ],
+        ),
+    ],
+)
+def test_statements_without_names_are_edited_with_their_cell(name: str, value: object, cells: list[str]) -> None:
+    """The module is then what a kernel would have if the cells had been run in its order, each once."""
+    names: dict[str, object] = {"__file__": __file__}
+    exec("\n\n".join(module(*cells)), names)
+    assert names[name] == value
+
+
 def test_imports_are_kept_once() -> None:
     assert module(f"import torch\n{NET}", f"import torch\nfrom a import b\n{USE}") == [
         *("import torch", NET),
@@ -90,3 +144,12 @@ def test_the_package_that_the_first_cell_creates_loads_no_data(tmp_path: Path) -
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "(Rows(),)\n", done.stderr
+
+
+@pytest.mark.process
+def test_a_first_cell_that_fails_leaves_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "src", raising=False)
+    with pytest.raises(ZeroDivisionError):
+        CellModule("broken", tmp_path).run("1 / 0")
+    assert [file.name for file in (tmp_path / "src").glob("*.py")] == ["__init__.py"]

@@ -99,11 +99,11 @@ def torch_trainer():
 def failing():
     config = {"num_epochs": 4, "fails_after": 2}
     failed = refused(trainer.run, training.resumable, config=config)
-    name = trainer.latest_checkpoint_path.split("/")[-3]
+    place = trainer.latest_run_dir
     from_path = trainer.run(training.resumable, config={"num_epochs": 4}, checkpoint=trainer.latest_checkpoint_path)
-    resumed = trainer.run(training.resumable, config={"fails_after": None}, resume=name)
-    again = refused(trainer.run, training.resumable, resume=name)
-    return failed, resumed, from_path, trainer.latest_run.record["attempt"], again
+    resumed = trainer.run(training.resumable, config={"fails_after": None}, resume=place)
+    again = refused(trainer.run, training.resumable, resume=place)
+    return failed, resumed, from_path, trainer.latest_run.record["attempt"], again, place
 
 
 def restarted():
@@ -293,11 +293,11 @@ class TestFailures:
         assert without_duration == 0
 
     def test_a_failed_run_names_the_line_and_resumes(self, others: Found) -> None:
-        (kind, message, printed_last), resumed, from_path, attempt, again = others["failing"]
+        (kind, message, printed_last), resumed, from_path, attempt, again, place = others["failing"]
         assert kind == "WorkerLoopError"
         assert message.startswith("ValueError: on purpose (raised on rank ")
         assert "src/training.py:" in message
-        assert printed_last == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
+        assert printed_last == f'Resume from the last checkpoint: trainer.run(resumable, resume="{place}")'
         assert (resumed, from_path, attempt) == ([6, 6], [6, 6], 2)
         start = "to start a new run: leave out resume=, or give the Trainer another name="
         assert again[1].endswith(f" has succeeded; {start}")

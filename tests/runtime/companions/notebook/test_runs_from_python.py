@@ -5,10 +5,14 @@ tests/template/test_notebook.py covers the most important cases in an inner ring
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,13 @@ from hub_server import Hub
 from leftovers import marked
 
 from mlx_runtime import BaseModule, open_run, run
-from mlx_runtime.companions.notebook.background import libraries
-from mlx_runtime.errors import UsageError
+from mlx_runtime.companions.notebook.background import RunJob, libraries
+from mlx_runtime.companions.notebook.function_runs import FunctionRun
+from mlx_runtime.companions.notebook.links import RunProcess
+from mlx_runtime.companions.notebook.runs import Training
+from mlx_runtime.driver.arguments import Request
+from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.events import EpochEnded, Event, FunctionReport, RunEnded, RunInfo, RunStarted
 
 SCRIPT = """
 import json, os, signal, threading, time
@@ -213,6 +222,95 @@ def test_a_server_imports_the_libraries_of_an_experiment_but_not_its_code(
     for name in ("mine", "mine.models"):
         monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
     assert libraries("mine.models.Net") == ["numpy.fft", "torchmetrics.aggregation"]
+
+
+class InAThread:
+    """A run whose process is a thread: it sends epochs until it is asked to stop."""
+
+    def __init__(self, end: RunEnded | None = None) -> None:
+        self._end, self.go = end or RunEnded("STOPPED", {}), threading.Event()
+
+    def follow(self) -> RunProcess:
+        return RunProcess(self, 0, self._train, {})  # type: ignore[arg-type]
+
+    def start(self, _: int, train: Callable[[Any], int], __: dict[str, str], streams: list[Any]) -> None:
+        threading.Thread(target=train, args=[Connection(os.dup(streams[2].fileno()))], daemon=True).start()
+
+    def _train(self, connection: Any) -> None:
+        with connection:
+            connection.send(RunStarted(RunInfo("digits", "run_001", Path("/runs"), "/runs/digits/run_001", {}, 1)))
+            self.go.wait(30)
+            for epoch in range(10_000):
+                connection.send(EpochEnded(epoch, 10_000, {}, 0.1))
+                connection.send(FunctionReport(({"epoch": epoch},)))
+                if connection.poll(0.0005):
+                    break
+            connection.send(self._end)
+            time.sleep(0.01)  # until it exits
+
+
+JOB = RunJob("src.experiment", "Experiment", Request(), (), address="http://head:8265")
+
+
+def start(cls: Callable[..., Any], listeners: Sequence[Any] = (), end: RunEnded | None = None) -> Any:
+    """Start a run whose first epoch arrives after its handle is returned."""
+    running = cls(JOB, listeners, False, process := InAThread(end))
+    process.go.set()
+    return running
+
+
+@pytest.mark.pure
+def test_a_listener_or_callback_may_stop_its_run() -> None:
+    def listen(event: Event) -> None:
+        if isinstance(event, EpochEnded) and event.epoch == 5:
+            training.stop()
+
+    def call(results: list[dict[str, Any]]) -> None:
+        if results[0]["epoch"] == 5:
+            calling.stop()
+
+    training = start(Training, [listen])
+    calling = start(FunctionRun, [call])
+    for numbers in ([epoch.epoch for epoch in training], [results[0]["epoch"] for results in calling]):
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) > 5
+    assert training.status == calling.status == "STOPPED"
+
+
+@pytest.mark.pure
+def test_another_thread_may_stop_a_run() -> None:
+    for _ in range(20):
+        running = start(Training)
+        with ThreadPoolExecutor() as threads:
+            reading = threads.submit(lambda: [epoch.epoch for epoch in running])  # noqa: B023
+            time.sleep(0.01)
+            running.stop()
+        numbers = reading.result()
+        assert numbers == list(range(len(numbers)))
+
+
+LOST = ClusterError("cannot follow it", 'Follow it again: reattach("digits/run_001", address="http://head:8265")')
+RESUME = """Resume: run(Experiment, ["--resume=/runs/digits/run_001"], address="http://head:8265")"""
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("end", "note"),
+    [
+        (RunEnded("STOPPED", {}), f"/runs/digits/run_001 is STOPPED. {RESUME}"),
+        (RunEnded("SUCCEEDED", {}), "/runs/digits/run_001 is SUCCEEDED"),
+        (RunEnded("LOST", {}, error=LOST), LOST.hint),
+    ],
+)
+def test_an_interrupted_run_names_what_to_do(end: RunEnded, note: str) -> None:
+    def interrupt(event: Event) -> None:
+        if isinstance(event, EpochEnded) and event.epoch == 5:
+            raise KeyboardInterrupt
+
+    running = start(Training, [interrupt], end)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        running.result()
+    assert caught.value.__notes__ == [note]
 
 
 ENDLESS = """
