@@ -1,14 +1,12 @@
 """Detection of deadlocked workers."""
 
-import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlx_runtime.events import WorkerPosition
-from mlx_runtime.workers.deadlocks import Watchdog, verdict
+from mlx_runtime.workers.deadlocks import verdict
 
 pytestmark = pytest.mark.pure
 
@@ -33,24 +31,6 @@ def test_one_that_is_silent_is_told() -> None:
     text = verdict({0: answer()}, 2)
     assert text is not None
     assert text.endswith("rank 1 does not answer: its process is stopped, or its node is unreachable")
-
-
-def test_user_code_that_waits_in_another_thread_is_found(tmp_path: Path) -> None:
-    """The thread that is watched may wait for it, which is no collective."""
-    folder = tmp_path / "mlx_runtime" / "distributed"
-    waiting, wanted = threading.Event(), threading.Event()
-    scope: dict[str, Any] = {"waiting": waiting, "wanted": wanted}
-    exec(compile("def agree():\n    waiting.set()\n    wanted.wait()", str(folder / "collectives.py"), "exec"), scope)
-    exec(compile("def report():\n    agree()", str(tmp_path / "src" / "training.py"), "exec"), scope)
-    watch = Watchdog(60.0, lambda event: None, lambda: WorkerPosition(0), tmp_path / "src")
-    thread = threading.Thread(target=scope["report"])
-    thread.start()
-    waiting.wait()
-    position = watch.position()
-    wanted.set()
-    thread.join()
-    watch.close()
-    assert (position.waits_in, position.at) == ("agree of mlx_runtime", "training.py:2 in report")
 
 
 def test_on_gpus_ranks_that_stand_apart_hang() -> None:
