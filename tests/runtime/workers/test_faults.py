@@ -299,17 +299,26 @@ class TestTwoWorkers:
         self.check_stopped(folder)
 
     @pytest.mark.kills
-    def test_so_does_a_closed_terminal(self, environment: dict[str, str], folder: Path) -> None:
-        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "-q", "cfg.pause_s=0.2", LONG]
+    @pytest.mark.parametrize("ignored", [False, True], ids=["", "under nohup"])
+    def test_so_does_a_closed_terminal(self, ignored: bool, environment: dict[str, str], folder: Path) -> None:
+        """Unless it ignores SIGHUP, whatever its output goes to."""
+        overrides = ["cfg.pause_s=1", "cfg.pause_from=3", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2", LONG]
+        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "-q", *overrides]
         pid, terminal = pty.fork()
         if pid == 0:
             os.chdir(folder)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
             os.execve(sys.executable, command, environment)
         wait_for(lambda: len(steps_of(folder)) > 4)
         os.close(terminal)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
-        self.check_stopped(folder)
+        if ignored:
+            (folder / "diary" / "hurry").touch()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code == (0 if ignored else 129)
+        if ignored:
+            assert record(folder)["status"] == "SUCCEEDED"
+        else:
+            self.check_stopped(folder)
 
     def check_stopped(self, folder: Path) -> None:
         """It was stopped with a checkpoint of its last step."""
