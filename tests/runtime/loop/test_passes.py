@@ -74,6 +74,9 @@ def forever(loader) -> Iterator[object]:
         yield from loader
 
 
+TRAIN = [("train", 1), ("train", 2), ("train", 3)]
+
+
 class TestOneAfterTheOther:
     """Passes that do not overlap."""
 
@@ -112,6 +115,22 @@ class TestSideBySide:
         for epoch in range(2):
             seen = [loop.log() for _ in zip(loop.extra, again(loop.train))]  # noqa: B905
             assert seen == [("extra", 5 * epoch + step) for step in range(1, 6)]
+
+    def test_a_smaller_set_restarted_by_hand(self, loop) -> None:
+        batches, seen = iter(loop.one), []
+        for _ in loop.train:
+            try:
+                next(batches)
+            except StopIteration:
+                batches = iter(loop.one)
+                next(batches)
+            seen.append(loop.log())
+        assert seen == TRAIN
+
+    def test_the_first_runs_out_and_the_loop_reads_on(self, loop) -> None:
+        """`cycle` remembers the batches of a loader, and reads it only once."""
+        seen = [loop.log() for _ in zip(itertools.cycle(loop.train), loop.extra)]
+        assert seen == [*TRAIN, ("extra", 4), ("extra", 5)]
 
     @pytest.mark.parametrize("order", [("train", "val"), ("val", "train")])
     def test_an_evaluation_set_never_leads_beside_a_training_set(self, loop, order: tuple[str, str]) -> None:

@@ -59,6 +59,7 @@ class Saving:
 @dataclass
 class Settings(mlx_runtime.TrainConfig):
     num_epochs: int = 3
+    mine: int = 1
     pace: float = field(default=0.0, metadata={"resumable": True})
 
 
@@ -87,11 +88,13 @@ class TestChanges:
         [
             ({"models": {"net": {"width": 1}}}, {"models": {"net": {"width": 2}}}, True),
             ({"tools": {"x": {"a": 1}}}, {"tools": {"x": {"a": 2}}}, False),
+            ({"tools": {"x": node(Stopper)}}, {"tools": {"x": node(Saving)}}, True),
             ({"optimizers": {"adam": {"lr": 1}}}, {"optimizers": {"adam": {"lr": 0.5}}}, False),
             ({"optimizers": {"adam": {"betas": [0.9, 0.99]}}}, {"optimizers": {"adam": {"betas": [0.8, 0.9]}}}, False),
             ({"optimizers": {"adam": {"amsgrad": False}}}, {"optimizers": {"adam": {"amsgrad": True}}}, True),
             ({"cfg": {"num_epochs": 1}}, {"cfg": {"num_epochs": 2}}, False),
             ({"cfg": {"seed": 1}}, {"cfg": {"seed": 2}}, True),
+            ({"cfg": {"mine": 1}}, {"cfg": {"mine": 2}}, True),
             ({"cfg": {"pace": 1}}, {"cfg": {"pace": 2}}, False),
         ],
     )

@@ -18,6 +18,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
+from mlx_runtime.loop import stopping
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.runs.checkpoints import groups as groups_module
 from mlx_runtime.sections import Debug, Elastic
@@ -177,6 +178,31 @@ class TestMaxSteps:
             assert of_type(events, CheckpointSaved) == []
             assert f"finished  step 9 of cfg.max_steps={limit}" in [item.text for item in of_type(events, Notice)]
 
+    def test_a_loop_may_leave_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def loop(self: Experiment, dataset_shards: DatasetShards) -> None:
+            train, val = self.generate_loaders(dataset_shards)
+            epoch = self.cfg.start_epoch
+            while epoch < self.cfg.num_epochs and self.global_step != self.cfg.max_steps:
+                for _ in train:
+                    self.backward(self.models.net(torch.ones(1, 1)).sum())
+                    self.optimizer_step()
+                    if self.every(self.cfg.max_steps):
+                        break
+                self.save_checkpoint(epoch=epoch)
+                epoch += 1
+            self.evaluate(val, epoch - 1)
+            self.after_loop = True
+
+        monkeypatch.setattr(Experiment, "worker_loop", loop)
+        experiment, events = run(Experiment(max_steps=5, accumulate_grad_batches=4), tmp_path)
+        assert experiment.after_loop
+        assert experiment.global_step == 5
+        assert [(item.step, item.finished) for item in of_type(events, CheckpointSaved)] == [
+            (2, True),
+            (4, True),
+            (5, True),
+        ]
+
 
 class World:
     """Data that a loop draws itself; its position is part of checkpoints."""
@@ -285,6 +311,18 @@ class TestLoopsWithoutLoaders:
         assert again == whole
         assert not [item for item in of_type(events, Notice) if not item.text.startswith("restored")]
 
+    def test_a_request_stops_it_after_a_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stopping, "MAX_STEPS_PER_VOTE", 1)
+        made = Own()
+        session = attach(made, tmp_path, stop_requested=lambda: made.global_step == 3)
+        session.begin()
+        with pytest.raises(LoopStopped):
+            made.worker_loop(None)
+        session.checkpoints.settle()
+        assert "epoch_0002_step_00000003" in [path.name for path in tmp_path.rglob("epoch_*")]
+        _, events = run_own(Own(), tmp_path)
+        assert "epoch 2 is repeated from its beginning" in "".join(item.text for item in of_type(events, Notice))
+
     def test_without_updates_an_epoch_is_a_step(self, tmp_path: Path) -> None:
         class Search(BaseModule):
             def worker_loop(self, dataset_shards: Any) -> None:
@@ -346,6 +384,21 @@ class TestEvery:
         experiment, _ = run(Experiment(evaluate_every_steps=4), tmp_path)
         assert [number for number, answer in enumerate(experiment.answers, 1) if answer] == [4, 8, 12, 16]
         assert not any(run(Experiment(), tmp_path / "never")[0].answers)
+
+    def test_an_update_of_several_steps_is_one(self, tmp_path: Path) -> None:
+        experiment, _ = run(Experiment(evaluate_every_steps=2, accumulate_grad_batches=4, num_epochs=2), tmp_path)
+        assert experiment.answers == [*[False] * 5, True] * 2  # updates of four and two steps
+        assert experiment.evaluated == [2, 4]
+
+    def test_with_data_that_the_runtime_does_not_know(self, tmp_path: Path) -> None:
+        experiment, seen = Experiment(), []
+        attach(experiment, tmp_path)
+        for number in range(4):
+            experiment.save_metrics_and_losses(number, 0)
+            seen.append(experiment.every(2))
+            experiment.save_metrics_and_losses(0, 0, stage="val")
+            assert not experiment.every(2)
+        assert seen == [False, True, False, True]
 
     def test_steps_below_one_are_refused(self, tmp_path: Path) -> None:
         experiment = Experiment()
@@ -465,6 +518,17 @@ class TestEvaluationWithinAnEpoch:
             run(Experiment(max_steps=limit, **settings), tmp_path / f"{limit}")
             again, _ = run(Experiment(**settings), tmp_path / f"{limit}")
             assert state(again) == expected, limit
+
+    def test_a_reset_after_the_evaluation_starts_over(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Windows(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                super().evaluate(loader, epoch)
+                super().evaluate(loader, epoch)  # the reset before it is not yet the last one
+                self.reset_all_metrics_and_losses()
+
+        run(Windows(evaluate_every_steps=2, num_epochs=1), tmp_path)
+        assert [step for step, _ in recorded["train/mean"]] == [2, 4, 6]
+        assert sum(value for _, value in recorded["train/sum"]) == sum(range(12))
 
 
 class TestTheBestWithinAnEpoch:
