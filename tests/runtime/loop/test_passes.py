@@ -18,7 +18,7 @@ from torchmetrics import CatMetric, MeanMetric
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import DatasetError
-from mlx_runtime.events import CheckpointSaved, Notice
+from mlx_runtime.events import Notice
 from mlx_runtime.loop.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
@@ -423,13 +423,3 @@ class TestNotTraining:
                     loop.module.metrics.mean.update(batch["x"] + (name is not None))
                     loop.module.save_metrics(batch_idx, 0)
         assert loop.session.end() == {"val/mean": 0.5, "val_large/mean": 1.5}
-
-    def test_own_steps_beside_a_training_loader_are_counted_and_nothing_else(self, tmp_path: Path) -> None:
-        """They are no updates from which a run could continue exactly, so no checkpoint is due at them."""
-        loop = Training(tmp_path, checkpoint_every_steps=1)
-        loop.epoch()
-        for batch_idx in range(4):
-            loop.module.save_metrics(batch_idx, 0, stage="finetune")
-        loop.session.end()
-        assert loop.module.global_step == 7
-        assert [item.step for item in loop.events if isinstance(item, CheckpointSaved)] == [1, 2]
