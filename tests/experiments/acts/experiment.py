@@ -1,6 +1,5 @@
 """Workers that perform one action, selected by `cfg.act`, and write down its result."""
 
-import asyncio
 import ctypes
 import json
 import os
@@ -16,7 +15,6 @@ import ray
 import ray.train
 import ray.train.collective
 import ray.train.torch
-import torch
 import torch.distributed as dist
 
 import mlx_runtime
@@ -64,7 +62,6 @@ class Experiment(BaseModule):
             told=ray.train.collective.broadcast_from_rank_zero([f"by {self.rank}"]),
             barrier=barrier,
             environment={name: os.environ.get(name) for name in TORCHRUN},
-            timeout_s=timeout_s(),
             listening=[socket.socket(fileno=os.dup(item)).getsockname()[0] for item in handshake.listening_sockets()],
         )
 
@@ -111,12 +108,6 @@ class Experiment(BaseModule):
     def exit_politely(self):
         sys.exit(0)
 
-    def be_cancelled(self):
-        raise asyncio.CancelledError("by a task")
-
-    def interrupt_itself(self):
-        raise KeyboardInterrupt
-
     def wait_to_be_killed(self):
         """Wait, with a child that waits as well."""
         subprocess.Popen(["sleep", str(self.cfg.count)])
@@ -140,16 +131,7 @@ class Experiment(BaseModule):
         if self.rank == 0:
             ray.get(ray.ObjectRef(bytes(28)))
 
-    def read_the_terminal(self):
-        self.note(read=subprocess.run(["cat"], check=True, capture_output=True, text=True).stdout)
-
     def wait_for_all(self):
         """Wait until no process is still starting."""
         if dist.is_initialized():
             dist.barrier()
-
-
-def timeout_s():
-    """Return the timeout of collectives."""
-    group = dist.distributed_c10d._get_default_group()
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

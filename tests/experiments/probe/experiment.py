@@ -1,4 +1,3 @@
-import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,6 @@ import mlx_runtime
 from mlx_runtime import DUMMY_PARAMS, BaseModule
 
 
-class Mode(enum.Enum):
-    FAST = 1
-    SLOW = 2
-
-
 @dataclass
 class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "probe"
@@ -27,7 +21,6 @@ class TrainConfig(mlx_runtime.TrainConfig):
     log_every_steps: int = 3
     fault: str | None = None
     out: Path = Path("seen")
-    pace: Mode = Mode.SLOW
 
 
 class Rows(Dataset):
@@ -154,7 +147,6 @@ class Experiment(BaseModule):
         seen["teacher_unchanged"] = all(
             torch.equal(a, b) for a, b in zip(teacher, self.models.teacher.parameters(), strict=True)
         )
-        seen["typed"] = [type(self.cfg.out).__name__, self.cfg.pace.name]
         seen["made"] = Rows.made
         seen["threads"] = torch.get_num_threads()
         seen["random"] = torch.rand(1).item()

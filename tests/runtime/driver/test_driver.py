@@ -1,22 +1,13 @@
 """A run driven from Python: no terminal, no main thread, typed events, and the record at the end."""
 
-import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Mlx
 from forkserver import Commands
-
-from mlx_runtime.driver.driver import Driver
-from mlx_runtime.errors import WorkerLoopError
-from mlx_runtime.events import Event, Notice, WorkerConnected
-from mlx_runtime.sections import Elastic
-from mlx_runtime.workers.connections import Remote
-from mlx_runtime.workers.receiver import Receiver
 
 pytestmark = pytest.mark.process
 
@@ -51,8 +42,6 @@ config = load_config(Experiment, overrides)
 with connect(config.cfg) as cluster, prepare_run(Experiment, config, cluster) as plan:
     driver = Driver(plan, [stop])
     end = lambda: driver.control.request("enough", prune=VERB == "prune")
-    if STOP_AFTER == "before":
-        end()
     thread = threading.Thread(target=drive, args=(driver,))
     thread.start()
     thread.join()
@@ -131,11 +120,6 @@ def test_a_run_is_stopped_with_a_checkpoint(drive: Drive, workers: int) -> None:
     assert found["record"]["latest"]["epoch"] >= 1
 
 
-def test_a_run_that_is_stopped_before_it_trains_records_the_reason(drive: Drive) -> None:
-    found = drive("before", "cfg.start_workers=0")
-    assert (found["status"], found["record"]["stop_reason"]) == (["STOPPED"], "enough")
-
-
 @pytest.mark.kills
 def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, mlx: Mlx) -> None:
     here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
@@ -147,46 +131,6 @@ def test_a_pruned_run_resumes_only_if_it_is_named(drive: Drive, digits: Path, ml
     assert again.stderr == "digits/run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
     named = drive("never", "--resume=run_001", "cfg.num_epochs=3")
     assert (named["status"], named["record"]["status"]) == (["SUCCEEDED"], "SUCCEEDED")
-
-
-@pytest.mark.kills
-def test_a_run_that_is_pruned_before_it_resumes_is_pruned(drive: Drive) -> None:
-    here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
-    assert drive("0", *here)["record"]["status"] == "STOPPED"
-    before = drive("before", "--resume=run_001")
-    assert (before["status"], before["record"]["attempt"]) == (["STOPPED"], 1)  # as it was
-    found = drive("before", "--resume=run_001", verb="prune")
-    assert (found["status"], found["record"]["status"], found["record"]["attempt"]) == (["PRUNED"], "PRUNED", 3)
-
-
-def test_an_error_of_user_code_is_raised_after_the_last_event(drive: Drive, digits: Path) -> None:
-    file = digits / "src" / "experiment.py"
-    file.write_text(file.read_text().replace("self.train(train, val, epoch)", "self.train(train, val, 1 / 0)"))
-    found = drive("never", "cfg.start_workers=0")
-    assert found["status"] == ["FAILED"]
-    assert found["errors"][0].startswith("WorkerLoopError: ZeroDivisionError: division by zero (raised on rank 0)")
-    assert found["record"]["status"] == "FAILED"
-
-
-@pytest.mark.pure
-def test_what_workers_sent_before_an_error_is_received() -> None:
-    class Group:
-        def poll(self) -> bool:
-            self.worker = Remote(receiver.address, receiver.key, 0)
-            raise WorkerLoopError("on purpose")
-
-        def close(self) -> None:
-            self.worker.send(Notice("the last words"))
-
-    heard: list[Event] = []
-    cfg = SimpleNamespace(callbacks={}, elastic=Elastic())
-    unused: Any = None
-    engine = SimpleNamespace(start=lambda *_: Group())
-    cluster = SimpleNamespace(in_driver=False, engine="local")
-    plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), cluster=cluster, engine=engine, extensions=())
-    with contextlib.closing(Receiver("127.0.0.1")) as receiver, pytest.raises(WorkerLoopError, match="on purpose"):
-        Driver(plan, [heard.append]).follow(unused, receiver, unused)
-    assert heard == [WorkerConnected(0), Notice("the last words")]
 
 
 @pytest.mark.kills

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import MAIN, Mlx, Start, edit, unbound
 from faults import differences
-from forkserver import Command, Commands
+from forkserver import Commands
 from leftovers import of_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -80,9 +80,6 @@ class TestTwoWorkers:
     def test_ranks_draw_different_numbers_with_as_many_threads_as_they_have_cpus(self, seen: list[dict]) -> None:
         assert seen[0]["random"] != seen[1]["random"]
         assert seen[0]["threads"] == seen[1]["threads"] == 1
-
-    def test_typed_fields_arrive_typed(self, seen: list[dict]) -> None:
-        assert seen[0]["typed"] == ["PosixPath", "SLOW"]
 
     def test_epoch_values_are_over_all_workers(self, run: tuple[Path, str]) -> None:
         assert record(run[0])["metrics"]["train/mean"] == sum(range(53)) / 53
@@ -164,12 +161,6 @@ def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(
     assert set(record(folder)["metrics"]) == {"train/loss1", "train/mae"}
 
 
-def test_one_process_makes_each_dataset_once_through_check_and_run(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
-    assert json.loads((folder / "seen" / "rank_0.json").read_text())["made"] == ["Rows", "TestRows"]
-
-
 def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3").returncode == 0
@@ -204,39 +195,17 @@ def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(m
     assert "only this rank" in record(folder)["error"]
 
 
-def test_one_that_is_stopped_while_it_loads_says_so(start: Start, experiment: Make) -> None:
+@pytest.mark.local
+def test_a_stopped_run_is_marked_and_leaves_no_process(start: Start, experiment: Make) -> None:
     folder = experiment("probe")
-    with (folder / "src" / "experiment.py").open("a") as code:
-        code.write('\nimport time\nopen("loads", "w").close()\ntime.sleep(60)\n')
-    process = start(folder, "train", "run", *HERE)
-    while not (folder / "loads").exists():
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (143, "stopped by SIGTERM before the run began\n")
-    assert not list(folder.glob("runs/*/*"))
-
-
-@pytest.mark.parametrize(
-    ("workers", "sent", "code"),
-    [
-        pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.local),
-        (0, signal.SIGTERM, 143),
-    ],
-)
-def test_a_stopped_run_is_marked_and_leaves_no_process(
-    workers: int, sent: int, code: int, start: Start, experiment: Make
-) -> None:
-    folder = experiment("probe")
-    process = start(folder, "train", "run", f"cfg.start_workers={workers}", "cfg.num_epochs=9999")
+    process = start(folder, "train", "run", "cfg.start_workers=2", "cfg.num_epochs=9999")
     while not list(folder.glob("runs/probe/run_001/checkpoints/*/checkpoint.json")):
         assert process.poll() is None
         time.sleep(0.02)
-    assert len(of_session(process.pid)) > workers
-    os.killpg(process.pid, sent)  # like a terminal, to the whole foreground group
+    assert len(of_session(process.pid)) > 2
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal, to the whole foreground group
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
+    assert process.returncode == 130, errors
     assert errors == (
         "stopped; probe run_001 is marked STOPPED and keeps its checkpoints. Resume: mlx train run --resume=run_001\n"
     )
@@ -261,11 +230,6 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
         (["cfg.name=a/b"], "override cfg.name=a/b: cfg.name is 'a/b', which is not a valid folder name"),
-        (["cfg.storage_path=' '"], "cfg.storage_path is empty; name a folder or a URI"),
-        (
-            ["cfg.storage_path=s4://x"],
-            "cannot reach s4://x: there is no storage for s4; use a folder, or a URI of file, s3",
-        ),
         (["datasets.train.batch_size=0"], "datasets.train.batch_size is 0; the minimum is 1"),
         (
             ["optimizers.adam.lr=nan"],
@@ -304,11 +268,6 @@ def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None
             '"third": "sdg"',
             "Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
         ),
-        (
-            '"third": "sgd"',
-            '"thrid": "sgd"',
-            "Models.map_params_to_optimizers names the model 'thrid', which does not exist",
-        ),
         ("def ray_map_batches", "def stack", "datasets.train has no ray_map_batches, and row "),
         (
             "    cfg: TrainConfig\n    datasets",
@@ -316,7 +275,6 @@ def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None
             "Experiment: 'cfg' has no type; write cfg: TrainConfig",
         ),
         ("return self.values[index]", "return self.values[index + 99]", "IndexError: index "),
-        ("def worker_loop(", "def worker_lop(", "NotImplementedError: Experiment needs a worker_loop"),
         (
             "import mlx_runtime\n",
             "import mlx_runtimes\n",
@@ -333,15 +291,6 @@ def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.local
-def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
-    wanted = torch.cuda.device_count() + 1
-    folder = experiment("probe")
-    done = mlx(folder, "train", "run", "cfg.use_gpu=true", f"cfg.start_workers={wanted}")
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cfg.start_workers={wanted} needs {wanted} GPUs; this machine has room for ")
-
-
 def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "--verbos", *HERE)
@@ -349,11 +298,7 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
     assert done.stderr.startswith("error: there is no option --verbos; see: mlx train run --help")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
     assert done.stderr.startswith("error: there is no checkpoint at nowhere: it has no state.pt. ")
-    done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=src/conf.yaml")
-    assert done.stderr.startswith("error: there is no checkpoint at src/conf.yaml: it has no state.pt")
     assert not list(folder.glob("runs/*/*"))
-    done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
-    assert done.stderr.startswith("error: datasets.train.batch_size is 0; the minimum is 1")
 
 
 @pytest.mark.local
@@ -416,20 +361,6 @@ def test_debug_shows_the_traceback(mlx: Mlx, experiment: Make) -> None:
     assert "Traceback (most recent call last)" in done.stderr
 
 
-def test_losses_and_metrics_may_be_saved_apart_and_loaders_read_side_by_side(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    source = folder / "src" / "experiment.py"
-    edit(source, "self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)", "self.save_losses(batch_idx, epoch)")
-    edit(source, "enumerate(loader)", "enumerate(batch for batch, _ in zip(loader, self.beside))")
-    edit(source, 'seen = {"train"', 'self.beside = test\n        seen = {"train"')
-    edit(source, '            seen["test"].append(self.read(test, epoch, update=False))\n', "")
-    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
-    assert done.returncode == 0, done.stderr
-    lines = [{name for name in line if name.startswith(("train/", "test/", "lr/"))} for line in reports(folder)]
-    assert lines[:2] == [{"train/mse", "train/mse_interval", "lr/adam", "lr/sgd"}] * 2
-    assert [line["step"] for line in reports(folder)][:2] == [3, 6]
-
-
 def test_default_networks_of_any_size_bind_in_little_memory(python: Mlx, experiment: Make) -> None:
     """Defaults with twelve gigabytes of weights, bound in an address space that is too small for one of them."""
     folder = experiment("probe")
@@ -452,15 +383,6 @@ def test_default_networks_of_any_size_bind_in_little_memory(python: Mlx, experim
     assert int(done.stderr.split()[-1]) < 2 << 30
 
 
-def test_a_default_that_needs_real_numbers_binds_too(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    (folder / "src" / "conf.yaml").unlink()
-    source = folder / "src" / "experiment.py"
-    edit(source, "class Stack(", "SCALE = torch.ones(3).sum().item()\n\n\nclass Stack(")
-    done = mlx(folder, "train", "bind")
-    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
-
-
 def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
     for arguments in (("train", "run"), ("train", "bind")):
         done = mlx(tmp_path, *arguments)
@@ -469,29 +391,6 @@ def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
             f"error: {tmp_path} is not an experiment: it has no src/experiment.py. "
             "Change into one, or make one with: mlx train new NAME\n"
         )
-
-
-def test_one_that_is_stopped_before_its_first_checkpoint(start: Start, experiment: Make) -> None:
-    folder = experiment("probe")
-    waiting = (
-        'print("waiting", flush=True)\n        __import__("time").sleep(60)\n        if self.cfg.fault == "early":'
-    )
-    edit(folder / "src" / "experiment.py", 'if self.cfg.fault == "early":', waiting)
-    process = start(folder, "train", "run", *HERE)
-    assert isinstance(process, Command)
-    while "\nwaiting\n" not in process.output():
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    while re.search(r"ShdPnd:\s*0*2$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE):
-        time.sleep(0.01)  # until it is delivered
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)  # there is no step after which it could stop
-    _, errors = process.communicate(timeout=60)
-    assert errors.endswith(
-        "stopped; probe run_001 is marked STOPPED and has no checkpoint yet. "
-        "Start it over: mlx train run --resume=run_001\n"
-    )
 
 
 def test_a_disk_that_fills_up_while_training(python: Mlx, experiment: Make) -> None:

@@ -65,24 +65,6 @@ def test_a_count_of_the_callers_own() -> None:
     torch.testing.assert_close(loss.compute(), whole)
 
 
-class Named(Mean):
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:  # type: ignore[override]
-        super().update(logits, labels)
-
-
-def test_an_update_of_the_users_own() -> None:
-    """Its arguments are those of the function, which is called once per batch."""
-    calls = []
-
-    def counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        calls.append(len(labels))
-        return F.cross_entropy(logits, labels)
-
-    loss, (outputs, targets) = Named(counted), batch(3)
-    assert loss(outputs, targets) == loss.compute()
-    assert calls == [3]
-
-
 def squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs - targets).square().sum()
 
@@ -125,14 +107,6 @@ def test_it_binds() -> None:
     built = build(tree["losses"], "losses").tokens
     outputs, targets = batch(3)
     assert torch.equal(built(outputs, targets), F.cross_entropy(outputs, targets))
-
-
-def test_a_function_that_reduces_nothing_by_default() -> None:
-    def error(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-        return F.mse_loss(outputs, targets, reduction=reduction)
-
-    batch = torch.arange(3.0), torch.ones(3)
-    torch.testing.assert_close(Mean(error)(*batch), F.mse_loss(*batch))
 
 
 def test_a_function_that_seems_to_sum() -> None:

@@ -21,15 +21,12 @@ from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 from mlx_runtime.loop.metric_recording import BUFFER_BYTES, MetricSync, SyncMessage
-from mlx_runtime.loop.passes import Pass
 from mlx_runtime.runs.metric_states import (
     Snapshot,
     compute_from,
-    keeps_rows,
     merge_snapshots,
     numbers,
     snapshot,
-    syncs_itself,
 )
 
 pytestmark = pytest.mark.pure
@@ -161,42 +158,6 @@ def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any
     )
 
 
-def _apart(rank: int) -> str:
-    return _refused(rank, ("train", 10) if rank == 0 else ("val", 3), set())
-
-
-@pytest.mark.process
-def test_workers_at_different_places_are_told(on_workers: dict[str, list[Any]]) -> None:
-    first, _ = on_workers["apart"]
-    assert first.startswith("rank 0 records nothing at step 10 of train, rank 1 nothing at step 3 of val; every")
-
-
-def _lagging(rank: int) -> dict[str, list[Any]]:
-    mean = tm.MeanMetric()
-    module = BaseModule(cfg=TrainConfig(log_every_steps=4), metrics=SimpleNamespace(mean=mean))
-    session = attach(module, Path("unused"), topology=topology(rank))
-    recorder = session.metrics
-    recorded: list[Any] = []
-    session.reporter.record = lambda values, step, epoch: recorded.append((values["train/mean"], step))  # type: ignore[method-assign]
-    part = SimpleNamespace(rates={"samples_per_s": 1.0}, seconds=1.0, waited_s=0.0)
-    item, known = Pass("train", training=True, loader=object(), part=part, steps=20), []
-    recorder.begin(item)
-    for item.step in range(1, 10):
-        session.progress.global_step = item.step
-        mean.update(item.step + rank)
-        recorder.save(item, ("metrics",))
-        recorder.step_finished(item, lag=7 if item.step > 4 else 3)
-        known.append(len(recorded))
-    recorder.receive()
-    return {"known": known, "recorded": recorded}
-
-
-@pytest.mark.process
-def test_numbers_are_reported_some_steps_later(on_workers: dict[str, list[Any]]) -> None:
-    """They are those of the step at which they were due, and the step does not wait for other workers."""
-    assert on_workers["lagging"][0] == {"known": [0] * 6 + [1] * 3, "recorded": [(3.0, 4), (5.0, 8)]}
-
-
 class Teacher:
     def __init__(self) -> None:
         self.net = nn.BatchNorm1d(2)
@@ -232,11 +193,9 @@ def test_all_workers_evaluate_with_the_statistics_of_rank_0(on_workers: dict[str
 
 WORKS: dict[str, groups.Work] = {
     "evaluating": _evaluating,
-    "lagging": _lagging,
     "values": _values,
     "large": _large,
     "alone": _alone,
-    "apart": _apart,
 }
 """The functions that run on two workers, in one group, because starting a group takes seconds."""
 
@@ -248,70 +207,6 @@ def test_one_that_was_not_updated_has_no_value() -> None:
     metrics["mean"].update(1.0)
     with pytest.raises(MlxError, match="train/mean was updated on some workers only"):
         value_of(metrics["mean"], "train/mean", [states["mean"], states_of(metrics)["mean"]])
-
-
-def test_those_that_keep_rows_wait_for_the_end() -> None:
-    assert {name for name, metric in made().items() if not keeps_rows(metric)} == {
-        "mse",
-        "mean",
-        "top",
-        "low",
-        "pearson",
-        "accuracy",
-        "range",
-        "both",
-    }
-
-
-def test_what_was_packed_does_not_change_with_the_metric() -> None:
-    metric = tm.MeanMetric()
-    metric.update(1.0)
-    states = states_of({"mean": metric})
-    metric.update(5.0)
-    assert value_of(metric, "mean", [states["mean"]]) == {"mean": 1.0}
-    assert metric.compute() == 3.0
-
-
-class Asked(MetricCollection):
-    """Counts the checks of its members."""
-
-    checks = 0
-
-    def modules(self) -> Any:
-        self.checks += 1
-        return super().modules()
-
-
-def test_a_metric_is_checked_once_until_it_is_replaced() -> None:
-    module = BaseModule(cfg=TrainConfig(log_every_steps=1), metrics=SimpleNamespace(mean=Asked([tm.MeanMetric()])))
-    session = attach(module, Path("unused"))
-    item = Pass("train", training=True)
-    session.metrics.begin(item)
-    for step in range(6):
-        if step == 3:
-            first, module.metrics.mean = module.metrics.mean, Asked([tm.MeanMetric()])
-        module.metrics.mean.update(1.0)
-        session.metrics.save(item, ("metrics",))
-    assert (first.checks, module.metrics.mean.checks) == (1, 1)
-
-
-class Own(tm.MeanMetric):
-    def _sync_dist(self, dist_sync_fn=None, process_group=None) -> None:
-        raise AssertionError("not here")
-
-
-@pytest.mark.parametrize(
-    ("metric", "itself"),
-    [
-        (tm.MeanMetric(), False),
-        (tm.MeanMetric() + 1, False),
-        (tm.MeanMetric(sync_on_compute=False), True),
-        (Own(), True),
-        (MetricCollection([Own()]), True),
-    ],
-)
-def test_metrics_with_ways_of_their_own(metric: Metric, itself: bool) -> None:
-    assert syncs_itself(metric) is itself
 
 
 def test_arrays_are_no_numbers() -> None:

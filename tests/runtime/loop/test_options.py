@@ -20,16 +20,8 @@ pytestmark = pytest.mark.pure
             "cfg.start_workers=6 is not a multiple of 4, as cfg.strategy=fsdp needs",
         ),
         (
-            {"strategy": "fsdp", "sharding": Sharding(4), "start_workers": 2},
-            "cfg.start_workers=2 is not a multiple of 4, as cfg.strategy=fsdp needs",
-        ),
-        (
             {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(3)},
             "cfg.elastic.min_workers=3 is not a multiple of 2, as cfg.strategy=fsdp needs",
-        ),
-        (
-            {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(max_workers=7)},
-            "cfg.elastic.max_workers=7 is not a multiple of 2, as cfg.strategy=fsdp needs",
         ),
         (
             {"sharding": Sharding(offload="cpu")},
@@ -49,10 +41,8 @@ def test_what_a_strategy_cannot_do_is_refused(settings: dict[str, Any], problem:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"strategy": "fsdp", "sharding": Sharding(offload="cpu"), "start_workers": 3},
         {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(2, 8)},
         {"strategy": "fsdp", "sharding": Sharding(2), "start_workers": 0},  # in the driver, for a debugger
-        {"activation_checkpointing": "layers.*"},
     ],
 )
 def test_what_fits_is_accepted(settings: dict[str, Any]) -> None:
@@ -72,8 +62,6 @@ IN_DRIVER = f"{METHODS}, on_batch_start, on_batch_end, on_evaluate_start, on_eva
     ("kind", "item", "problem"),
     [
         ("callbacks", {"_traget_": "src.tools.Beat"}, "is {'_traget_': 'src.tools.Beat'}, which has no _target_"),
-        ("trackers", {"a": 1}, "is {'a': 1}, which has no _target_"),
-        ("callbacks", 3, f"is 3, which has none of the methods {IN_DRIVER}"),
         ("callbacks", OrderedDict(), f"is OrderedDict(), which has none of the methods {IN_DRIVER}"),
         ("trackers", 3, f"is 3, which has none of the methods {METHODS}, on_rewind"),
     ],
@@ -90,8 +78,7 @@ def test_a_start_behind_the_last_epoch_is_refused() -> None:
     assert TrainConfig.out_of_range(TrainConfig(start_epoch=5, num_epochs=6)) == []
 
 
-@pytest.mark.parametrize("name", ["seed", "num_epochs", "log_every_steps"])
-def test_numbers_that_no_record_can_hold_are_refused(name: str) -> None:
-    (problem,) = TrainConfig.out_of_range(TrainConfig(**{name: 10**23}))
-    assert problem == f"cfg.{name} is {10**23}; the maximum is {2**63 - 1}"
-    assert TrainConfig.out_of_range(TrainConfig(**{name: 2**63 - 1})) == []
+def test_numbers_that_no_record_can_hold_are_refused() -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(seed=10**23))
+    assert problem == f"cfg.seed is {10**23}; the maximum is {2**63 - 1}"
+    assert TrainConfig.out_of_range(TrainConfig(seed=2**63 - 1)) == []

@@ -18,7 +18,7 @@ from torchmetrics import CatMetric, MeanMetric
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import DatasetError
-from mlx_runtime.events import CheckpointSaved, Notice
+from mlx_runtime.events import Notice
 from mlx_runtime.loop.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
@@ -76,8 +76,6 @@ def forever(loader) -> Iterator[object]:
 
 TRAIN = [("train", 1), ("train", 2), ("train", 3)]
 
-MEANS = [(0.0, 1), (0.5, 2), (1.0, 3)]
-
 
 class TestOneAfterTheOther:
     """Passes that do not overlap."""
@@ -87,35 +85,12 @@ class TestOneAfterTheOther:
         assert [name for name, _ in seen] == ["train"] * 3 + ["val"] * 2 + ["train"] * 3
         assert [step for _, step in seen] == [1, 2, 3, 3, 3, 4, 5, 6]
 
-    def test_a_set_of_one_step_and_no_logging_in_training(self, loop) -> None:
-        for _ in loop.one:
-            pass
-        assert [loop.log() for _ in loop.val] == [("val", 1)] * 2
-
     @pytest.mark.parametrize("number", [1, 2])
     def test_training_is_left_early(self, loop, number: int) -> None:
         for _ in itertools.islice(loop.train, number):
             loop.log()
         assert [loop.log() for _ in loop.val] == [("val", number)] * 2
         assert [loop.log() for _ in loop.train] == [("train", number + step) for step in (1, 2, 3)]
-
-    def test_steps_counted_by_hand(self, loop) -> None:
-        """The end of the pass is never asked for."""
-        for epoch in range(2):
-            batches = iter(loop.train)
-            for step in range(1, 4):
-                next(batches)
-                assert loop.log() == ("train", 3 * epoch + step)
-            loop.reset()
-            assert [loop.log() for _ in loop.val] == [("val", 3 * epoch + 3)] * 2
-
-    def test_an_iterator_that_is_kept_and_not_read_on(self, loop) -> None:
-        """The second training pass leads since the loop has reset the metrics."""
-        kept = iter(loop.train)
-        next(kept)
-        loop.log()
-        loop.reset()
-        assert [loop.log() for _ in loop.extra] == [("extra", step) for step in range(2, 7)]
 
     def test_a_loader_that_is_iterated_again_begins_a_new_pass(self, loop) -> None:
         kept = iter(loop.train)
@@ -157,39 +132,10 @@ class TestSideBySide:
         seen = [loop.log() for _ in zip(itertools.cycle(loop.train), loop.extra)]
         assert seen == [*TRAIN, ("extra", 4), ("extra", 5)]
 
-    def test_an_iterator_that_is_kept_over_epochs(self, loop) -> None:
-        beside, seen = iter(loop.extra), []
-        for _ in range(2):
-            for _ in loop.train:
-                next(beside, None)
-                seen.append(loop.log())
-        assert seen == [("train", step) for step in range(1, 7)]
-
-    def test_alternating_with_a_reset_and_a_pass_between(self, loop) -> None:
-        """Like a GAN that reads two sets, and is evaluated within its steps."""
-        first, second, seen = iter(loop.train), forever(loop.one), []
-        for _ in range(3):
-            next(first)
-            next(second)
-            seen.append(loop.log())
-            loop.reset()
-            assert {loop.log()[0] for _ in loop.val} == {"val"}
-            loop.reset()
-            next(second)
-            seen.append(loop.log())
-        assert seen == [("train", step) for step in (1, 1, 2, 2, 3, 3)]
-
     @pytest.mark.parametrize("order", [("train", "val"), ("val", "train")])
     def test_an_evaluation_set_never_leads_beside_a_training_set(self, loop, order: tuple[str, str]) -> None:
         pair = zip(*(getattr(loop, name) for name in order))  # noqa: B905 - the shorter ends it
         assert [loop.log() for _ in pair] == [("train", 1), ("train", 2)]
-
-    def test_an_evaluation_iterator_that_was_made_before(self, loop) -> None:
-        batches, seen = iter(loop.val), []
-        for _ in loop.train:
-            next(batches, None)
-            seen.append(loop.log())
-        assert seen == TRAIN
 
 
 class TestNested:
@@ -203,26 +149,6 @@ class TestNested:
                 seen += [loop.log() for _ in loop.val]
                 seen.append(loop.log())
         assert seen == [("train", 1), ("train", 2), ("val", 2), ("val", 2), ("train", 2), ("train", 3)]
-
-    def test_at_the_first_step_and_before_anything_is_logged(self, loop) -> None:
-        seen = []
-        for number, _ in enumerate(loop.train):
-            if number == 0:
-                seen += [loop.log() for _ in loop.val]
-            seen.append(loop.log())
-        assert seen == [("val", 1), ("val", 1), *TRAIN]
-
-    @pytest.mark.parametrize("keep", [False, True])
-    def test_evaluation_is_left_early(self, loop, keep: bool) -> None:
-        seen, kept = [], []
-        for _ in loop.train:
-            seen.append(loop.log())
-            batches = iter(loop.val)
-            kept += [batches] if keep else []
-            next(batches)
-            seen.append(loop.log())
-            del batches
-        assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
 
     def test_evaluation_of_data_that_the_runtime_does_not_know(self, loop) -> None:
         seen = []
@@ -285,13 +211,12 @@ class TestRecords:
             loop.module.metrics.rows.update(value)
             loop.module.save_metrics_and_losses(number, 0, stage=stage)
 
-    @pytest.mark.parametrize("leave", ["break", "zip"])
     @pytest.mark.parametrize("then", ["reset", "checkpoint", "pass", "end"])
     def test_a_pass_that_is_left_early_is_recorded_by_what_comes_next(
-        self, loop, recorded, leave: str, then: str, monkeypatch: pytest.MonkeyPatch
+        self, loop, recorded, then: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         loop.module.cfg.log_every_steps = 50
-        for number, _ in enumerate(zip(loop.extra, loop.val) if leave == "zip" else loop.extra):  # noqa: B905
+        for number, _ in enumerate(loop.extra):
             loop.module.metrics.mean.update(1.0 + number)
             loop.module.save_metrics_and_losses(number, 0)
             if number == 1:
@@ -310,23 +235,6 @@ class TestRecords:
         loop.session.metrics.flush()
         assert len([item for item in recorded if item[0]]) == 1
 
-    def test_what_is_saved_after_an_evaluation_is_of_its_pass(self, loop) -> None:
-        list(loop.train)
-        with loop.module.evaluation():
-            list(loop.val)
-        assert loop.log() == ("val", 3)
-
-    def test_evaluation_after_training_is_recorded_once(self, loop, recorded) -> None:
-        self.read(loop, [1.0, 2.0, 6.0], loader=loop.train)
-        self.read(loop, [5.0, 7.0], stage="val")
-        self.read(loop, [8.0], stage="test")
-        loop.session.end()
-        del recorded[:3]
-        assert [item for item in recorded if item[0]] == [
-            ({"val/mean": 6.0}, 3),
-            ({"test/mean": 8.0, "test/rows": 8.0}, 3),
-        ]
-
     def test_training_counts_steps_and_evaluation_does_not(self, loop, recorded) -> None:
         self.read(loop, [1.0, 3.0])
         self.read(loop, [5.0])
@@ -343,53 +251,25 @@ class TestRecords:
             ({"train/rows": 6.0}, 4),
         ]
 
-    def test_saving_after_a_pass_is_of_that_pass(self, loop, recorded) -> None:
-        for value, _ in zip([1.0, 2.0, 6.0], loop.train, strict=True):
-            loop.module.metrics.mean.update(value)
-        loop.module.save_metrics_and_losses(2, 0)
-        loop.session.end()
-        assert [item for item in recorded if item[0]] == [({"train/mean": 3.0}, 3)]
-        assert loop.module.global_step == 3
-
-    def test_training_continues_after_an_evaluation_within_it(self, loop, recorded) -> None:
-        """Each pass is on record once per step at which it was saved, and evaluation once."""
-        loop.module.cfg.log_every_steps = 2
-        for number, _ in enumerate(loop.train):
-            loop.module.metrics.mean.update(float(number))
-            loop.module.save_metrics_and_losses(number, 0)
-            if number == 1:
-                self.read(loop, [7.0, 9.0], loader=loop.val)
-                loop.module.reset_all_metrics_and_losses()
-        means = [(values["train/mean"], step) for values, step in recorded if "train/mean" in values]
-        assert means == [(0.5, 2), (2.0, 3)]
-        assert [(values["val/mean"], step) for values, step in recorded if "val/mean" in values] == [(8.0, 2)]
-
-    def test_nothing_is_recorded_of_what_is_read_beside(self, loop, recorded) -> None:
-        for number, _ in enumerate(zip(loop.train, forever(loop.one))):  # noqa: B905
-            loop.module.metrics.mean.update(float(number))
-            loop.module.save_metrics_and_losses(number, 0)
-        loop.session.end()
-        assert [item for item in recorded if item[0]] == [({"train/mean": mean}, step) for mean, step in MEANS]
-
 
 class Training:
     """Epochs of three steps of a small model, with something else between or within them."""
 
-    def __init__(self, folder: Path, *, optimizers: bool = True, processes: int = 0, **settings: object) -> None:
+    def __init__(self, folder: Path, **settings: object) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
         sgd = torch.optim.SGD(self.net.parameters(), lr=0.01)
         self.module = BaseModule(
             cfg=TrainConfig(log_every_steps=1, **settings),
             models=SimpleNamespace(net=self.net),
-            optimizers=SimpleNamespace(sgd=sgd) if optimizers else None,
+            optimizers=SimpleNamespace(sgd=sgd),
             metrics=SimpleNamespace(mean=MeanMetric()),
         )
         self.events = Events()
         self.session = attach(self.module, folder, sink=self.events)
         self.session.begin()
         group = SimpleNamespace(train=Rows(12), extra=Rows(20), val=Rows(2))
-        options = LoaderOptions(seed=1, processes=processes)
+        options = LoaderOptions(seed=1)
         for name, dataset in vars(group).items():
             dataset.batch_size = 4
             shard = DatasetShard(name, group, ALONE, options, follow=self.session.watch)
@@ -410,15 +290,15 @@ class Training:
         self.module.save_metrics(0, 0)
         self.seen.append((self.module.global_step, batch["x"].tolist()))
 
-    def epoch(self, *, within: Callable[[], None] | None = None, mode: bool = True, stop_at: int = 0) -> None:
+    def epoch(self, *, within: Callable[[], None] | None = None, stop_at: int = 0) -> None:
         sgd = self.watched(torch.optim.SGD(self.net.parameters(), lr=0.01))
-        self.net.train(mode)
+        self.net.train()
         self.module.reset_all_metrics_and_losses()
         for number, batch in enumerate(self.train, 1):
             self.step(batch, sgd)
             if within is not None and number == 2:
                 within()
-                self.net.train(mode)
+                self.net.train()
             if number == stop_at:
                 self.module.save_checkpoint(epoch=0)
                 self.session.checkpoints.wait()
@@ -456,18 +336,12 @@ def batch_norm(loop: Training) -> None:
     loop.net.load_state_dict(before)
 
 
-def look(loop: Training) -> None:
-    """At one batch, like what builds a lazy module."""
-    with loop.module.stage("shapes"):
-        next(iter(loop.train))
-
-
 NO_UPDATE = (
     "no optimizer updated a model in a pass over train, which counts as training; call self.optimizer_step() after "
     'self.backward(loss), or, if it does not train, read it inside `with self.stage("probe"):`'
 )
 
-NOT_TRAINING = [stage, neighbours, batch_norm, look]
+NOT_TRAINING = [stage, neighbours, batch_norm]
 
 
 class TestNotTraining:
@@ -495,28 +369,18 @@ class TestNotTraining:
         assert [text for text in loop.notices + alone.notices if not text.startswith(expected)] == []
 
     @pytest.mark.parametrize("read", NOT_TRAINING)
-    @pytest.mark.parametrize("mode", [True, False])
-    def test_an_interrupted_epoch_resumes_after_it(
-        self, tmp_path: Path, read: Callable[[Training], None], mode: bool
-    ) -> None:
-        """Also if the models train in eval mode, as with frozen statistics."""
+    def test_an_interrupted_epoch_resumes_after_it(self, tmp_path: Path, read: Callable[[Training], None]) -> None:
         whole, first = Training(tmp_path / "whole"), Training(tmp_path / "parts")
         for _ in range(2):
-            whole.epoch(mode=mode)
-        first.epoch(mode=mode)
-        first.epoch(mode=mode, stop_at=2)
+            whole.epoch()
+        first.epoch()
+        first.epoch(stop_at=2)
         again = Training(tmp_path / "parts")
         read(again)
-        again.epoch(mode=mode)
+        again.epoch()
         assert first.seen + again.seen == whole.seen
         assert [step for step, _ in whole.seen] == [1, 2, 3, 4, 5, 6]
         assert again.train.epoch == whole.train.epoch == 2
-
-    def test_reading_processes_serve_a_pass_within_a_pass(self, tmp_path: Path) -> None:
-        alone, loop = Training(tmp_path / "alone"), Training(tmp_path / "loop", processes=1)
-        alone.epoch()
-        loop.epoch(within=lambda: neighbours(loop))
-        assert loop.seen == alone.seen
 
     @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
     @pytest.mark.parametrize("read", [0, 2])
@@ -551,25 +415,6 @@ class TestNotTraining:
         loop.session.end()
         assert [text for text in loop.notices if not text.startswith("finished")] == [NO_UPDATE]
 
-    def test_one_update_for_a_whole_pass(self, tmp_path: Path) -> None:
-        loop = Training(tmp_path)
-        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
-        for _ in range(2):
-            for batch in loop.train:
-                loop.net(batch["x"].float()[:, None]).square().mean().backward()
-            sgd.step()
-        loop.session.end()
-        assert loop.module.global_step == 6
-        assert loop.notices == []
-
-    def test_without_optimizers_no_update_is_missed(self, tmp_path: Path) -> None:
-        loop = Training(tmp_path, optimizers=False)
-        for _ in itertools.chain(loop.train, loop.train):
-            pass
-        loop.session.end()
-        assert (loop.module.global_step, loop.train.epoch) == (6, 2)
-        assert loop.notices == []
-
     def test_an_evaluation_in_it_has_its_name(self, tmp_path: Path) -> None:
         loop = Training(tmp_path)
         for name in (None, "val_large"):
@@ -578,13 +423,3 @@ class TestNotTraining:
                     loop.module.metrics.mean.update(batch["x"] + (name is not None))
                     loop.module.save_metrics(batch_idx, 0)
         assert loop.session.end() == {"val/mean": 0.5, "val_large/mean": 1.5}
-
-    def test_own_steps_beside_a_training_loader_are_counted_and_nothing_else(self, tmp_path: Path) -> None:
-        """They are no updates from which a run could continue exactly, so no checkpoint is due at them."""
-        loop = Training(tmp_path, checkpoint_every_steps=1)
-        loop.epoch()
-        for batch_idx in range(4):
-            loop.module.save_metrics(batch_idx, 0, stage="finetune")
-        loop.session.end()
-        assert loop.module.global_step == 7
-        assert [item.step for item in loop.events if isinstance(item, CheckpointSaved)] == [1, 2]

@@ -14,7 +14,7 @@ import torch
 from conftest import Mlx, edit
 from faults import reports, run_of
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 import mlx_runtime
@@ -41,11 +41,6 @@ class Stopper:
     def __init__(self, patience: int = 5, names: tuple[str, ...] = (), counts: int = 3, delta: float = 0.0):
         self.patience, self.names, self._double, self.delta = patience, names, 2 * patience, delta
         self.left, self.best = counts, float("inf")
-
-
-class Limited:
-    def __init__(self, limit: int):
-        self.limit = min(limit, 5)
 
 
 class Saving:
@@ -83,39 +78,24 @@ def test_changes_from_the_run_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 class TestChanges:
-    def test_each_value_is_told_by_its_key(self) -> None:
-        found = changes({"a": {"b": 1, "c": [1, 2]}, "d": None}, {"a": {"b": 2, "c": [1, 3]}, "d": None})
-        assert [str(change) for change in found] == ["a.b: 1 → 2", "a.c: [1, 2] → [1, 3]"]
-
     def test_an_argument_that_is_left_out_has_its_default(self) -> None:
         """So an argument that was added to the code since changes nothing."""
         assert changes(node(Stopper), node(Stopper, patience=5, names=[])) == []
         assert [str(item) for item in changes(node(Stopper, patience=7), node(Stopper))] == ["patience: 7 → 5"]
 
-    def test_another_class_is_one_change(self) -> None:
-        (change,) = changes({"x": node(Stopper, patience=3)}, {"x": node(Saving)})
-        assert change.key == "x._target_"
-
     @pytest.mark.parametrize(
         ("before", "after", "refused"),
         [
             ({"models": {"net": {"width": 1}}}, {"models": {"net": {"width": 2}}}, True),
-            ({"datasets": {"train": {"batch_size": 1}}}, {"datasets": {"train": {"batch_size": 2}}}, True),
-            ({"losses": {"mse": {"squared": True}}}, {"losses": {"mse": {"squared": False}}}, True),
             ({"tools": {"x": {"a": 1}}}, {"tools": {"x": {"a": 2}}}, False),
-            ({"tools": {}}, {"tools": {"x": node(Stopper)}}, True),
             ({"tools": {"x": node(Stopper)}}, {"tools": {"x": node(Saving)}}, True),
             ({"optimizers": {"adam": {"lr": 1}}}, {"optimizers": {"adam": {"lr": 0.5}}}, False),
             ({"optimizers": {"adam": {"betas": [0.9, 0.99]}}}, {"optimizers": {"adam": {"betas": [0.8, 0.9]}}}, False),
             ({"optimizers": {"adam": {"amsgrad": False}}}, {"optimizers": {"adam": {"amsgrad": True}}}, True),
-            ({"optimizers": {"sgd": {"momentum": 0}}}, {"optimizers": {"sgd": {"momentum": 0.9}}}, True),
-            ({"optimizers": {"sgd": {"weight_decay": 0}}}, {"optimizers": {"sgd": {"weight_decay": 0.1}}}, False),
             ({"cfg": {"num_epochs": 1}}, {"cfg": {"num_epochs": 2}}, False),
-            ({"cfg": {"trackers": {"a": 1}}}, {"cfg": {"trackers": {"a": 2}}}, False),
             ({"cfg": {"seed": 1}}, {"cfg": {"seed": 2}}, True),
             ({"cfg": {"mine": 1}}, {"cfg": {"mine": 2}}, True),
             ({"cfg": {"pace": 1}}, {"cfg": {"pace": 2}}, False),
-            ({"cfg": {"storage_path": "a"}}, {"cfg": {"storage_path": "b"}}, False),
         ],
     )
     def test_what_is_refused(self, before: dict, after: dict, refused: bool) -> None:
@@ -141,9 +121,6 @@ def trained(
 
 SCHEDULES = {
     "none": None,
-    "StepLR": lambda item: schedules.StepLR(item, 2, 0.5),
-    "LambdaLR": lambda item: schedules.LambdaLR(item, lambda step: 0.9**step),
-    "ExponentialLR": lambda item: schedules.ExponentialLR(item, 0.9),
     "CosineAnnealingLR": lambda item: schedules.CosineAnnealingLR(item, 20),
     "SequentialLR": lambda item: schedules.SequentialLR(
         item, [schedules.ConstantLR(item, total_iters=3), schedules.ExponentialLR(item, 0.9)], [4]
@@ -186,19 +163,10 @@ class TestGroupValues:
         set_group_values({"sgd": optimizer}, [], {"sgd": {"lr": 0.1}}, {"sgd": {"lr": 0.5}})
         assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.5]
 
-    def test_a_rate_that_is_a_tensor_is_changed_in_place(self) -> None:
-        rate = torch.tensor(0.1)
-        optimizer = Adam([nn.Parameter(torch.ones(2))], lr=rate, capturable=False, foreach=False)
-        set_group_values({"adam": optimizer}, [], {"adam": {"lr": 0.1}}, {"adam": {"lr": 0.5}})
-        assert optimizer.param_groups[0]["lr"] is rate
-        assert rate.item() == 0.5
-
     @pytest.mark.parametrize(
         ("make", "then", "now"),
         [
             (Adam, {"amsgrad": False}, {"amsgrad": True}),
-            (RMSprop, {"momentum": 0}, {"momentum": 0.9}),
-            (Adam, {"nothing": 1.0}, {"nothing": 2.0}),
             (Adam, {"betas": [0.1, 0.2]}, {"betas": [0.3, 0.4]}),  # the loop has changed them
         ],
     )
@@ -221,15 +189,10 @@ class TestTools:
         saved = self.saved(best=0.1, left=1)
         assert with_settings(saved, node(Stopper), node(Stopper, delta=0.5), "tools.x") == saved | {"delta": 0.5}
 
-    def test_nothing_changes_without_a_change(self) -> None:
-        saved = self.saved(delta=1)
-        assert with_settings(saved, node(Stopper, delta=0.0), node(Stopper), "tools.x") == saved
-
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
             ({"patience": 9}, "tools.x.patience: 5 → 9 cannot change on resume: the tool does not store it"),
-            ({"counts": 9}, "tools.x.counts: 3 → 9 cannot change on resume: the tool does not store it"),
             ({"delta": 9.0}, "tools.x.delta: 0.0 → 9.0 cannot change on resume: the tool does not store it"),
         ],
     )
@@ -237,20 +200,10 @@ class TestTools:
         with pytest.raises(ConfigError, match=message):
             with_settings(self.saved(delta=0.1), node(Stopper), node(Stopper, **changed), "tools.x")
 
-    def test_an_argument_that_leaves_the_tool_as_it_was(self) -> None:
-        saved = {"limit": 5}
-        assert with_settings(saved, node(Limited, limit=10), node(Limited, limit=20), "tools.x") == saved
-
     def test_a_tool_with_a_state_dict_too(self) -> None:
         saved = {"decay": 0.5, "shadow": torch.ones(2)}
         state = with_settings(saved, node(Saving), node(Saving, decay=0.9), "tools.x")
         assert (state["decay"], state["shadow"].tolist()) == (0.9, [1.0, 1.0])
-
-    def test_arguments_of_a_partial_are_refused(self) -> None:
-        """Objects built from it are restored from the checkpoint."""
-        then, now = ({"_target_": "torch.optim.lr_scheduler.StepLR", "_partial_": True, "gamma": x} for x in (0.1, 0.2))
-        with pytest.raises(ConfigError, match="tools.x.gamma"):
-            with_settings({}, then, now, "tools.x")
 
 
 HERE_ONLY = ("cfg.start_workers=0", "cfg.num_epochs=1")
@@ -280,24 +233,13 @@ def damage_record(folder: Path) -> None:
     (run_of(folder) / "run.json").write_text('{"status": "SUCC')
 
 
-def remove_record(folder: Path) -> None:
-    (run_of(folder) / "run.json").unlink()
-
-
 NOT_RESUMED = "faults run_001 was not resumed and is unchanged."
 
 FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] = {
     "a model of another size": (None, ("models.net.width=24",), "models.net.width: 16 → 24"),
     "a setting that is not resumable": (None, ("cfg.seed=9",), "cfg.seed: 0 → 9 (it cannot change within a run)"),
-    "an optimizer with other state": (None, ("optimizers.adam.amsgrad=true",), "optimizers.adam.amsgrad: False → True"),
-    "a wrong key": (None, ("cfg.num_epoch=3",), "there is no key 'cfg.num_epoch'"),
     "code with another layer": (
         to_the_source("Norm(width), nn.Dropout", "Norm(width), nn.Linear(width, width), nn.Dropout"),
-        (),
-        NOT_RESUMED,
-    ),
-    "a scheduler that does not fit": (
-        to_the_source("self.schedule = torch.optim", "self.schedule = nn.Linear(1, 1)\n        _ = torch.optim"),
         (),
         NOT_RESUMED,
     ),
@@ -307,29 +249,11 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         "src.experiment cannot be imported: SystemExit: 0",
     ),
     "an error in the loop": (None, ("cfg.late=raise",), "error: ValueError: on purpose (raised on rank 0)"),
-    "an exit in the loop": (None, ("cfg.late=exit",), "error: SystemExit: 0 (return instead of exiting)"),
-    "an error that has no text": (
-        None,
-        ("cfg.late=unprintable",),
-        "error: Unprintable: (its __str__ raised ValueError)",
-    ),
-    "an error of ours": (None, ("cfg.late=finished",), "error: RunFinished: done (raised on rank 0)"),
     "a damaged checkpoint": (damage, (), "No other checkpoint is left to resume from"),
     "a damaged record": (
         damage_record,
         (),
         "Put a good copy back, or start a new run: mlx train run --from faults/run_001@latest",
-    ),
-    "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or start"),
-    "an empty config": (
-        lambda folder: (run_of(folder) / "conf.yaml").write_text(""),
-        (),
-        "run_001/conf.yaml: it is empty. Put a good copy back, or start a new run with cfg.restore_checkpoint_path=",
-    ),
-    "half a config": (
-        lambda folder: (run_of(folder) / "conf.yaml").write_text("cfg:\n  _target_: src.experiment.TrainConfig\n"),
-        (),
-        "models: missing; bind again, or put a good copy of the file back",
     ),
     "no config any more": (
         lambda folder: (run_of(folder) / "conf.yaml").unlink(),
@@ -397,10 +321,9 @@ class TestRuns:
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("how", ["generator", "lost"])
-def test_whatever_a_worker_raises_is_an_error_of_the_users_code(how: str, mlx: Mlx, folder: Path) -> None:
+def test_whatever_a_worker_raises_is_an_error_of_the_users_code(mlx: Mlx, folder: Path) -> None:
     before = snapshot(run_of(folder))
-    overrides = ("--resume", "cfg.num_epochs=2", "cfg.start_workers=2", f"cfg.late={how}")
+    overrides = ("--resume", "cfg.num_epochs=2", "cfg.start_workers=2", "cfg.late=lost")
     done = mlx(folder, "train", "run", *overrides)
     assert done.returncode == 1, done.stdout
     assert "(raised on rank " in done.stderr.splitlines()[0]

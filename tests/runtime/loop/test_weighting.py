@@ -30,7 +30,7 @@ from mlx_runtime.sections import Sharding
 
 WORKERS = (1, 2, 4)
 
-STEPS = (1, 2, 4)
+STEPS = (1, 4)
 """Steps of an update."""
 
 IGNORED = -1
@@ -233,29 +233,6 @@ def test_equal_batches_give_the_bits_of_plain_torch(begin: Begin, steps: int) ->
     assert all(torch.equal(one, two) for one, two in pairs)
 
 
-def test_losses_with_an_optimizer_each(begin: Begin) -> None:
-    """The second loss follows the step of the first optimizer."""
-    module, loader, _ = begin(accumulate_grad_batches=2)
-    plain = {name: Net() for name in ("one", "two")}
-    for name, net in plain.items():
-        net.load_state_dict(getattr(module.models, name).state_dict())
-    weighed: dict[str, tuple[Any, float]] = {"one": (0, 0), "two": (0, 0)}
-    for number, batch in enumerate(loader):
-        done = []
-        for name, weight in (("one", number + 1.0), ("two", number + 1.0)):
-            module.backward(getattr(module.models, name)(batch["x"]).square().mean(), weight=weight)
-            loss, total = weighed[name]
-            weighed[name] = loss + weight * plain[name](batch["x"]).square().mean(), total + weight
-            done.append(module.optimizer_step(name))
-        if number == 1:
-            break
-    assert done == [True, True]
-    for name, (loss, total) in weighed.items():
-        (loss / total).backward()
-        torch.optim.SGD(plain[name].parameters(), lr=0.1).step()
-        assert same(getattr(module.models, name), plain[name])
-
-
 def test_losses_of_one_step_add_up(begin: Begin) -> None:
     """In an update of one step, whatever they count."""
     module, loader, _ = begin()
@@ -269,9 +246,7 @@ def test_losses_of_one_step_add_up(begin: Begin) -> None:
     assert all(torch.allclose(one, two) for one, two in pairs)
 
 
-@pytest.mark.parametrize(
-    ("weights", "refused"), [((3, 4), True), ((3, None), True), ((3, 3), False), ((None, None), False)]
-)
+@pytest.mark.parametrize(("weights", "refused"), [((3, 4), True), ((3, None), True), ((3, 3), False)])
 def test_losses_that_no_single_number_can_divide_are_refused(begin: Begin, weights: Any, refused: bool) -> None:
     module, loader, _ = begin(accumulate_grad_batches=2)
     x = next(iter(loader))["x"]
@@ -287,9 +262,7 @@ def test_losses_that_no_single_number_can_divide_are_refused(begin: Begin, weigh
     [
         (-1, "-1"),
         (math.nan, "nan"),
-        ("8", "8"),
         (torch.ones(2), r"a tensor \(2,\)"),
-        (torch.tensor(-2.0), "-2.0"),
     ],
 )
 def test_a_weight_that_is_none(begin: Begin, weight: Any, shown: str) -> None:

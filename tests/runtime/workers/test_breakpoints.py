@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import Mlx, edit
 
-from mlx_runtime.driver.terminal import at_breakpoint
 from mlx_runtime.workers.worker import ignore_breakpoints
 
 pytestmark = pytest.mark.process
@@ -60,23 +59,7 @@ def test_workers_say_so_once_and_go_on(broken: Path, mlx: Mlx) -> None:
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("chosen", ["some.debugger", ""])
-def test_what_the_user_has_chosen_starts(monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
-    monkeypatch.setenv("PYTHONBREAKPOINT", chosen)
-    starts, questions = [], []
-    monkeypatch.setattr(sys, "breakpointhook", lambda *words: starts.append(words))
-    before = sys.breakpointhook
-    with at_breakpoint(lambda: questions.append(1)):
-        breakpoint()
-    assert (len(questions), len(starts)) == (1, 1)
-    assert sys.breakpointhook is before
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("chosen", "ignored"),
-    [("", 1), ("ray.util.pdb.set_trace", 1), ("pdb.set_trace", 1), ("some.debugger", 0), ("0", 0)],
-)
+@pytest.mark.parametrize(("chosen", "ignored"), [("", 1), ("ray.util.pdb.set_trace", 1), ("some.debugger", 0)])
 def test_what_a_worker_ignores(monkeypatch: pytest.MonkeyPatch, chosen: str, ignored: int) -> None:
     monkeypatch.setenv("PYTHONBREAKPOINT", chosen)
     started, notices = [], []

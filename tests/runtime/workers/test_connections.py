@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from faults import wait_for
 
-from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
+from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, encode
 from mlx_runtime.loop.job import STOP
-from mlx_runtime.workers import connections
 from mlx_runtime.workers import receiver as receiving
 from mlx_runtime.workers.connections import Pipes, Remote
 from mlx_runtime.workers.receiver import Receiver
@@ -62,13 +61,7 @@ def huge(receiver: Receiver) -> socket.socket:
     return connection
 
 
-def gone(receiver: Receiver) -> socket.socket:
-    connection = silent(receiver)
-    connection.close()
-    return connection
-
-
-@pytest.mark.parametrize("stranger", [silent, half_a_message, garbage, huge, gone])
+@pytest.mark.parametrize("stranger", [half_a_message, garbage, huge])
 def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callable[[Receiver], socket.socket]) -> None:
     strangers = [stranger(receiver) for _ in range(3)]
     worker = Remote(receiver.address, receiver.key, rank=0)
@@ -115,9 +108,8 @@ def test_a_wrong_key_is_refused(receiver: Receiver) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        *(b"", b"\xff\x00", b"{", b"null", b"[]", b"1", b'"hello"', b"{}", b"[" * 100_000),
-        *(b'{"kind": 1, "rank": 0}', b'{"kind": "WorkerConnected"}', b'{"kind": "WorkerConnected", "rank": "0"}'),
-        *(b'{"kind": "other", "rank": 0}', b'{"kind": "Notice", "text": "x", "rank": 0}'),
+        *(b"", b"\xff\x00", b"null", b"[" * 100_000, b'{"kind": "other", "rank": 0}'),
+        *(b'{"kind": "WorkerConnected", "rank": "0"}', b'{"kind": "Notice", "text": "x", "rank": 0}'),
     ],
 )
 def test_what_is_no_event_is_dropped(receiver: Receiver, message: bytes) -> None:
@@ -142,57 +134,6 @@ def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkey
     assert [event.step for event in receiver.drain(PATIENCE_S) if isinstance(event, StepProgress)] == list(range(1000))
     assert len(receiver.pending) == 1  # it does not wait for the stranger
     stranger.close()
-
-
-def test_an_event_that_takes_long_to_decode_is_drained(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like the return value of a function that is large."""
-    drained = threading.Event()
-
-    def slow(message: bytes) -> Event:
-        if threading.current_thread() is not threading.main_thread():
-            drained.wait()  # longer than anyone waits for a worker
-        return decode(message)
-
-    monkeypatch.setattr(connections, "decode", slow)
-    with Client(receiver.address, authkey=receiver.key) as connection:
-        connection.send_bytes(encode(Notice("large")))
-    try:
-        assert list(receiver.drain(PATIENCE_S)) == [Notice("large")]
-    finally:
-        drained.set()
-
-
-def test_many_silent_workers_are_waited_for_once(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    join, waits = threading.Thread.join, list[float]()
-
-    def waited(thread: threading.Thread, timeout: float) -> None:
-        waits.append(timeout)
-        join(thread, timeout)
-
-    workers = [Client(receiver.address, authkey=receiver.key) for _ in range(40)]
-    monkeypatch.setattr(threading.Thread, "join", waited)
-    assert list(receiver.drain(PATIENCE_S / 20)) == []
-    assert PATIENCE_S / 40 < sum(waits) < PATIENCE_S / 10  # not 40 times as long
-    for connection in workers:
-        connection.close()
-
-
-def test_a_worker_that_goes_on_sending_is_left(receiver: Receiver) -> None:
-    """As one of another machine does when the driver ends because its disk is full."""
-    left = threading.Event()
-
-    def send() -> None:
-        with Client(receiver.address, authkey=receiver.key) as connection:
-            while not left.wait(PATIENCE_S / 1000):
-                connection.send_bytes(encode(Notice("still there")))
-
-    worker = threading.Thread(target=send)
-    worker.start()
-    assert heard(receiver) == Notice("still there")
-    assert Notice("still there") in list(receiver.drain(PATIENCE_S / 40))
-    assert worker.is_alive()
-    left.set()
-    worker.join()
 
 
 def test_a_worker_inherits_a_pipe() -> None:

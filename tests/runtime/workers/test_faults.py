@@ -38,7 +38,7 @@ from forkserver import Commands
 
 from mlx_runtime import open_run
 from mlx_runtime.companions.kubernetes.manifest import DRAIN_NODE
-from mlx_runtime.storage.files import join_path, storage_at
+from mlx_runtime.storage.files import join_path
 
 pytestmark = [
     pytest.mark.kills,
@@ -150,15 +150,12 @@ def test_the_run_ends_as_if_nobody_had_killed_anything(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "moment",
-    ["in an epoch", pytest.param("in an epoch, with loaders of shards", marks=pytest.mark.kills), "while saving"],
-)
+@pytest.mark.parametrize("moment", ["in an epoch", "while saving"])
 def test_a_killed_driver_goes_on_where_it_was(
     moment: str, start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
     """In a single process, so each of the two kills ends everything."""
-    options = ["cfg.start_workers=0", *OFTEN, f"cfg.own_loaders={'shards' in moment}"]
+    options = ["cfg.start_workers=0", *OFTEN]
     at = 0.0
     for attempt, pause_from in enumerate((14, 30)):
         pauses = "cfg.pause_s=0.05" if moment == "while saving" else f"cfg.pause_s=1 cfg.pause_from={pause_from}"
@@ -285,22 +282,6 @@ class TestTwoWorkers:
         assert process.returncode == 143, errors
         self.check_stopped(folder)
 
-    def test_workers_are_shown_and_one_that_is_frozen_too(self, start: Start, mlx: Mlx, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.pause_s=0.2", LONG)
-        wait_for(lambda: len(steps_of(folder)) > 4)
-        found = json.loads(mlx(folder, "xp", "ps", "faults", "--json").stdout)
-        pids = [worker["pid"] for worker in found["workers"]]
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-        assert found["workers"][1]["at"].startswith("src/experiment.py:")
-        os.kill(pids[1], signal.SIGSTOP)
-        shown = mlx(folder, "xp", "ps", "faults").stdout.splitlines()
-        assert re.match(r"0 +\S+ +\d+: \w+ \d+ ", shown[-2])
-        assert re.match(r"1 .* no answer within 5 s: a stopped process, or an unreachable node$", shown[-1])
-        os.kill(pids[1], signal.SIGCONT)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-        assert process.returncode == 143
-
     @pytest.mark.kills
     def test_a_closed_output_ends_it_in_the_same_way(self, start: Start, folder: Path) -> None:
         """As `mlx train run | head` does."""
@@ -346,24 +327,6 @@ class TestTwoWorkers:
         last = max(note["step"] for note in steps_of(folder))
         assert saved.name == f"epoch_0001_step_{last:08d}"
 
-    def test_what_user_code_raises_is_not_tried_again(self, mlx: Mlx, folder: Path) -> None:
-        done = mlx(folder, "train", "run", "cfg.fault=raise", *OFTEN)
-        assert done.returncode == 1
-        lines = done.stderr.splitlines()
-        assert lines[0] == "error: ValueError: on purpose (raised on rank 1)"
-        assert lines[-1] == "Resume from the last checkpoint: mlx train run --resume=run_001"
-        assert sum("start" in note for note in diary(folder)) == 2  # one per rank
-        assert record(folder).get("failures") is None
-
-    def test_lost_workers_are_replaced_so_often_and_no_more(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.elastic.max_failures=0", "cfg.pause_s=0.2", LONG)
-        wait_for(lambda: len(steps_of(folder)) > 4)
-        os.kill(next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note), signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "error: a worker was lost: " in errors
-        assert record(folder)["status"] == "FAILED"
-
     @pytest.mark.kills
     def test_a_hang_tells_where_every_rank_stands(self, mlx: Mlx, folder: Path) -> None:
         done = mlx(folder, "train", "run", "cfg.fault=hang", "cfg.elastic.hang_timeout_s=4")
@@ -378,16 +341,6 @@ class TestTwoWorkers:
             done.stderr,
         )
         assert record(folder)["status"] == "FAILED"
-
-    @pytest.mark.kills
-    def test_a_worker_that_is_frozen_does_not_answer(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.elastic.hang_timeout_s=5", "cfg.pause_s=0.2", LONG)
-        wait_for(lambda: len(steps_of(folder)) > 4)
-        frozen = next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note)
-        os.kill(frozen, signal.SIGSTOP)
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == 1
-        assert "rank 1 does not answer: its process is stopped, or its node is unreachable" in errors
 
 
 def test_rows_that_a_killed_process_of_ray_data_held_are_read_again(
@@ -523,22 +476,6 @@ class TestObjectStore:
         assert points(copy, "train/mse") == points(run_of(whole_here), "train/mse")
         frame = run.metrics()
         assert list(frame["step"].dropna()) == [line["step"] for line in reports(copy)]
-
-    def test_a_run_that_is_not_claimed_leaves_no_folder(self, s3: str, mlx: Mlx, folder: Path, tmp_path: Path) -> None:
-        """A server that lets anybody write, but the conditional write needs credentials."""
-        storage = s3.format(f"denied-{tmp_path.name}")
-        without = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
-        done = mlx(folder, "train", "run", f"cfg.storage_path='{storage}'", **without)
-        assert (done.returncode, "credentials" in done.stderr) == (1, True), done.stderr
-        assert storage_at(storage).names("faults") == []
-
-    def test_two_workers_train_on_it(self, s3: str, mlx: Mlx, folder: Path, tmp_path: Path) -> None:
-        storage = s3.format(f"two-{tmp_path.name}")
-        done = mlx(folder, "train", "run", "cfg.num_epochs=2", f"cfg.storage_path='{storage}'", MLX_CACHE=str(tmp_path))
-        assert done.returncode == 0, done.stderr
-        run = open_run(join_path(storage, "faults", "run_001"))
-        assert (run.record["status"], run.state()["epoch"]) == ("SUCCEEDED", 1)
-        assert run.state("latest")["world_size"] == 2
 
 
 IMPATIENT = """

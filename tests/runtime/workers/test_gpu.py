@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu
 import pytest
 import torch
 from conftest import ROOT, unbound
@@ -30,11 +29,6 @@ EXACT = ("cfg.deterministic=true", "cfg.checkpoint_every_steps=2", "cfg.loader=w
 HALF = ("cfg.precision=bf16", "cfg.fragments.traffic=bf16", "cfg.gradient_clip=1.0")
 
 Run = Callable[..., dict[str, Any]]
-
-
-@pytest.mark.pure
-def test_make_test_gpu_runs_these_tests() -> None:
-    assert Path(__file__) == gpu.FILE
 
 
 @pytest.fixture

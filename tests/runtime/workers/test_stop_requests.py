@@ -33,14 +33,6 @@ def test_workers_that_train_have_time_for_a_checkpoint(monkeypatch: pytest.Monke
         stop.check()
 
 
-@pytest.mark.parametrize("prune", [True, False])
-def test_the_first_request_decides_whether_a_run_is_pruned(prune: bool) -> None:
-    stop = StopRequests()
-    stop.request("first", prune=prune)
-    stop.request("second", prune=not prune)
-    assert (stop.reason, stop.pruned) == ("first", prune)
-
-
 def test_the_request_of_a_user_outweighs_that_of_the_system() -> None:
     """A job that the system stopped begins again elsewhere, and one that a user stopped does not."""
     stop = StopRequests()
