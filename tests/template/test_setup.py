@@ -107,13 +107,6 @@ def test_without_a_network_it_prints_one_line(folder: Path) -> None:
     assert not (folder / ".venv" / ".complete").exists()
 
 
-def test_any_other_failure_is_shown_as_pip_prints_it(folder: Path, links: str) -> None:
-    (folder / "requirements.txt").write_text("nowhere\n")
-    done = setup(folder, PIP_FIND_LINKS=links, PIP_NO_INDEX="1")
-    assert done.returncode == 2
-    assert "ERROR: No matching distribution found for nowhere" in done.stderr
-
-
 def test_a_python_that_is_too_old_is_refused(folder: Path) -> None:
     old = folder / "python3.9"
     says = 'import sys; sys.version_info, sys.version = (3, 9, 18), "3.9.18 (main)"; exec(sys.argv[2])'
