@@ -23,7 +23,7 @@ SCRIPT = """
 import json, sys
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from mlx_runtime import (
     MlxError, Trainer, accelerate, get_dataset_shard, load_checkpoint, report, save_checkpoint, world_rank
 )
@@ -48,7 +48,8 @@ def batches(config):
 
 
 def samples(config):
-    get_dataset_shard()
+    shard = get_dataset_shard()
+    return [[x.tolist() for x, y in DataLoader(shard, batch_size=2)] for _ in range(2)], len(shard)
 
 
 def structures(config):
@@ -122,6 +123,7 @@ if __name__ == "__main__":
     both = {"train": rows(11), "val": rows(5)}
     found = {
         "batches": trainer.run(batches, {}, dataset=both),
+        "samples": trainer.run(samples, {}, dataset=rows(11)),
         "structures": Trainer(num_workers=2, loader="workers=1").run(structures, {}, dataset=Named(4)),
         "resuming": resuming(),
         "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
@@ -157,6 +159,15 @@ class TestOnWorkers:
             assert sorted(rows) == list(range(11))
         assert one[0] != one[1]
         assert (held, other_held) == ([[0, 1], [4]], [[2], [3]])  # equal steps
+
+    def test_samples_are_the_same_number_on_each_worker(self, found: Found) -> None:
+        (one, count), (other, _) = found["samples"]
+        assert count == 5
+        for epoch in (0, 1):
+            rows = [[row for batch in batches[epoch] for row in batch] for batches in (one, other)]
+            assert [len(item) for item in rows] == [5, 5]
+            assert len({*rows[0], *rows[1]}) == 10
+        assert one[0] != one[1]
 
     def test_batches_have_the_structure_of_samples(self, found: Found) -> None:
         for rows, names, tensor, number, kind in found["structures"]:

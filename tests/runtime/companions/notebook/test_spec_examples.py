@@ -172,21 +172,6 @@ trainer.run(train_func)
 print(trainer.logdir, trainer.latest_run_dir, sep="\\n")
 print(trainer.latest_checkpoint_dir, trainer.latest_checkpoint_path, sep="\\n")
 """,
-    "training on a large dataset": """
-def train_func(config):
-    batch_size = config["worker_batch_size"]
-    data_shard = get_dataset_shard()
-    dataloader = data_shard.iter_torch_batches(batch_size=batch_size)
-    model = accelerate(Net())
-    for x, y in dataloader:
-        output = model(x)
-    return model
-
-
-trainer = Trainer(num_workers=2, backend="torch")
-result = trainer.run(train_func, config={"worker_batch_size": 64}, dataset=rows(256))
-print([type(model).__name__ for model in result])
-""",
 }
 
 RESULT = r"RESULTS \[{0}, {0}\] .*\n"
@@ -202,7 +187,6 @@ PRINTED = {
     "quick start": r"\[torch.Size\(\[1\]\), torch.Size\(\[1\]\)\]\n",
     "log directories": r"(?P<logs>.*/runs/sgd)\n(?P=logs)/run_001\n(?P=logs)/run_001/checkpoints\n"
     r"(?P=logs)/run_001/checkpoints/epoch_0001\n",
-    "training on a large dataset": r"\['Net', 'Net'\]\n",
 }
 """Patterns of the whole output of each script."""
 

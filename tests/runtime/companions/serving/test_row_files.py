@@ -15,11 +15,10 @@ from pyarrow import parquet
 from mlx_runtime.companions.serving.predictions import tables
 from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
 from mlx_runtime.companions.serving.predictions.results import array_of, join, table_of, write_part
-from mlx_runtime.companions.serving.predictions.sources import select
 from mlx_runtime.companions.serving.predictions.tables import FileRows, Rows
 from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import Column, RowError
-from mlx_runtime.errors import MlxError, StorageError, UsageError
+from mlx_runtime.errors import MlxError, UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -264,12 +263,6 @@ def test_outputs_of_different_shapes_are_lists_of_any_length(tmp_path: Path) -> 
         table_of({"x": torch.ones(2, dtype=torch.complex64)}, {})
 
 
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    (tmp_path / "0.arrow").write_bytes(b"damaged")
-    with pytest.raises(StorageError, match=r"0.arrow is damaged: .*; delete it, and type the same command again"):
-        join([tmp_path / "0.arrow"], tmp_path / "out.parquet", tmp_path / "temporary")
-
-
 def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     parts = Parts(output, {"run": "a", "batch size": 4})
@@ -287,23 +280,3 @@ def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     assert (other.note, other.finished) == ("starting over: changed since the interrupted command: batch size", {})
     other.close()  # without rows
     assert not other.folder.exists()
-
-
-CONFIG = {"cfg": {"seed": 0}, "datasets": {"_target_": "D", "train": {"_target_": "T"}, "test_b": {"_target_": "B"}}}
-
-
-def test_the_rows_that_a_word_names(tmp_path: Path) -> None:
-    path = lines(tmp_path / "rows.jsonl", [])
-    assert select(CONFIG, None).title == "test_b"
-    assert select(CONFIG, "train").node == {"_target_": "T"}
-    assert select(CONFIG, str(path)).path == path
-    assert select(CONFIG, "src.data.Digits").node == {"_target_": "src.data.Digits"}
-    (tmp_path / "rows.npy").touch()
-    for word, message in (
-        ("test_a", r"the run has no dataset 'test_a', and there is no such file or class. Did you mean 'test_b'\?"),
-        ("src.data.Digits(split=test)", r"^src.data.Digits\(split=test\) has arguments, .* a class that needs none"),
-        (str(tmp_path), "the folder .* has no .parquet files"),
-        (str(tmp_path / "rows.npy"), "is not a file of rows; they end with .parquet, .jsonl, .ndjson, .csv"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            select(CONFIG, word)
