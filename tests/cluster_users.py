@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from clusters import RayCluster, cluster
 from forkserver import Commands
-from hub_server import Hub
 
 TOKEN = "token-of-the-test-cluster-0123456789abcdef"
 
@@ -24,15 +23,8 @@ LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.k
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Hub]:
-    """A Hugging Face Hub, of which this machine and all nodes have a token."""
-    with Hub() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def ray_cluster(environment: dict[str, str], hub: Hub) -> Iterator[RayCluster]:
-    with cluster(environment | hub.variables(), TOKEN) as made:
+def ray_cluster(environment: dict[str, str]) -> Iterator[RayCluster]:
+    with cluster(environment, TOKEN) as made:
         yield made
 
 
@@ -79,13 +71,12 @@ def user(
     bound: Path,
     environment: dict[str, str],
     commands: Commands,
-    hub: Hub,
     ray_cluster: RayCluster,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> User:
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
     named = {"RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ray_cluster.url}
-    return User(folder, environment | hub.variables() | named, commands)
+    return User(folder, environment | named, commands)
 
 
 def until(what: Callable[[], Any], seconds: float = 400) -> Any:

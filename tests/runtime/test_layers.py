@@ -71,7 +71,6 @@ ON_OTHERS = {
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
-    "anyio": {"companions.serving.http.application"},
     "botocore": {"companions.stores.object_store"},
     "click": {
         "cli",

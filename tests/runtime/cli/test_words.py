@@ -44,7 +44,7 @@ def test_an_unknown_option_is_refused_with_the_way_to_set_a_value(
 def test_the_list_of_commands_has_whole_sentences(words: list[str]) -> None:
     listed = CliRunner().invoke(mlx, [*words, "--help"]).output.partition("Commands:\n")[2]
     sentences = re.split(r"\n  (?=\w)", listed)
-    assert len(sentences) >= 5
+    assert len(sentences) >= 3
     assert [item for item in sentences if not re.search(r"[.:)]$", item.strip()) or "..." in item] == []
 
 

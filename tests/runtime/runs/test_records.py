@@ -15,9 +15,10 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import drivers, records
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.queries.lookup import resolve_run
-from mlx_runtime.storage import leases
+from mlx_runtime.storage import files, leases
 
 pytestmark = pytest.mark.pure
 
@@ -51,6 +52,29 @@ def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> N
     record.finish("FAILED", error="x")
     assert not (tmp_path / ".reserve").exists()
     assert (fields(tmp_path)["status"], fields(tmp_path)["error"]) == ("FAILED", "x")
+
+
+def test_the_end_is_stored_though_the_object_store_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(records, "LAST_PAUSES_S", (0.01, 0.01, 0.01))
+    store = tmp_path / "store"
+    (store / "digits" / "run_001" / "logs").mkdir(parents=True)
+    run = run_folder(store.as_uri(), "digits", "run_001")
+    run.path.mkdir(parents=True)
+    record = records.Record(run, status="RUNNING")
+    log = LogFile(run, "logs/driver.log")
+    log.write("accuracy 0.99\n")
+    moved = store.rename(tmp_path / "unreachable")
+    store.write_text("no folder")
+    log.push()
+    with monkeypatch.context() as patch:
+        patch.setattr(records.time, "sleep", lambda _: (store.unlink(), moved.rename(store)))
+        record.finish("SUCCEEDED")
+    log.close()
+    assert fields(store / "digits" / "run_001")["status"] == "SUCCEEDED"
+    assert (store / "digits" / "run_001" / "logs" / "driver.log").read_text() == "accuracy 0.99\n"
 
 
 class TestOneDriver:
@@ -162,6 +186,13 @@ class TestOneDriver:
         first.update(status="FAILED")
         assert (records.load_record(run)["status"], records.load_record(run)["attempt"]) == ("RUNNING", 2)
         assert [path.name for path in run.path.glob(".run.json.*")] == []
+
+    def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another file system of Arrow simulates an object store without conditional writes."""
+        storage = "mock:///storage"
+        monkeypatch.setattr(files, "SCHEMES", ("mock",))
+        with pytest.raises(StorageError, match="so two drivers could train digits/run_001 at once. Start a new run"):
+            run_folder(storage, "digits", "run_001").claim_attempt(2)
 
     @pytest.mark.s3
     def test_on_an_object_store_too(self, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

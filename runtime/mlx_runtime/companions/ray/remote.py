@@ -104,7 +104,7 @@ def run(words: Sequence[str], url: str | None) -> int:
     dashboard = Dashboard.connect(address)
     if list(words[:2]) == ["xp", "board"]:
         return _board(dashboard, JobSpec(words, upload, variables))
-    spec, files = JobSpec(words, upload, variables, added=added), Files(words)
+    spec, files = JobSpec(words, upload, variables, added=added), Files(words, storage)
     try:
         end = _run(dashboard, spec, files.write)
         while end.kind == "ask":
@@ -165,9 +165,9 @@ def _board(dashboard: Dashboard, spec: JobSpec) -> int:
 
 
 class Files:
-    """Writes the files that a command sends: those that the user has named."""
+    """Writes the files that a command sends: those that the user has named. In the storage, the command writes them."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], storage: str | None = None) -> None:
         pairs = [word.partition("=")[::2] for word in words] + [*itertools.pairwise(words)]
         values = [value for name, value in pairs if name in OUTPUTS]
         values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
@@ -175,8 +175,11 @@ class Files:
         self._begun: set[str] = set()
         self._bytes = 0
         for name in self._named:
-            if name == "." or Path(name).is_absolute() or Path(name).parts[0] == "..":
-                raise UsageError(f"with --on, -o {name} must be a path below this folder, like -o out")
+            below = name != "." and not Path(name).is_absolute() and Path(name).parts[0] != ".."
+            if not below and not (storage and Path(name).is_relative_to(storage)):
+                raise UsageError(
+                    f"with --on, -o {name} must be a path below this folder, like -o out, or in the storage"
+                )
         if not self._named and list(words[:2]) in WRITES and not {"-h", "--help"} & {*words}:
             raise UsageError(f"with --on, mlx {' '.join(words[:2])} needs -o PATH, where to write on this machine")
         inside = [name for name in self._named if Path(name).parts[0] == CONF.parts[0]]

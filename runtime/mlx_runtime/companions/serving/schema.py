@@ -83,7 +83,8 @@ class Column:
             raise RowError(f"{self.name} is {dtype_name(given)}; expected {self.text}")
         made = given.to(wanted)
         if wanted.is_floating_point:
-            if not torch.isfinite(made).all():
+            # The sum is finite only if all numbers are, and takes a fifth of the time.
+            if not math.isfinite(made.sum()) and not torch.isfinite(made).all():
                 raise RowError(f"{self.name} holds NaN or infinity; expected finite numbers")
         elif given.dtype not in (wanted, torch.bool) and not torch.equal(made.to(given.dtype), given):
             limits = torch.iinfo(wanted)
@@ -150,7 +151,7 @@ class Schema:
             raise RowError(f"the row is {_shown(row)}; expected a mapping with {self.text}")
         for name in row:
             if name not in self.names and name not in self.ignored:
-                raise RowError(f"there is no column {name!r}.{suggest(str(name), self.names)}")
+                raise RowError(f"there is no column {name!r:.60}.{suggest(str(name)[:60], self.names)}")
         for column in self.columns:
             if column.name not in row:
                 raise RowError(f"{column.name} is missing; expected {column.text}")
@@ -240,7 +241,7 @@ def _refuse_others(value: Any) -> None:
             return
         level = [*itertools.chain.from_iterable(level)]
     position, item = _other_in(value)
-    raise RowError(f"{position} is {_shown(item)}")
+    raise RowError(f"{position if len(position) <= 40 else position[:40] + '…'} is {_shown(item)}")
 
 
 def _other_in(value: Any) -> tuple[str, Any]:

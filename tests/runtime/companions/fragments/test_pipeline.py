@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import groups
@@ -29,16 +28,13 @@ import mlx_runtime
 from mlx_runtime import open_run
 from mlx_runtime.companions.fragments.links import Links
 from mlx_runtime.companions.fragments.planfile import read
-from mlx_runtime.companions.fragments.replicas import Averages
-from mlx_runtime.companions.fragments.tracing import trace
 from mlx_runtime.distributed.collectives import data_parallel_group
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.loop.context import Groups
 from mlx_runtime.loop.options import strategy_problems
 from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.loop.weighting import WeightedLosses
-from mlx_runtime.sections import Fragments, Replicas
+from mlx_runtime.sections import Fragments
 
 pytestmark = pytest.mark.local
 
@@ -56,7 +52,7 @@ def work(function: groups.Work) -> groups.Work:
 def on_workers(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
-    on_four = ("in_replicas", "planned", "averaged_apart")
+    on_four = ("in_replicas", "planned")
     sizes = {name: 2 for name in WORKS if name not in on_four} | {"queued": 3}
     return groups.on_workers(commands, WORKS, folder, 4, sizes)
 
@@ -142,9 +138,9 @@ class CutNet(Models):
     strategies = {"net": "pipeline"}
 
 
-def strategy(rank: int, replicas: Replicas = Replicas(), **fragments: Any) -> DDP:
+def strategy(rank: int, **fragments: Any) -> DDP:
     size, cut = dist.get_world_size(), Fragments(**fragments)
-    cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=size, fragments=cut, replicas=replicas)
+    cfg = mlx_runtime.TrainConfig(strategy="pipeline", start_workers=size, fragments=cut)
     return strategy_of(cfg, Topology(rank, size, torch.device("cpu"), rank), None)
 
 
@@ -296,78 +292,6 @@ def planned(rank: int) -> Any:
     return found
 
 
-APART = Replicas(every=2, momentum=0.9)
-
-
-@work
-def averaged_apart(rank: int) -> Any:
-    """Weights and outer momentum of pipelines, after averages between which they were cut differently, or never.
-
-    The first stage of the first pipeline has only frozen parameters, and a buffer that all workers hold.
-    """
-    first, second = ((0, 0), (1, 3)), ((0, 2), (3, 3))
-    found: dict[str, Any] = {}
-    for change, parts in {
-        "never": [((first, second), 4)],
-        "once": [((first, second), 2), ((((0, 0), (1, 2), (3, 3)), ((0, 3),)), 2)],
-    }.items():
-        whole: Any = None
-        own: dict[str, Any] = {}
-        notices: list[str] = []
-        numbers: list[dict[str, float]] = []
-        for clusters, updates in parts:
-            file = Path(tempfile.gettempdir()) / f"apart-{os.getppid()}-{rank}.json"
-            write_plan(file, clusters)
-            torch.manual_seed(0)
-            made = strategy(rank, APART, plan=str(file), microbatches=2)
-            file.unlink()
-            model = made.build(node(Transformer)).net
-            model.embed.requires_grad_(False)
-            model.positions.requires_grad_(False)
-            optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
-            averages = Averages(session(made, model, optimizer, notices.append, numbers.append))
-            if whole is not None:
-                model.load_state_dict(whole["models"]["net"])
-                averages.load_state_dict(whole["own"]["common"])
-                averages.own.load_state_dict(own)
-            for _ in range(updates):
-                averages.before_update(optimizer)
-                rows = tokens(8).chunk(2)[made.topology.data_parallel_rank]
-                optimizer.zero_grad()
-                cross_entropy(model(rows)["logits"].flatten(0, 1), rows.flatten()).backward()
-                optimizer.step()
-                averages.after_update(optimizer)
-            own = copy.deepcopy(averages.own.state_dict())
-            states = {"models": {"net": model.state_dict()}, "own": {"common": averages.state_dict()}}
-            states = [made.consolidate(copy.deepcopy(states))]
-            dist.broadcast_object_list(states)
-            [whole] = states
-        held = {title: item.detach().clone() for title, item in model.named_parameters() if not item.is_meta}
-        found[change] = {"held": held, "net": whole["models"]["net"], **whole["own"]["common"]["sgd"]}
-        found[change] |= {"notices": notices, "bytes": [item["replicas/bytes"] for item in numbers]}
-    return found
-
-
-def session(
-    made: DDP,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    notice: Callable[[str], None],
-    record: Callable[[dict[str, float]], None],
-) -> Any:
-    """Return the parts of a session that averages need."""
-    members = SimpleNamespace(models=SimpleNamespace(net=model), optimizers=SimpleNamespace(sgd=optimizer))
-    cfg = mlx_runtime.TrainConfig(strategy="pipeline", replicas=APART)
-    context = SimpleNamespace(topology=made.topology, cfg=cfg, groups=Groups(members))
-    reporter = SimpleNamespace(notice=notice, record=lambda values, *_: record(values))
-    progress = SimpleNamespace(global_step=1, epoch=0)
-    metrics = SimpleNamespace(receive=lambda: None)
-    optimization = SimpleNamespace(strategy=made)
-    return SimpleNamespace(
-        context=context, reporter=reporter, progress=progress, optimization=optimization, metrics=metrics
-    )
-
-
 @work
 def others(rank: int) -> Any:
     """A convolutional model, with a small one on the last stage; gradients of inputs; errors."""
@@ -416,33 +340,6 @@ class Skipping(nn.Module):
         for block in self.blocks[1:-1]:
             x = block(x)
         return self.blocks[-1](x + first)  # type: ignore[no-any-return]
-
-
-@work
-def sent(rank: int) -> Any:
-    """Numbers recorded about training steps with 8 rows, by traffic."""
-    found = {}
-    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    for traffic in (None, "fp16"):
-        made = strategy(rank, microbatches=4, traffic=traffic)
-        model = made.build(node(Skipping)).net
-        recorded: list[dict[str, float]] = []
-        session = SimpleNamespace(
-            step_done=lambda number: None,
-            passes=SimpleNamespace(latest=None),
-            progress=SimpleNamespace(epoch=0),
-            optimization=SimpleNamespace(accumulation=SimpleNamespace(last=True)),
-            metrics=SimpleNamespace(is_due=lambda item: True),
-            reporter=SimpleNamespace(record=lambda values, *_, to=recorded: to.append(values)),
-        )
-        made.observe(session)  # type: ignore[attr-defined]
-        for number in range(2):
-            with torch.no_grad():
-                model(rows)  # does not count
-            model(rows).square().mean().backward()
-            session.step_done(number)
-        found[traffic] = recorded
-    return found
 
 
 @work
@@ -519,18 +416,6 @@ def test_no_message_waits_for_a_later_one(on_workers: dict[str, list[Any]]) -> N
     assert not drains(queues[True])
 
 
-def test_bytes_that_stages_send_are_recorded(on_workers: dict[str, list[Any]]) -> None:
-    """Two tensors cross the cut, and their gradients come back. The last stage also sends outputs. Plans know it."""
-    first, second = on_workers["sent"]
-    for traffic, size in {None: 4, "fp16": 2}.items():
-        _, _, cut, *_, last = trace(Skipping(), (torch.ones(8, 4),), traffic=traffic).blocks
-        each = [8 * 2 * 4 * size, 8 * 2 * 4 * size + 8 * 4 * 4]
-        assert [cut.sends, cut.returns + last.sends] == each
-        wanted = {"fragments/bytes": sum(each)} | {f"fragments/bytes/rank_{rank}": each[rank] for rank in range(2)}
-        assert first[traffic] == [wanted, wanted]
-        assert not second[traffic]
-
-
 def test_each_stage_holds_its_part_and_states_are_whole(on_workers: dict[str, list[Any]]) -> None:
     first, second = on_workers["stages"]
     names = [name for name, _ in Transformer().named_parameters()]
@@ -587,24 +472,6 @@ def test_losses_with_weights_count_once_per_pipeline(on_workers: dict[str, list[
             assert rank["gradients"]
             for name, item in rank["gradients"].items():
                 assert torch.allclose(item, wanted[name], atol=1e-6), (key, name)
-
-
-def test_another_cut_at_an_average_changes_nothing(on_workers: dict[str, list[Any]]) -> None:
-    """Not even the outer momentum. One stage has nothing to train. The states of optimizers are those of rank 0."""
-    found = on_workers["averaged_apart"]
-    for change in found[0]:
-        net = found[0][change]["net"]
-        for rank in found:
-            assert all(torch.equal(net[title], item) for title, item in rank[change]["held"].items())
-    never, once = found[0]["never"], found[0]["once"]
-    size = sum(item.nbytes for item in Transformer().blocks.state_dict().values())
-    assert never["bytes"] == 2 * [size + 2 * 25 * 4]  # both stages have the mask
-    assert (never["rounds"], once["rounds"], never["notices"]) == (2, 2, [])
-    assert [line.partition(" with ")[0] for line in once["notices"]] == ["replicas  continue"]
-    trained = [name for name, _ in Transformer().named_parameters() if not name.startswith(("embed", "positions"))]
-    assert sorted(never["momentum"]) == sorted(f"net.{name}" for name in trained)
-    assert differences(never["momentum"], once["momentum"]) == []
-    assert differences(dict(never["net"]), dict(once["net"])) == []
 
 
 def test_checkpoints_reset_running_statistics_to_those_of_the_first_pipeline(on_workers: dict[str, list[Any]]) -> None:

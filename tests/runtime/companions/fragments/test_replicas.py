@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Mlx, Start, edit
-from faults import diary, differences, final_state
+from faults import diary, differences, final_state, reports
 from torch import nn
 
 from mlx_runtime import TrainConfig, open_run
@@ -45,9 +45,10 @@ def test_settings_that_contradict_each_other() -> None:
     ]
 
 
-def train(mlx: Mlx, folder: Path, *options: str) -> None:
+def train(mlx: Mlx, folder: Path, *options: str) -> str:
     done = mlx(folder, "train", "run", "cfg.num_epochs=2", "cfg.trackers={}", *options)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def numbers(folder: Path, run: str, name: str) -> list[float]:
@@ -99,6 +100,38 @@ def test_a_stopped_run_is_resumed_at_an_average(mlx: Mlx, start: Start, experime
     first, second = (rank["per_worker"]["replicas_own"]["optimizers"] for rank in resumed["ranks"])
     moment = second["adam"][0]["exp_avg"]
     assert (first, torch.equal(moment, resumed["optimizers"]["adam"]["state"][0]["exp_avg"])) == ({}, False)
+
+
+CUTS = ([[(0, 1), (2, 4)], [(0, 4)]], [[(0, 2), (3, 4)], [(0, 4)]])
+"""First and last block of each stage of two pipelines, before and after they are cut again."""
+
+
+@pytest.mark.local
+def test_another_cut_at_an_average_changes_nothing(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    """Not even the outer momentum. Plain SGD has no states of its own, of which only those of rank 0 would be kept."""
+    folder = experiment("shards")
+    code = folder / "src" / "experiment.py"
+    edit(code, "adam: torch.optim.AdamW = torch.optim.AdamW(", "adam: torch.optim.SGD = torch.optim.SGD(")
+    edit(code, "        weights = {\n", "        return\n        weights = {\n")
+    assert mlx(folder, "train", "bind").returncode == 0
+    blocks = ["embed", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    for number, clusters in enumerate(CUTS):
+        stages = [[{"first": first, "last": last} for first, last in cut] for cut in clusters]
+        plan = {"model": "net", "blocks": blocks, "clusters": [{"stages": item} for item in stages]}
+        (folder / f"plan_{number}.json").write_text(json.dumps(plan))
+    options = ("cfg.strategy=pipeline", "cfg.start_workers=3", "cfg.fragments.microbatches=1")
+    options += ("cfg.replicas.every=2", "cfg.replicas.lr=0.7", "cfg.replicas.momentum=0.9")
+    train(mlx, folder, *options, "cfg.fragments.plan=plan_0.json", "cfg.max_steps=6")
+    train(mlx, folder, *options, "cfg.fragments.plan=plan_0.json", "cfg.max_steps=4")
+    again = ("--resume=run_002", "cfg.fragments.plan=plan_1.json", "cfg.max_steps=6")
+    text = train(mlx, folder, *options, *again)
+    assert "replicas  continue with the optimizer states of the first one" in text
+    whole, resumed = (folder / "runs" / "shards" / f"run_00{number}" for number in (1, 2))
+    assert differences(open_run(whole).state()["models"], open_run(resumed).state()["models"]) == []
+    there_and_back, logits = 2 * 4 * (4 * 8 * 15), 4 * (4 * 8 * 32)  # each way, in float32
+    shared = 2 * 4 * (32 * 15)  # the weight that the first stage of the first pipeline shares with the head
+    sent = [line["fragments/bytes"] for line in reports(whole) if "fragments/bytes" in line]
+    assert {*sent} == {there_and_back + shared + logits}
 
 
 @pytest.mark.local

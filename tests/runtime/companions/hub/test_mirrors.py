@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,15 +21,14 @@ from hub_server import Faults, Hub
 from huggingface_hub import HfApi
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
-from mlx_runtime.companions.hub import card, claims, extension, mirror, pushing, remote, repository, restoring
+from mlx_runtime.companions.hub import claims, extension, mirror, pushing, remote, repository, restoring
 from mlx_runtime.companions.hub.commands import xp_push as push
 from mlx_runtime.companions.hub.mirror import Allowance, Follower, Mirror, SupersededError
 from mlx_runtime.companions.hub.remote import MirroredRun
-from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError
+from mlx_runtime.companions.hub.repository import Repository, UnreachableError
 from mlx_runtime.config import composition
 from mlx_runtime.driver import request
-from mlx_runtime.driver.planning import AccompaniedRun
-from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, StorageError, UsageError
+from mlx_runtime.errors import MissingLibraryError, MlxError, StorageError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
@@ -276,16 +274,6 @@ class TestWhatLeaves:
         assert "is complete" in more[-1].text
         assert not [notice for notice in more if "first upload" in notice.text]
 
-    def test_a_run_that_is_pushed_twice(self, server: Hub, tmp_path: Path) -> None:
-        training = Training(tmp_path)
-        training.save(0)
-        training.record.finish("STOPPED")
-        lines: list[str] = []
-        pushing.push(training.folder, URI, lines.append)
-        pushing.push(training.folder, URI, lines.append)
-        assert len(lines) == 1
-        assert "model.safetensors" in lines[0]
-
 
 @pytest.mark.kills
 def test_every_tenth_request_fails(server: Hub, tmp_path: Path) -> None:
@@ -306,18 +294,6 @@ def test_every_tenth_request_fails(server: Hub, tmp_path: Path) -> None:
     copy, _ = restoring.latest(URI, str(tmp_path / "other"), "digits")
     assert copy is not None
     assert local_files(copy) == local_files(training.folder)
-
-
-def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
-    training = Training(tmp_path)
-    following = training.follow()
-    server.faults = Faults(1, ("cut after",), lambda method, path: "/commit/" in path, limit=1)
-    training.save(0)
-    following.saved()
-    until(lambda: len(server.commits("alice/digits")) == 2)
-    training.record.finish("STOPPED")
-    assert "is complete" in following.finish(60)[-1].text
-    assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -369,22 +345,6 @@ def test_commits_that_are_refused_forever_are_given_up(
     assert len(server.faults.injected) == 4
 
 
-def test_refused_commits_count(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror, "CONFLICTS_S", (0.0,))
-    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
-    monkeypatch.setattr(Allowance.__init__, "__defaults__", (4, 1e6))
-    training = Training(tmp_path)
-    following = training.follow()
-    server.faults = Faults(1, ("409",), lambda method, path: "/commit/" in path)
-    training.save(0)
-    following.saved()
-    until(lambda: following.waits_s() > 0)
-    assert len(server.faults.injected) == 4
-    server.faults = Faults()
-    training.record.finish("STOPPED")
-    assert "is complete" in following.finish(60)[-1].text
-
-
 def test_a_mirror_has_a_limited_number_of_files(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(tmp_path)
     training.save(0)
@@ -425,16 +385,6 @@ def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(
     assert "is complete" in lines[-1].text
     assert open_run(URI).record["status"] == "STOPPED"
     assert json.loads(server.files("alice/digits")["mirror.json"])["time"] >= max(times)
-
-
-def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> None:
-    training = Training(tmp_path)
-    following = training.follow()
-    server.commit(server.repositories["models/alice/digits"], "edit", server.files("alice/digits") | {"NOTES.md": b"!"})
-    training.save(0)
-    training.record.finish("SUCCEEDED")
-    assert "is complete" in following.finish(60)[-1].text
-    assert server.files("alice/digits")["NOTES.md"] == b"!"
 
 
 @pytest.mark.kills
@@ -478,15 +428,6 @@ class TestEnd:
         following.finish(60)
         assert len(server.commits("alice/digits")) <= 3  # those in between were left out
 
-    def test_another_driver_of_the_folder(self, server: Hub, tmp_path: Path) -> None:
-        """It has the same disk, and mirrors the run from now on."""
-        training = Training(tmp_path)
-        following = training.follow()
-        training.save(0)
-        following.abandon()
-        assert following.done.wait(60)
-        assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
-
     def test_a_run_that_was_never_mirrored(self, server: Hub, tmp_path: Path) -> None:
         training = Training(tmp_path)
         training.save(0)
@@ -495,24 +436,6 @@ class TestEnd:
             pushing.push(training.folder)
         assert pushing.push(training.folder, URI).startswith(f"{URI} is complete")
         assert open_run(URI).record["status"] == "SUCCEEDED"
-
-    def test_a_run_that_is_resumed_while_it_is_pushed(
-        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        training = Training(tmp_path)
-        training.save(0)
-        training.record.finish("STOPPED")
-        write = Mirror.write
-
-        def resumed(writer: Mirror, title: str, *state: Any, **options: Any) -> int:
-            if "STOPPED" in title:
-                training.record.finish("SUCCEEDED")
-            return write(writer, title, *state, **options)
-
-        monkeypatch.setattr(Mirror, "write", resumed)
-        with pytest.raises(UsageError, match="digits/run_001 has changed during the upload; repeat the command"):
-            pushing.push(training.folder, URI)
-        assert records.load_record(training.folder)["status"] == "SUCCEEDED"
 
 
 def test_all_that_can_be_pushed_is_pushed(
@@ -530,11 +453,6 @@ def test_all_that_can_be_pushed_is_pushed(
     shown = capsys.readouterr()
     assert shown.out.startswith(f"{URI} is complete")
     assert shown.err.startswith("error: your token has no access to hf://bob/digits")
-
-
-def test_the_repository_is_no_run(server: Hub) -> None:
-    with pytest.raises(UsageError, match=f"{URI} is no run; write: mlx xp push digits/run_003 --to {URI}"):
-        push.callback("digits/run_003", URI, None)
 
 
 def test_commits_stay_below_the_limit_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,24 +488,6 @@ class TestTwoMachines:
         elsewhere(server, age_s=601)
         assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (None, [])  # no checkpoint yet
         assert claim["attempt"] == 1
-
-    def test_a_superseded_driver_stops_and_writes_nothing(self, server: Hub, tmp_path: Path) -> None:
-        training = Training(tmp_path)
-        following = training.follow()
-        training.save(0)
-        following.saved()
-        until(lambda: len(server.commits("alice/digits")) == 2)
-        elsewhere(server, age_s=0, driver="another")
-        before = server.repositories["models/alice/digits"].commits[-1].sha
-        training.save(1)
-        following.saved()
-        until(lambda: bool(training.reasons))
-        assert "was taken over by attempt 1" in training.reasons[0]
-        training.record.finish("STOPPED")
-        line = following.finish(60)[-1].text
-        assert "was taken over" in line
-        assert "mlx xp push" not in line
-        assert server.repositories["models/alice/digits"].commits[-1].sha == before
 
 
 def elsewhere(server: Hub, age_s: float, name: str = "alice/digits", **fields: Any) -> dict[str, Any]:
@@ -686,25 +586,6 @@ class TestContinuing:
         assert list(interruptions) == []
         assert {str(path): path.stat().st_ino for path in (tmp_path / "a").rglob("*")} == before
 
-    def test_older_files_remain_if_they_cannot_be_moved_back(
-        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        training = self.mirrored(tmp_path / "a", 1)
-        self.continued(tmp_path, 1)
-        state = next(training.folder.path.rglob("state*.pt")).stat().st_ino
-        rename = os.rename
-
-        def refused(source: Any, target: Any) -> None:
-            if Path(target) == training.folder.path:
-                raise PermissionError(13, "Permission denied", str(source))
-            rename(source, target)
-
-        monkeypatch.setattr(os, "rename", refused)
-        with pytest.raises(StorageError, match=r"cannot write hf://alice/digits to .*Permission denied"):
-            restoring.latest(URI, str(tmp_path / "a"), "digits")
-        assert state in {path.stat().st_ino for path in (tmp_path / "a").rglob("*.pt")}
-        monkeypatch.undo()
-
     def test_logs_of_this_machine_stay(self, server: Hub, tmp_path: Path) -> None:
         """Somebody has uploaded a folder of that name to the repository."""
         training = self.mirrored(tmp_path / "a", 1)
@@ -720,25 +601,6 @@ class TestContinuing:
         server.faults = Faults(1, ("403",), lambda method, path: path.endswith("state.pt"))
         with pytest.raises(MlxError, match="your token has no access to hf://alice/digits"):
             restoring.latest(URI, str(tmp_path / "b"), "digits")
-        assert list((tmp_path / "b" / "digits").iterdir()) == []
-
-    def test_sigterm_during_a_download_leaves_nothing(
-        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.mirrored(tmp_path / "a", 1)
-        download = Repository.download
-
-        def terminated(*arguments: Any) -> None:
-            download(*arguments)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        monkeypatch.setattr(Repository, "download", terminated)
-        (tmp_path / "conf.yaml").write_text(
-            f"cfg: {{_target_: mlx_runtime.TrainConfig, name: digits, hub: {{mirror: '{URI}'}}, "
-            f"storage_path: '{tmp_path / 'b'}'}}\n"
-        )
-        with pytest.raises(KeyboardInterrupt):
-            request.load_config(Digits, ["--resume=auto"], tmp_path / "conf.yaml")
         assert list((tmp_path / "b" / "digits").iterdir()) == []
 
 
@@ -798,37 +660,6 @@ class TestReading:
 
 class Digits(BaseModule):
     cfg: TrainConfig
-
-
-def test_overrides_are_checked_before_a_download(server: Hub, tmp_path: Path) -> None:
-    training = Training(tmp_path / "a")
-    training.save(0)
-    training.record.finish("STOPPED")
-    pushing.push(training.folder, URI)
-    asked = len(server.requests)
-    (tmp_path / "conf.yaml").write_text(
-        f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}'}}\n"
-    )
-    with pytest.raises(ConfigError, match="there is no key 'cfg.num_epoch'"):
-        request.load_config(Digits, ["--resume=auto", "cfg.num_epoch=3"], tmp_path / "conf.yaml")
-    assert len(server.requests) == asked
-    assert not (tmp_path / "b").exists()
-
-
-@pytest.mark.parametrize(
-    ("uri", "exists", "token"),
-    [("hf://bob/digits", True, "token-alice"), ("hf://bob/digits", False, "token-alice"), (URI, True, "read-alice")],
-)
-def test_a_token_that_may_not_write_is_refused_before_anything_is_written(
-    server: Hub, monkeypatch: pytest.MonkeyPatch, uri: str, exists: bool, token: str
-) -> None:
-    if exists:
-        server.create(uri.removeprefix("hf://"), private=False)
-    monkeypatch.setenv("HF_TOKEN", token)
-    before = {name: len(found.commits) for name, found in server.repositories.items()}
-    with pytest.raises(UsageError, match=f"your token has no access to {uri}, or may only read it; set HF_TOKEN"):
-        Mirror(uri)
-    assert {name: len(found.commits) for name, found in server.repositories.items()} == before
 
 
 RECORD = {"experiment": "digits", "run": "run_001", "status": "SUCCEEDED"}
@@ -968,7 +799,6 @@ REFUSED = {
         URI,
         "there is no token for hf://alice/digits: set HF_TOKEN to one that may write, or",
     ),
-    "wrong token": ("wrong", URI, "does not accept the token for hf://alice/digits; set HF_TOKEN to a valid one"),
     "read token": (
         "read-alice",
         URI,
@@ -981,7 +811,6 @@ REFUSED = {
         "holds something other than a run: config.json. Name another",
     ),
     "no name": ("token-alice", "hf://alice", "'hf://alice' does not name a repository .* write hf://USER/NAME"),
-    "a revision": ("token-alice", f"{URI}@v1", "names a revision, which cannot change; write hf://alice/digits"),
 }
 
 
@@ -1001,11 +830,6 @@ UNREADABLE = {
         URI,
         "there is no repository hf://alice/digits, or your token may not read it; check the name, and set HF",
     ),
-    "private": ("hf://bob/secret", "there is no repository hf://bob/secret, or your token may not read it"),
-    "missing, with a revision": (
-        f"{URI}@v1",
-        "there is no repository hf://alice/digits@v1, or your token may not read it",
-    ),
     "a revision that is gone": (
         "hf://alice/bert@0123456789",
         "there is no revision 0123456789 in hf://alice/bert; hf://alice/bert is its latest state",
@@ -1020,7 +844,6 @@ def test_what_cannot_be_read(server: Hub, case: str) -> None:
     uri, message = UNREADABLE[case]
     server.create("alice/bert", {"config.json": b"{}"})
     server.create("alice/empty")
-    server.create("bob/secret", {"mirror.json": b"{}"})
     with pytest.raises(UsageError) as caught:
         open_run(uri)
     assert str(caught.value).startswith(message)
@@ -1032,24 +855,6 @@ def test_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, opened: Callable[
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="hf://alice/digits needs the network, and HF_HUB_OFFLINE is set; unset it"):
         opened(URI)
-
-
-def test_pauses_between_requests_grow(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is about twice as long as the one before, up to a maximum, within the time that an operation has."""
-    clock, pauses = [0.0], list[float]()
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        clock[0] += seconds
-
-    monkeypatch.setattr(repository, "WAIT_S", (0.5, 8.0))
-    monkeypatch.setattr(repository, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    server.faults = Faults(1, ("429", "503"))
-    with pytest.raises(UnreachableError, match="for hf://alice/digits: .*(429|503)"):
-        Repository(Address.parse(URI)).head()
-    planned = (0.5, 1, 2, 4, 8, 8, 8, 8)
-    assert [round(pause / expected) for pause, expected in zip(pauses, planned, strict=False)] == [1] * 8
-    assert len(server.requests) == len(pauses) + 1 <= 12
 
 
 def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1084,75 +889,10 @@ def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: p
     assert not isinstance(again, WarningNotice)
 
 
-def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
-    training = Training(tmp_path)
-    run = AccompaniedRun(training.record, training.reasons.append, print)
-    mirroring = extension.Mirroring(Mirror(URI), 60)
-    server.faults = Faults(1, ("503",))
-    with pytest.raises(UnreachableError) as caught, mirroring.accompany(run):
-        pass
-    assert caught.value.hint.startswith("To train without it: cfg.hub.mirror=null. To upload the run later: mlx xp")
-
-
 def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingLibraryError, match=r'needs huggingface_hub; type: pip install "mlx-runtime\[hub\]"$'):
         Mirror(URI)
-
-
-INTERRUPTED = """
-import os, signal, sys
-from mlx_runtime.cli import main
-from mlx_runtime.driver.run_recorder import RunRecorder
-
-succeed = RunRecorder.succeed
-
-
-def interrupted(self):
-    ended = succeed(self)
-    if RunRecorder.succeed is interrupted:  # once
-        RunRecorder.succeed = succeed
-        os.kill(os.getpid(), signal.SIGINT)
-    return ended
-
-
-RunRecorder.succeed = interrupted
-main()
-"""
-
-
-@pytest.mark.kills
-def test_ctrl_c_at_the_end_while_the_hub_is_silent(
-    mlx: Mlx, experiment: Callable[[str], Path], environment: dict[str, str], tmp_path: Path
-) -> None:
-    """The run has succeeded, and does not wait for its mirror, which `mlx xp push` completes."""
-    folder = experiment("faults")
-    (tmp_path / "script.py").write_text(INTERRUPTED)
-    with Hub() as server:
-        server.faults = Faults(
-            1, ("silence",), lambda method, path: "/commit/" in path and bool(server.commits("alice/faults"))
-        )
-        command = ("train", "run", "cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "cfg.hub.timeout_s=1000")
-        done = subprocess.run(
-            [sys.executable, tmp_path / "script.py", *command],
-            cwd=folder,
-            env=environment | server.variables(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert (
-            "unfinished: the wait for it was interrupted; complete it with: mlx xp push faults run_001" in done.stdout
-        )
-        record = json.loads((folder / "runs" / "faults" / "run_001" / "run.json").read_text())
-        assert record["status"] == "SUCCEEDED"
-        assert server.commits("alice/faults") == ["Attempt 1 of faults/run_001"]
-        server.faults = Faults()
-        done = mlx(folder, "xp", "push", **server.variables())
-        assert "hf://alice/faults is complete" in done.stdout, done.stderr
-        assert server.commits("alice/faults")[-1] == "faults/run_001: SUCCEEDED, step 48"
 
 
 @pytest.mark.kills
@@ -1179,13 +919,3 @@ def test_the_second_of_two_machines_is_refused_while_the_first_trains(
         assert "mlx xp push" not in shown
         assert errors.startswith("stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
         assert server.commits("alice/faults")[-1] == "elsewhere"
-
-
-@pytest.mark.pure
-def test_the_card_of_a_class_elsewhere_trains_it_from_python(tmp_path: Path) -> None:
-    record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.hub.mirror=hf://a/b"]}
-    text = card.text(record, tmp_path / "conf.yaml")
-    call = 'if __name__ == "__main__":\n    run(Experiment, ["cfg.seed=3"])'
-    assert f"from src.notebook import Experiment\n\n{call}" in text
-    assert "mlx train run" not in text.partition("## Reproduce")[2].partition("##")[0]
-    assert "mlx train run cfg.seed=3" in card.text(record | {"experiment_class": None}, tmp_path / "conf.yaml")

@@ -12,21 +12,15 @@ pytestmark = pytest.mark.pure
     [
         (DriverEnd(-9, "RUNNING"), "retry"),
         (DriverEnd(-9, "PENDING"), "retry"),  # before it has claimed the run
-        (DriverEnd(-11, "WAITING"), "retry"),
         (DriverEnd(1, "RUNNING"), "retry"),  # it could not record its end
         (DriverEnd(-2, "RUNNING"), "done"),
         (DriverEnd(-11, "SUCCEEDED"), "done"),  # a crash of the interpreter's exit
-        (DriverEnd(-6, "STOPPED", "mlx xp stop", saved=True), "done"),
-        (DriverEnd(-11, "FAILED"), "done"),
-        (DriverEnd(0, "SUCCEEDED"), "done"),
         (DriverEnd(1, "FAILED"), "done"),
         (DriverEnd(1, "PENDING"), "done"),  # a ConfigError
-        (DriverEnd(2, "PENDING"), "done"),
         (DriverEnd(130, "STOPPED", saved=True), "done"),
         (DriverEnd(143, "STOPPED", "SIGTERM", saved=True), "requeue"),
         (DriverEnd(143, "STOPPED", None, saved=True), "requeue"),  # a node was drained
         (DriverEnd(143, "STOPPED", "SIGTERM"), "retry"),  # before it had progressed
-        (DriverEnd(143, "STOPPED"), "retry"),
         (DriverEnd(143, "STOPPED", "mlx xp stop", saved=True), "done"),
         (DriverEnd(143, "RUNNING", None, saved=True), "done"),
     ],

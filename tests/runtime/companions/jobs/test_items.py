@@ -42,15 +42,6 @@ def test_results_are_kept_that_json_does_not_change(tmp_path: Path) -> None:
     assert left(tmp_path) == [f"{number}.txt" for number in range(len(kept))]
 
 
-def test_items_are_found_by_key_and_those_that_are_not_asked_for_leave_nothing(tmp_path: Path) -> None:
-    finish(tmp_path, [0, 1, 2])
-    done = items(tmp_path, resumed=True)
-    assert done.results(["2", "new", "0"]) == {0: 2, 2: 0}
-    assert (done.count, left(tmp_path)) == (3, ["0.txt", "1.txt", "2.txt"])
-    done.complete()
-    assert left(tmp_path) == ["0.txt", "2.txt"]
-
-
 def test_equal_keys_are_refused(tmp_path: Path) -> None:
     done = items(tmp_path, resumed=False)
     done.results(["a"])
@@ -64,13 +55,6 @@ def test_a_key_needs_a_function_whose_files_are_known() -> None:
             DataJob().map(function, [1], key=str)
 
 
-def test_an_item_without_a_key_or_with_unknown_files_is_repeated(tmp_path: Path) -> None:
-    done = items(tmp_path, resumed=False)
-    done.add(None, 1, [])
-    done.add("a", 1, None)
-    assert done.count == 0
-
-
 def test_damaged_lines_and_lost_files_are_ignored(tmp_path: Path) -> None:
     finish(tmp_path, [0, 1, 2])
     file = tmp_path / "run_001" / "logs" / "items.jsonl"
@@ -79,13 +63,3 @@ def test_damaged_lines_and_lost_files_are_ignored(tmp_path: Path) -> None:
     assert items(tmp_path, resumed=True).count == 1
     (tmp_path / "output" / "0.txt").unlink()
     assert items(tmp_path, resumed=True).count == 0
-
-
-def test_a_file_that_is_written_again_stays(tmp_path: Path) -> None:
-    """Even if an item that is not repeated had written it, too."""
-    finish(tmp_path, [0])
-    again = items(tmp_path, resumed=True)
-    assert again.results(["other"]) == {}
-    again.add("other", 1, ["0.txt"])
-    again.complete()
-    assert left(tmp_path) == ["0.txt"]

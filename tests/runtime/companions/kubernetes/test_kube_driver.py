@@ -13,8 +13,7 @@ from forkserver import Command, Commands
 
 from mlx_runtime.companions.kubernetes import driver
 from mlx_runtime.companions.kubernetes.manifest import STOP_DRIVER
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.folder import RunFolder
 
 pytestmark = pytest.mark.process
 
@@ -24,25 +23,6 @@ LONG = (
 )
 
 Attempt = Callable[[], Command]
-
-
-def job_of(folder: RunFolder, job: str) -> None:
-    records.Record(folder, {}, job={"id": job, "address": "kube:///a"}, attempt=1)
-
-
-@pytest.mark.pure
-def test_the_run_of_a_job_is_found(tmp_path: Path) -> None:
-    """run_001 is of another job, run_002 has begun, run_003 was claimed, and the driver of run_004 died too early."""
-    root = str(tmp_path)
-    assert driver.run_of("a-1", root, "digits") is None
-    runs = [claim_run(root, "digits") for _ in range(4)]
-    for run, job in zip(runs, ("other", "begun", "claimed", "died"), strict=True):
-        job_of(run, job)
-    for run in (runs[0], runs[1]):
-        run.conf.write_text("cfg: {}")
-    runs[3].claim_attempt(1)
-    found = [driver.run_of(job, root, "digits") for job in ("other", "begun", "claimed", "died", "none")]
-    assert found == [runs[0], runs[1], runs[2], None, None]
 
 
 @pytest.fixture

@@ -94,18 +94,12 @@ class TestPrinted:
         assert " --parallel=2 " in found["spec"]["entrypoint"]
         assert found["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
 
-    @pytest.mark.parametrize(
-        ("key", "cure"),
-        [("name", "each launch gives its RayJob a new name"), ("namespace", "pass --namespace")],
-    )
-    def test_a_template_cannot_rename_or_move_the_job(
-        self, launch: Launch, tmp_path: Path, key: str, cure: str
-    ) -> None:
+    def test_a_template_cannot_rename_or_move_the_job(self, launch: Launch, tmp_path: Path) -> None:
         """Its record and the printed commands name the RayJob."""
         file = tmp_path / "pods.yaml"
-        file.write_text(f"metadata: {{{key}: other}}")
+        file.write_text("metadata: {name: other}")
         done = launch(*IMAGE, "--claim", "runs", "--dry-run", "--template", str(file))
-        message = f"error: --template: remove metadata.{key} from {file}; {cure}\n"
+        message = f"error: --template: remove metadata.name from {file}; each launch gives its RayJob a new name\n"
         assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
 
     def test_the_guide_shows_it(self, launch: Launch) -> None:
@@ -118,15 +112,6 @@ class TestPrinted:
         name = yaml.safe_load(printed)["metadata"]["name"]
         assert shown[1] == printed.replace(name, "digits-4f1c9a")
 
-    def test_options_are_listed(self, launch: Launch) -> None:
-        """The guide names all of them."""
-        done = launch("--", "--help")
-        assert done.returncode == 0
-        assert "MLX_KUBE_IMAGE" in done.stdout
-        page = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
-        options = {*re.findall(r"--[a-z][a-z-]+", done.stdout)} - {"--kube", "--sweep", "--help"}
-        assert {option for option in options if f"`{option}" not in page} == set()
-
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
@@ -134,18 +119,11 @@ class TestPrinted:
         (("--claim", "runs"), 2, "Missing option '--image'"),
         ((*IMAGE, "--memory", "4"), 2, "'4' is not an amount of memory; write 4Gi"),
         ((*IMAGE, "--template", "pods.yaml"), 1, "error: --template: cannot read pods.yaml: [Errno 2] No such file"),
-        ((*IMAGE, "--template", "constraints.txt"), 1, "error: --template: cannot read constraints.txt: it is not a m"),
-        ((*IMAGE, "--pip"), 2, "--pip is for a running cluster of Ray"),
         ((*IMAGE, "--clam"), 2, "there is no option --clam"),
         (
             ("--sweep", *IMAGE, "--claim", "runs", "cfg.seed=1,2", "cfg.start_workers=0"),
             2,
             "on a cluster, the trials of a sweep train in workers: set cfg.start_workers=1",
-        ),
-        (
-            ("--sweep", *IMAGE, "--claim", "runs", "cfg.seed=1,2", "--gpus-per-trial=nan"),
-            2,
-            "--gpus-per-trial is nan; pass a number of GPUs, or a share of one",
         ),
         (
             (*IMAGE, "--claim", "runs", "+cfg.runtime_env={env_vars: {HF_TOKEN: hf_abcdefghijklmnopqrstuvwx}}"),
@@ -178,7 +156,6 @@ def test_bad_input_gets_one_line(launch: Launch, words: tuple[str, ...], code: i
             "FAIL  storage    /mnt/runs would be deleted with the pods. Name a PersistentVolumeClaim with",
         ),
         ({"image": "a/digits"}, "s3://b/a", (), "FAIL  image      a/digits has no version tag. Tag each build"),
-        ({"image": "a:5000/digits:latest"}, "s3://b/a", (), "FAIL  image      a:5000/digits:latest has no version tag"),
         ({"claim": "runs"}, "s3://b/a", (), "FAIL  storage    s3://b/a is not on the claim runs. Leave out --claim"),
         (
             {},
@@ -194,13 +171,6 @@ def test_options_are_checked(options: dict[str, Any], root: str, secrets: tuple[
     found = [check.line() for check in checks if not check.ok or options.get("image", "").count("@")]
     assert len(found) == 1
     assert found[0].startswith(line)
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize("address", ["kube", "kube:", "kube:/team"])
-def test_a_record_with_half_an_address_names_no_job(address: str) -> None:
-    assert job_statuses({(address, "a-1")}) == {}
-    assert client_of({"id": "a-1", "address": address}, alive=True) is None
 
 
 PROGRAM = """\
@@ -314,17 +284,6 @@ class TestApplied:
         )
         assert done.stderr.endswith("error: preflight failed: 1 check, see above\n")
 
-    def test_a_template_with_fields_that_kuberay_lacks(
-        self, launch: Launch, server: ApiServer, kubeconfig: dict[str, str], tmp_path: Path
-    ) -> None:
-        before, file = len(server.jobs), tmp_path / "pods.yaml"
-        file.write_text("spec: {authOptions: {}}")
-        options = (*IMAGE, "--namespace", "team", "--claim", "runs", "--template", str(file))
-        done = launch(*options, **kubeconfig)
-        assert (done.returncode, done.stdout, len(server.jobs)) == (1, "", before)
-        assert "FAIL  cluster    rejected the job: " in done.stderr
-        assert "authOptions" in done.stderr
-
     def test_a_cluster_without_kuberay(self, launch: Launch, kubeconfig: dict[str, str], tmp_path: Path) -> None:
         with ApiServer(OBJECTS, kuberay=False) as server:
             server.write_config(Path(kubeconfig["KUBECONFIG"]))
@@ -341,8 +300,6 @@ class TestApplied:
     @pytest.mark.parametrize(
         ("status", "ours"),
         [
-            ({}, "PENDING"),
-            ({"jobDeploymentStatus": "Initializing"}, "PENDING (Initializing)"),
             ({"jobDeploymentStatus": "Running", "jobStatus": "PENDING"}, "RUNNING"),
             ({"jobDeploymentStatus": "Retrying", "jobStatus": "FAILED"}, "PENDING (Retrying)"),
             ({"jobDeploymentStatus": "Failed", "reason": "DeadlineExceeded"}, "FAILED (DeadlineExceeded)"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from mlx_runtime.companions.prepared import preparation, store
+from mlx_runtime.companions.prepared import preparation
 from mlx_runtime.companions.prepared.columns import load_columns
 from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.companions.prepared.store import Store
@@ -114,9 +114,7 @@ def test_what_a_loader_is_told_does_not_make_another_set(project: SimpleNamespac
     ("module", "old", "new"),
     [
         ("rows", "* self.factor", "* self.factor + 1"),
-        ("rows", "torch.stack(batch", "-torch.stack(batch"),
         ("rowsource", "STEP = 3", "STEP = 4"),
-        ("rowsource", "value * STEP", "value + STEP"),
     ],
 )
 def test_other_code_is_another_set(project: SimpleNamespace, module: str, old: str, new: str) -> None:
@@ -142,7 +140,7 @@ def test_other_arguments_are_another_set(project: SimpleNamespace) -> None:
     assert project.find() == [3 * value for value in range(20)]
 
 
-@pytest.mark.parametrize("lines", [range(21), range(1, 21), [*range(10), 99, *range(11, 20)]])
+@pytest.mark.parametrize("lines", [range(21), [*range(10), 99, *range(11, 20)]])
 def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: Sequence[int]) -> None:
     project.prepare()
     project.data.write_text("\n".join(map(str, lines)))
@@ -158,7 +156,7 @@ def test_folders_that_arguments_name(project: SimpleNamespace, tmp_path: Path, m
     images.mkdir(parents=True)
     (tmp_path / ".cache").mkdir()
     (images / "1.png").touch()
-    outside = tmp_path.with_name("outside")
+    outside = tmp_path.with_name("images_outside")
     outside.mkdir()
     (images / "outside").symlink_to(outside)
     (images / "itself").symlink_to("itself")
@@ -197,18 +195,13 @@ def test_a_dataset_that_cannot_be_made_here_is_left_to_the_workers(project: Simp
     assert project.told[-1].startswith("datasets.train: its prepared dataset is not used: ")
 
 
-@pytest.mark.parametrize(
-    ("statement", "name"),
-    [("from package import inner", "inner.scale"), ("import package.inner", "package.inner.scale")],
-)
-def test_code_in_a_module_that_is_imported_whole_counts(project: SimpleNamespace, statement: str, name: str) -> None:
+def test_code_in_a_module_that_is_imported_whole_counts(project: SimpleNamespace) -> None:
     package = project.data.parent / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "inner.py").write_text(dedent(HELPER))
-    project.edit(
-        "rows", ORIGINAL.replace("from rowsource import scale", statement).replace("scale(self", f"{name}(self")
-    )
+    code = ORIGINAL.replace("from rowsource import scale", "from package import inner")
+    project.edit("rows", code.replace("scale(self", "inner.scale(self"))
     project.prepare()
     assert project.find() is not None
     (package / "inner.py").write_text(dedent(HELPER.replace("STEP = 3", "STEP = 4")))
@@ -255,23 +248,6 @@ class Centred(Fixed):
     def ray_map_batches(batch):
         values = torch.stack(batch["item"])
         return {"x": values - values.mean()}
-
-
-class Padded(Fixed):
-    def __getitem__(self, index):
-        return torch.ones(index + 1)
-
-    @staticmethod
-    def ray_map_batches(batch):
-        return {"x": torch.nn.utils.rnn.pad_sequence(batch["item"], batch_first=True)}
-
-
-class LongInTheMiddle(Fixed):
-    def __init__(self, rows: int = 1000):
-        super().__init__(rows)
-
-    def __getitem__(self, index):
-        return torch.ones(3 if index == 500 else 2)
 
 
 class Broken(Fixed):
@@ -322,11 +298,6 @@ class Numbered(Fixed):
         return torch.tensor([float(self.number)])
 
 
-class Empty(Fixed):
-    def __len__(self):
-        return 0
-
-
 Make = Callable[[type], dict]
 
 
@@ -354,19 +325,10 @@ def test_a_dataset_that_declines_is_not_prepared(make: Make, capsys: pytest.Capt
         (Noisy, r"datasets.train cannot be prepared: a row changes each time it is read. Set prepare = False in Noisy"),
         (Centred, r"datasets.train cannot be prepared: a row changes when it is batched with others"),
         (
-            Padded,
-            r"datasets.train cannot be prepared: row 0 is x float32 \(1,\), row 1 is x float32 \(2,\)",
-        ),
-        (
-            LongInTheMiddle,
-            r"datasets.train cannot be prepared: RuntimeError: stack expects .* \(in ray_map_batches, while",
-        ),
-        (
             Titled,
             r"datasets.train cannot be prepared: 'title' is a list, and only tensors are stored. "
             r"Leave it out of ray_map_batches, or set prepare = False in Titled",
         ),
-        (Empty, r"datasets.train has no rows"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
@@ -393,20 +355,3 @@ def test_reading_processes_open_their_own_files(make: Make, tmp_path: Path, monk
     assert columns["x"].flatten().tolist() == [*range(100)]
     with pytest.raises(DatasetError, match=r"train cannot be prepared: a row changes when it is read again. Set prep"):
         make(Numbered)
-
-
-def test_a_set_is_in_use_while_others_are_prepared(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (first,) = (item.manifest for item in make(Fixed).values())
-    used, deadline = tmp_path / first.name / "last_used", time.monotonic() + 20
-
-    def progress(*_: object) -> None:
-        """Prepare the second dataset slowly, so that the first was used long ago."""
-        os.utime(used, (0, 0))
-        while used.stat().st_mtime == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    nodes = {"train": {"_target_": f"{__name__}.Fixed"}, "val": {"_target_": f"{__name__}.Fixed", "rows": 3}}
-    candidates = [Candidate(name, node, node, 0, Path(__file__).parent) for name, node in nodes.items()]
-    monkeypatch.setattr(store, "IN_USE_S", 0.1)
-    assert len(preparation.make(candidates, str(tmp_path), print, progress)) == 2

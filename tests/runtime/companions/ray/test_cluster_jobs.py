@@ -95,30 +95,6 @@ class TestDataJobs:
 
         return run
 
-    def test_a_job_fills_the_shared_storage(self, shards: Path, types: Types) -> None:
-        """Launch and follow to the end; launching again is refused before anything is uploaded."""
-        done = types("data", "launch", "--follow", "images.per_shard=300", "cfg.start_workers=3")
-        assert done.returncode == 0, done.stdout + done.stderr
-        made = shards / "storage" / "data" / "shards"
-        lines = done.stdout.splitlines()
-        assert lines[0].startswith("checking  http://127.0.0.1:")
-        assert lines[1:4] == ["run       shards run_001", f"folder    {made}", "job       data-shards-run_001"]
-        assert "workers   3 tasks at a time in Ray cluster with 4 CPUs" in lines
-        assert lines[-1] == f"folder    {made}"
-        assert len(list(made.glob("*_images.npy"))) == 6
-        done = types("data", "launch", "--check")
-        assert done.returncode == 2
-        assert f"error: {made} already exists, made 20" in done.stderr
-
-        (row,) = json.loads(types("data", "ls", "--json").stdout)
-        assert (row["name"], row["run"], row["status"], row["job"]["id"]) == (
-            "shards",
-            "run_001",
-            "SUCCEEDED",
-            "data-shards-run_001",
-        )
-        assert (row["output"], row["files"]) == (str(made), 13)
-
     def test_one_that_is_stopped_resumes_with_its_finished_items(
         self, shards: Path, types: Types, ray_cluster: RayCluster
     ) -> None:

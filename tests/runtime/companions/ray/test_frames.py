@@ -32,15 +32,11 @@ def test_frames_arrive_in_parts_among_other_lines() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"kind": "out"},
         {"kind": "out", "data": "?"},
-        {"kind": "out", "data": 1},
         {"kind": "file", "path": "../.bashrc", "data": ""},
         {"kind": "file", "path": "/etc/passwd", "data": ""},
         {"kind": "exit", "code": 256},
-        {"kind": "exit", "code": "0"},
-        {"kind": "ask", "text": None},
         {"kind": "eval", "text": "1"},
     ],
 )
@@ -53,8 +49,6 @@ def test_other_damage_is_refused() -> None:
     for text in (f"{KEY} [1\n", f"{KEY} {'[' * 100_000}\n"):
         with pytest.raises(ClusterError, match="sent an invalid frame"):
             [*frames.Reader(KEY).feed(text)]
-    with pytest.raises(ClusterError, match="a line of more than"):
-        [*frames.Reader(KEY).feed("x" * (frames.LINE_BYTES + 1))]
 
 
 def test_a_job_writes_only_the_files_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +74,10 @@ def test_a_job_writes_only_the_files_of_its_command(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match="with --on, mlx xp export needs -o PATH"):
         remote.Files(["xp", "export", "src"])
     remote.Files(["xp", "export", "--help"])
-    for path in (".", "/home/me/out", "../out", "../../a"):
+    remote.Files(["xp", "export", "src", "-o", "/ceph/runs/out"], "/ceph/runs")
+    for path in (".", "/home/me/out", "../out", "/ceph/out"):
         with pytest.raises(UsageError, match=f"with --on, -o {path} must be a path below this folder, like -o out"):
-            remote.Files(["xp", "report", "src", "-o", path])
+            remote.Files(["xp", "report", "src", "-o", path], "/ceph/runs")
     assert not outside.exists()
     Path("src/conf.yaml").touch()
     with pytest.raises(UsageError, match="cannot write src/page.html into src"):

@@ -12,52 +12,11 @@ from clusters import RayCluster
 from forkserver import Commands
 
 from mlx_runtime.companions.ray.autoscaler import Room
-from mlx_runtime.companions.ray.preflight import capacity_check
 from mlx_runtime.companions.ray.worker import check_storage
 from mlx_runtime.errors import StorageError
-from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.runs.folder import RunFolder
 
 GROWS, STATIC = Room([{"CPU": 0}], grows=True), Room([{"CPU": 2}, {"CPU": 1}])
-
-
-@pytest.mark.pure
-class TestCapacity:
-    """Settings, the room of the cluster, and the finding of the preflight check."""
-
-    @pytest.mark.parametrize(
-        ("cfg", "room", "text"),
-        [
-            (
-                TrainConfig(start_workers=8),
-                GROWS,
-                "the cluster has 0 CPUs and 0 GPUs, for 8 workers of 1 CPU; they wait until its autoscaler has started "
-                "nodes",
-            ),
-            (TrainConfig(start_workers=3), STATIC, "the cluster has 3 CPUs and 0 GPUs, for 3 workers of 1 CPU"),
-            (
-                TrainConfig(start_workers=1, use_gpu=True),
-                GROWS,
-                "the cluster has 0 CPUs and 0 GPUs, for 1 worker of 1 CPU and 1 GPU; they wait until its autoscaler "
-                "has started nodes",
-            ),
-        ],
-    )
-    def test_it_waits_for_room_that_can_come(self, cfg: TrainConfig, room: Room, text: str) -> None:
-        check = capacity_check(room, cfg)
-        assert (check.ok, check.text) == (True, text)
-
-    @pytest.mark.parametrize(
-        ("cfg", "room", "text"),
-        [
-            (TrainConfig(start_workers=4), STATIC, "needs 4 CPUs; the cluster has room for 3; lower "),
-            (TrainConfig(start_workers=1, cpus_per_worker=3), STATIC, "do not fit: the nodes of the cluster hold 0"),
-        ],
-    )
-    def test_it_refuses_what_can_never_fit(self, cfg: TrainConfig, room: Room, text: str) -> None:
-        check = capacity_check(room, cfg)
-        assert not check.ok
-        assert text in check.text
 
 
 @pytest.mark.pure

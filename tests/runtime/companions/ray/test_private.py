@@ -1,10 +1,8 @@
 """The private API of Ray that private.py uses. A version of Ray that changes it fails here, not in a run."""
 
 import inspect
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +12,8 @@ import ray.train
 import ray.train.torch
 import torch
 from ray._private import auto_init_hook
-from ray._private.node import Node
 from ray._private.state import state
-from ray.train.v2._internal import util
-from ray.train.v2._internal.execution import context, train_fn_utils
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, TrainFnUtils
-from ray.train.v2.api.context import LocalTrainContext
-from ray.train.v2.torch import train_loop_utils
+from ray.train.v2._internal.execution import train_fn_utils
 
 from mlx_runtime.companions.ray import private as ray_private
 from mlx_runtime.companions.ray import private_train
@@ -29,42 +22,6 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.pure
-
-
-@pytest.fixture
-def levels() -> Iterator[None]:
-    """Restore the settings of loggers after each test."""
-    before = {name: logging.getLogger(name).level for name in logging.root.manager.loggerDict}
-    yield
-    for name in logging.root.manager.loggerDict:
-        logging.getLogger(name).setLevel(before.get(name, logging.NOTSET))
-
-
-@pytest.mark.usefixtures("levels")
-class TestLoggers:
-    def test_no_report_and_no_traceback_is_printed(self) -> None:
-        reports, tracebacks = context.logger, util.logger
-        assert 'logger.info(\n                f"Reporting training result' in inspect.getsource(context)
-        assert 'logger.error(f"Error in training function' in inspect.getsource(util)
-        logging.getLogger("ray.train").setLevel(logging.INFO)
-        for logger in (reports, tracebacks, train_fn_utils.logger):
-            logger.setLevel(logging.INFO)
-        train_fn_utils.logger.setLevel(logging.NOTSET)
-        private_train.quiet()
-        assert not reports.isEnabledFor(logging.INFO)
-        assert not tracebacks.isEnabledFor(logging.ERROR)
-        assert not train_fn_utils.logger.isEnabledFor(logging.INFO)
-        assert train_fn_utils.logger.isEnabledFor(logging.WARNING)
-
-
-def test_ray_starts_what_an_embedded_head_does_without_by_these_names() -> None:
-    started = inspect.getsource(Node.start_head_processes)
-    assert "self.start_api_server(" in started
-    assert "self.start_monitor()" in started
-    methods = Node.start_api_server, Node.start_monitor
-    with ray_private.bare_head():
-        assert not {Node.start_api_server, Node.start_monitor} & {*methods}
-    assert (Node.start_api_server, Node.start_monitor) == methods
 
 
 def test_a_node_that_is_not_in_the_list_is_not_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,24 +34,6 @@ def test_a_node_that_is_not_in_the_list_is_not_drained(monkeypatch: pytest.Monke
 
 
 class TestWorkerFunctions:
-    def test_ray_asks_it_nothing_new(self) -> None:
-        """The methods that are not overridden must be correct for a group of workers, too."""
-        ours = {"report", "barrier", "broadcast_from_rank_zero"}
-        for_one = {"get_checkpoint", "get_all_reported_checkpoints", "get_dataset_shard", "get_context"}
-        for_one |= {"get_preemption_info", "is_distributed"}
-        assert TrainFnUtils.__abstractmethods__ == ours | for_one
-        assert ours <= vars(private_train.WorkerFunctions).keys()
-        assert not private_train.WorkerFunctions.__abstractmethods__
-
-    def test_what_is_reported_comes_first(self) -> None:
-        names = list(inspect.signature(LocalTrainFnUtils.report).parameters)
-        assert names[:3] == ["self", "metrics", "checkpoint"]
-
-    def test_its_place(self) -> None:
-        place = {"world_size", "world_rank", "local_rank", "local_world_size", "node_rank"}
-        assert inspect.signature(LocalTrainContext).parameters.keys() == place | {"experiment_name"}
-        assert inspect.signature(LocalTrainFnUtils).parameters.keys() == place | {"experiment_name", "dataset_shards"}
-
     def test_a_training_function_has_its_own_for_one_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
         second = Topology(1, 2, torch.device("cpu"))
@@ -131,12 +70,6 @@ class TestWorkerFunctions:
                 use()
 
 
-class TestShardedModels:
-    def test_prepare_model_looks_the_wrapper_up_by_this_name(self) -> None:
-        assert ray.train.torch.prepare_model.__globals__ is vars(train_loop_utils)
-        assert "DataParallel = DistributedDataParallel\n" in inspect.getsource(ray.train.torch.prepare_model)
-
-
 @pytest.mark.process
 def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
     script = (
@@ -151,14 +84,12 @@ def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("line", ["import ray.train", "import ray; import ray.train.torch", "from ray import train"])
-def test_it_is_prepared_within_the_import_of_ray_train(line: str, tmp_path: Path) -> None:
-    """Whichever way user code imports it, with or without Ray before."""
+def test_it_is_prepared_within_the_import_of_ray_train(tmp_path: Path) -> None:
     script = (
         "from mlx_runtime.companions.ray.private import enter_ray_train\n"
         "from mlx_runtime.importing import after_import\n"
         "after_import('ray.train', lambda: enter_ray_train('digits', None, quiet=True))\n"
-        f"{line}\nimport ray.train\nprint(ray.train.get_context().get_experiment_name())"
+        "from ray import train\nimport ray.train\nprint(ray.train.get_context().get_experiment_name())"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "digits\n"), done.stderr

@@ -125,24 +125,11 @@ def test_errors_and_requests_of_users_end_it(run: RunFolder) -> None:
     assert (code, record["status"], record["attempt"], record["stop_reason"]) == (143, "STOPPED", 4, "mlx xp stop")
 
 
-@pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("STOPPED", 143), ("FAILED", 1)])
-def test_a_driver_that_crashes_after_its_end_is_not_followed(run: RunFolder, status: str, code: int) -> None:
-    found, record = supervise(run, 2, f"record.finish('{status}'); die()")
-    assert (found, record["status"], record["attempt"]) == (code, status, 1)
-
-
 def test_a_preemption_does_not_count(run: RunFolder) -> None:
     preempted = "stop('SIGTERM', latest=checkpoint)"
     code, record = supervise(run, 1, preempted, preempted, "die()", "succeed()")
     assert (code, record["status"]) == (0, "SUCCEEDED")
     assert history(record) == [("STOPPED", "the run was preempted")] * 2 + [KILLED]
-
-
-@pytest.mark.parametrize("second", ["stop('SIGTERM')", "put_back('SIGTERM')"])
-def test_a_preemption_without_progress_counts(run: RunFolder, second: str) -> None:
-    code, record = supervise(run, 2, "die()", second)
-    assert (code, record["status"], run.attempts()) == (143, "STOPPED", 3)
-    assert history(record) == [KILLED, ("STOPPED", "the run was preempted")]
 
 
 def test_a_run_that_is_preempted_before_it_has_resumed_resumes(run: RunFolder) -> None:

@@ -23,11 +23,13 @@ from starlette.exceptions import HTTPException
 from mlx_runtime.companions.serving.http import application as interface
 from mlx_runtime.companions.serving.http.access import Access, digest_of
 from mlx_runtime.companions.serving.http.application import Application
-from mlx_runtime.companions.serving.http.bodies import MAX_VALUES, parse
+from mlx_runtime.companions.serving.http.batching import Batcher
+from mlx_runtime.companions.serving.http.bodies import MAX_VALUES, Part, parse
 from mlx_runtime.companions.serving.http.limits import Limits
 from mlx_runtime.companions.serving.http.server import Server
-from mlx_runtime.companions.serving.predictor import Predictor
+from mlx_runtime.companions.serving.predictor import PredictError, Predictor
 from mlx_runtime.companions.serving.schema import Column, Schema
+from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.process
 
@@ -202,6 +204,32 @@ def test_an_exception_that_is_not_an_error_fails_its_row_only(serve: Serve, erro
     assert client.predict([good])[0] == 200
 
 
+def test_a_batch_that_does_not_fit_in_memory_does_not_end_the_model() -> None:
+    async def ask() -> None:
+        batcher = Batcher(Predictor(model, SCHEMA, "x"), 32)
+        huge = Part({"image": torch.zeros(1, 1, 1).expand(1, 1, 1 << 45)}, [0])  # has memory for one number
+        for answer in await asyncio.wait_for(asyncio.gather(batcher.submit(huge), batcher.submit(huge)), 20):
+            assert [type(row) for row in answer] == [PredictError]
+        (row,) = await asyncio.wait_for(batcher.submit(Part({"image": images(1)}, [0])), 20)
+        assert row["twice"].shape == (2, 3)
+        batcher.close(5)
+
+    asyncio.run(ask())
+
+
+def test_large_outputs(serve: Serve) -> None:
+    """A thread writes them, and the errors between them."""
+    rows = images(40)
+
+    def function(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"wide": batch["image"].flatten(1).repeat(1, 500), **model(batch)}
+
+    status, answer = serve(function).predict([*({"image": row.tolist()} for row in rows), {}])
+    assert status == 200
+    assert torch.equal(torch.tensor([row["wide"] for row in answer["outputs"][:40]]), rows.flatten(1).repeat(1, 500))
+    assert answer["outputs"][40] == {"error": "image is missing; expected float32 (2, 3)"}
+
+
 @pytest.fixture
 def blocked(serve: Serve, request: pytest.FixtureRequest) -> Iterator[tuple[Client, threading.Event]]:
     """A server whose first model is computing until the event is set, with room for two more rows.
@@ -274,6 +302,15 @@ def test_limits_of_bodies(serve: Serve) -> None:
     status, _, body = client.ask("GET", "/predictions")
     assert status == 404
     assert body.startswith(b'{"error": "there is no \'/predictions\'; there are /predict, /example, ')
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan")])
+def test_times_are_numbers_of_seconds(seconds: float) -> None:
+    with pytest.raises(UsageError, match="^timeout_s is "):
+        Limits(timeout_s=seconds)
+    with pytest.raises(UsageError, match="^max_wait_s is "):
+        Limits(max_wait_s=seconds)
 
 
 def test_values_are_counted_before_they_become_objects() -> None:
@@ -372,6 +409,8 @@ def hostile_bodies() -> Iterator[bytes]:
         yield b'{"rows": [{"image": %s}]}' % value.encode()
         yield b'{"rows": [{"image": [[1,2,3],[4,5,%s]]}]}' % value.encode()
     yield b'{"rows": [{"image": [["%s"%s]]}]}' % (b"x" * 10_000, b', ""' * 2_000)
+    yield b'{"rows": [{"image": %snull%s}]}' % (b"[" * 900, b"]" * 900)
+    yield b'{"rows": [{"%s": 1}]}' % (b"x" * 10_000)
     yield b'{"rows": [{"image": 1, "image": [[1]]}]}'
     yield b'{"rows": {"image": 1}, "rows": 5}'
     yield b"\x1f\x8b\x08\x00" + b"x" * 100

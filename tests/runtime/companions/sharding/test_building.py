@@ -61,9 +61,17 @@ class TestErrors:
             strategy_of(CFG, ALONE, node).build(node)
         assert str(error.value) == message
 
-    def test_activation_checkpointing(self) -> None:
-        with pytest.raises(ConfigError, match="is true, but no model has blocks that repeat; name them"):
-            DDP(TrainConfig(activation_checkpointing=True), ALONE).build(NODE | {"_target_": f"{__name__}.Models"})
+    @pytest.mark.parametrize(
+        ("wanted", "message"),
+        [
+            (True, "cfg.activation_checkpointing is true, but no model has blocks that repeat; name them"),
+            ("layer.*", "cfg.activation_checkpointing: 'layer.*' matches no module; print(model) shows"),
+        ],
+    )
+    def test_activation_checkpointing(self, wanted: bool | str, message: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            DDP(TrainConfig(activation_checkpointing=wanted), ALONE).build(NODE | {"_target_": f"{__name__}.Models"})
+        assert str(error.value).startswith(message)
 
 
 class Copied(Models):

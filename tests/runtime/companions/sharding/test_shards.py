@@ -95,15 +95,6 @@ def test_tensors_that_only_some_workers_hold_are_refused(stages: Stages) -> None
     assert list((stages[0] / "uneven").iterdir()) == []
 
 
-def test_whole_tensors_are_read_without_workers(stages: Stages, checkpoint: Path) -> None:
-    """Also of a folder with nothing but the files, and tied weights stay one tensor."""
-    (checkpoint / "checkpoint.json").unlink()
-    state, saved = read(str(checkpoint)), stages[1]["saved"][0]["saved"]
-    assert all(difference(state[name], saved[name]) == 0 for name in saved)
-    net = state["models"]["net"]
-    assert net["head.weight"] is net["embed.weight"]
-
-
 def a_run(stages: Stages, stage: str, folder: Path) -> RunFolder:
     """A run whose only checkpoint is that of a stage."""
     shutil.copytree(stages[0] / stage, folder / "net" / "run_001" / "checkpoints")

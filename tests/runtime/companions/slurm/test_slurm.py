@@ -14,8 +14,7 @@ from faults import differences, final_state, reports
 from slurm import slurm
 from transcripts import check_transcript
 
-from mlx_runtime.companions.jobs import launching
-from mlx_runtime.companions.slurm.queue import Queue, state_of_job
+from mlx_runtime.companions.slurm.queue import state_of_job
 from mlx_runtime.companions.slurm.requeue import requeue
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import records
@@ -181,45 +180,13 @@ def test_a_printed_script_creates_nothing(mlx: Mlx, digits: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("slurms", "ours"),
     [
-        (("PENDING", "Priority"), "PENDING (Priority)"),
-        (("RUNNING", "None"), "RUNNING"),
         (("CANCELLED by 1000", "None"), "STOPPED"),
         (("TIMEOUT", "TimeLimit"), "FAILED (TIMEOUT)"),
-        (("NODE_FAIL", "None"), "FAILED (NODE_FAIL)"),
         (("COMPLETED", "None"), "SUCCEEDED"),
     ],
 )
 def test_states_of_slurm(slurms: tuple[str, str], ours: str) -> None:
     assert str(state_of_job(*slurms)) == ours
-
-
-@pytest.mark.pure
-def test_output_that_ends_within_a_character_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program named like that of Slurm writes half of an é whenever it is asked, and the job ends after four."""
-    file, program = tmp_path / "1.out", tmp_path / "scontrol"
-    lines = (
-        "#!/usr/bin/env python3",
-        f"with open({str(file)!r}, 'ab') as log:",
-        "    size = log.tell()",
-        "    log.write(b'' if size == 8 else b'\\xa9' if size % 2 else b'\\xc3')",
-        "print('   JobState=' + ('COMPLETED' if size == 8 else 'RUNNING'), 'Reason=None ExitCode=0:0')",
-        f"print('   StdOut={file}')",
-    )
-    program.write_text("\n".join(lines))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(launching, "FOLLOW_S", 0.0)
-    written = list[str]()
-    assert Queue("slurm://here").follow("1", written.append).exit_code == 0
-    assert "".join(written) == "éééé"
-
-
-@pytest.mark.pure
-def test_a_job_that_was_requeued_by_slurm_is_pending_again() -> None:
-    dead = {"status": "RUNNING", "heartbeat": "2020-01-01T00:00:00+00:00"}
-    assert records.status_of(dead) == "STALE"
-    assert records.status_of(dead, "PENDING (Resources)") == "PENDING"
-    assert records.status_of(dead, "FAILED (TIMEOUT)") == "FAILED"
 
 
 @pytest.mark.pure

@@ -72,43 +72,6 @@ def test_the_output_names_the_best_trial_and_the_command_that_trains_it(swept: t
     assert sum("SUCCEEDED" in line for line in lines) == 8  # as each trial ends, and in the table
 
 
-def test_a_finished_sweep_has_nothing_to_resume(swept: tuple[Path, str], mlx: Mlx) -> None:
-    """It keeps its command, times and attempts."""
-    folder, _ = swept
-    before = (table(folder), record(folder))
-    done = mlx(folder, "train", "sweep", "--resume", "-q")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("folder    ")
-    assert "\nfull run" in done.stdout
-    assert (table(folder), record(folder)) == before
-
-
-@pytest.mark.kills
-def test_ctrl_c_changes_nothing_once_the_results_are_printed(swept: tuple[Path, str], start: Start) -> None:
-    folder, _ = swept
-    before = (table(folder), record(folder))
-    process = start(folder, "train", "sweep", "--resume", "-q", PYTHONUNBUFFERED="1")  # a new interpreter, which exits
-    printed: list[str] = []
-    while not printed or not printed[-1].startswith("took"):
-        printed.append(process.stdout.readline())
-        assert printed[-1], process.stderr.read()
-    while process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.01)
-    assert (process.stderr.read(), process.returncode) == ("", 0)
-    assert (table(folder), record(folder)) == before
-
-
-def test_xp_finds_a_sweep(swept: tuple[Path, str], mlx: Mlx) -> None:
-    folder, _ = swept
-    logs = mlx(folder, "xp", "logs", "faults", "sweep_001")
-    assert "trial 4 run_004" in logs.stdout
-    stop = mlx(folder, "xp", "stop", "faults", "sweep_001")
-    assert (stop.returncode, stop.stderr) == (2, "error: faults sweep_001 is SUCCEEDED; there is nothing to stop\n")
-    missing = mlx(folder, "xp", "logs", "faults", "sweep_002")
-    assert "Did you mean 'sweep_001'?" in missing.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,12 +12,6 @@ pytestmark = pytest.mark.pure
 STORED = Definition(("lr=1,2",), "grid", "none", "val/loss", "min", 2, parallel=2)
 
 
-def test_what_a_command_leaves_out_stays_as_stored() -> None:
-    assert merge(STORED, Definition()) == STORED
-    assert merge(STORED, Definition(trials=5, parallel=1)).trials == 5
-    assert differences(STORED, merge(STORED, Definition(trials=5, parallel=1))) == {}
-
-
 def test_none_of_the_gpus_is_a_number_of_gpus() -> None:
     assert merge(replace(STORED, gpus_per_trial=1.0), Definition(gpus_per_trial=0.0)).gpus_per_trial == 0
 
@@ -26,15 +20,6 @@ def test_repeated_overrides_with_a_secret_are_no_other_space() -> None:
     typed = ("lr=1,2,3", "cfg.api_key=abcdef")
     stored = Definition.from_json(replace(STORED, overrides=typed).as_json())
     assert merge(stored, Definition(typed)) == replace(STORED, overrides=typed)
-
-
-def test_each_difference_is_named() -> None:
-    changed = merge(STORED, Definition(scheduler="asha", metric="val/acc", mode="max"))
-    assert differences(STORED, changed) == {
-        "scheduler": "none → asha",
-        "metric": "val/loss → val/acc",
-        "mode": "min → max",
-    }
 
 
 def test_a_record_holds_no_secrets() -> None:

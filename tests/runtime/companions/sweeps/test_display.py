@@ -13,7 +13,6 @@ from stored_sweeps import store_run, store_sweep
 from mlx_runtime.companions.sweeps.display import SweepDisplay
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.results import SweepResult
-from mlx_runtime.companions.sweeps.scores import short_names
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
@@ -49,13 +48,6 @@ def test_the_table_marks_the_best_trial(tmp_path: Path) -> None:
     ]
 
 
-def test_the_table_is_no_wider_than_the_terminal(tmp_path: Path) -> None:
-    keys = [f"group.part_{number}.a_long_name_{number}" for number in range(8)]
-    display, _ = display_of(tmp_path, *(f"{key}=1,2" for key in keys))
-    display.handle(TrialStarted(1, None, dict.fromkeys(keys, "0.123456789"), "run_001"))
-    assert max(map(len, shown(display, 60))) <= 60
-
-
 def test_the_folds_of_a_trial_become_one_line(tmp_path: Path) -> None:
     display, _ = display_of(tmp_path, "lr=1,2", folds=2)
     for fold in (0, 1):
@@ -64,14 +56,6 @@ def test_the_folds_of_a_trial_become_one_line(tmp_path: Path) -> None:
     assert [line.split()[:2] for line in shown(display, 80)] == [["trial", "fold"], ["1", "1/2"], ["1", "2/2"]]
     display.handle(TrialEnded(1, None, "SUCCEEDED", (0, 1.5)))
     assert [line.split() for line in shown(display, 80)][1:] == [["1", "mean", "1", "1", "1.5000", "SUCCEEDED", "best"]]
-
-
-def test_a_failed_trial_is_not_the_best_and_shows_why(tmp_path: Path) -> None:
-    display, stream = display_of(tmp_path, "lr=1,2")
-    display.handle(TrialStarted(1, None, {"lr": "1"}, "run_001"))
-    display.handle(TrialEnded(1, None, "FAILED", (0, 0.1), "ValueError: no\nframes"))
-    assert "best" not in shown(display, 80)[1]
-    assert stream.getvalue().splitlines()[-1] == "trial 1 FAILED  val/loss 0.1000 (epoch 1): ValueError: no"
 
 
 def test_a_sweep_without_a_finite_value_says_so(tmp_path: Path) -> None:
@@ -93,12 +77,3 @@ def test_a_sweep_without_a_finite_value_says_so(tmp_path: Path) -> None:
         _ = result.best
     assert [*result.table().columns] == ["lr", "status", "epoch", "val/loss", "duration_s"]
     assert [trial.shown.get("val/loss") for trial in result.ranked()] == ["nan", "nan", None]
-
-
-def test_titles_are_as_short_as_they_can_be() -> None:
-    assert short_names(["optimizers.adam.lr", "models.net.width"]) == {
-        "optimizers.adam.lr": "lr",
-        "models.net.width": "width",
-    }
-    keys = ["optimizers.adam.lr", "optimizers.sgd.lr", "lr"]
-    assert short_names(keys)["optimizers.adam.lr"] == "adam.lr"

@@ -37,8 +37,8 @@ trials.EXIT_S = 60  # more than any of these trials takes
 class Trials:
     "A sweep whose trials are given by their overrides, and what is to happen to each after its first epoch."
 
-    def __init__(self, *plans, act, runs=()):
-        self.plans, self.act, self.runs = list(plans), act, list(runs)
+    def __init__(self, *plans, act):
+        self.plans, self.act = list(plans), act
         self.stopping = self.killing = False
         self.pids, self.outcomes, self.epochs, self.started, self.running, self.most = {}, {}, {}, {}, 0, 0
 
@@ -47,7 +47,7 @@ class Trials:
             return None
         number = len(self.epochs) + 1
         overrides = self.plans[number - 1]
-        run = self.runs[number - 1] if self.runs else claim_run(str(Path.cwd() / "runs"), "faults").location
+        run = claim_run(str(Path.cwd() / "runs"), "faults").location
         self.epochs[number], self.started[number] = [], time.monotonic()
         self.running += 1
         self.most = max(self.most, self.running)
@@ -62,10 +62,8 @@ class Trials:
 
     def ended(self, job, status, error=""):
         self.running -= 1
-        pid = self.pids.get(job.trial)
-        gone = pid is None or not os.path.exists(f"/proc/{pid}")
         took_s = time.monotonic() - self.started[job.trial]
-        self.outcomes[job.trial] = {"run": job.run, "status": status, "error": error, "gone": gone, "took_s": took_s}
+        self.outcomes[job.trial] = {"run": job.run, "status": status, "error": error, "took_s": took_s}
 
 
 def mixed(sweep, job):
@@ -76,12 +74,6 @@ def mixed(sweep, job):
 
 def stop(sweep, job):
     sweep.stopping = all(sweep.epochs.values()) and len(sweep.epochs) == 2
-    return False
-
-
-def kill(sweep, job):
-    stop(sweep, job)
-    sweep.killing = sweep.stopping
     return False
 
 
@@ -103,8 +95,8 @@ def signal_and_stop(sweep, job):
     return False
 
 
-def carry_out(*plans, act=lambda sweep, job: False, runs=(), gpus=0):
-    sweep = Trials(*plans, act=act, runs=runs)
+def carry_out(*plans, act=lambda sweep, job: False, gpus=0):
+    sweep = Trials(*plans, act=act)
     with contextlib.closing(trials.Engine(TrainConfig(start_workers=0), parallel=2)) as engine:
         engine._room = replace(engine._room, gpus=gpus)
         engine.run(sweep)
@@ -115,13 +107,9 @@ print("not for the terminal of a sweep", file=sys.stderr)
 here, one_worker = ("cfg.start_workers=0", "cfg.num_epochs=1"), ("cfg.start_workers=1", "cfg.num_epochs=2")
 slow = ("cfg.start_workers=0", "cfg.num_epochs=1000", "cfg.checkpoint_every_steps=3")
 slow += ("cfg.pause_s=0.2", "cfg.pause_from=16")  # after the first epoch
-slow_worker, short = ("cfg.start_workers=1", *slow[1:]), ("cfg.num_epochs=20", "cfg.pause_s=0")
+slow_worker = ("cfg.start_workers=1", *slow[1:])
 failing, wrong = (*here, "cfg.late=raise"), (*here, "cfg.sead=1")
 found = {"mixed": carry_out(here, failing, slow, slow_worker, wrong, one_worker, act=mixed)}
-found["stopped"] = carry_out(slow, slow_worker, act=stop)
-runs = [item["run"] for _, item in sorted(found["stopped"]["outcomes"].items())]
-found["resumed"] = carry_out(short, short, runs=runs)
-found["killed"] = carry_out(slow, slow, act=kill)
 slower = ("cfg.pause_s=3", "cfg.checkpoint_every_steps=null")
 found["signalled"] = carry_out((*slow, *slower), (*slow_worker, *slower), act=signal_and_stop)
 found["without"] = carry_out(here, gpus=1)
@@ -136,7 +124,7 @@ def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def found(script: Script, folder: Path) -> dict[str, Any]:
-    """What five sweeps have seen, of which nothing else is printed."""
+    """What three sweeps have seen, of which nothing else is printed."""
     return script(folder, SCRIPT, stderr="not for the terminal of a sweep\n")
 
 
@@ -148,7 +136,7 @@ def outcome(found: dict[str, Any], sweep: str, trial: int) -> tuple[dict[str, An
 
 @pytest.mark.kills
 class TestTrials:
-    @pytest.mark.parametrize(("trial", "epochs"), [(1, 1), (6, 2)])
+    @pytest.mark.parametrize(("trial", "epochs"), [(6, 2)])
     def test_a_trial_is_an_ordinary_run(
         self, trial: int, epochs: int, found: dict[str, Any], folder: Path, mlx: Mlx
     ) -> None:
@@ -198,27 +186,12 @@ class TestTrials:
     def test_not_more_run_at_a_time_than_there_are_slots(self, found: dict[str, Any]) -> None:
         assert found["mixed"]["most"] == 2
 
-    def test_trials_stop_with_a_checkpoint_and_resume(self, found: dict[str, Any]) -> None:
-        for trial in (1, 2):
-            said, record = outcome(found, "resumed", trial)
-            assert found["stopped"]["outcomes"][str(trial)]["status"] == "STOPPED"
-            before, after = (found[sweep]["epochs"][str(trial)] for sweep in ("stopped", "resumed"))
-            assert len(before) + len(after) == 20
-            assert (said["status"], record["status"], record["attempt"]) == ("SUCCEEDED", "SUCCEEDED", 2)
-            assert record["attempts"][0]["status"] == "STOPPED"
-            assert record["sweep"]["trial"] == trial
-
     def test_a_signal_besides_a_request_to_stop_does_not_cost_the_checkpoint(self, found: dict[str, Any]) -> None:
         """`ray job stop` and systemd signal all processes of a sweep, and then the sweep asks its trials to stop."""
         for trial in (1, 2):
             said, record = outcome(found, "signalled", trial)
             assert (said["status"], record["status"]) == ("STOPPED", "STOPPED")
             assert record["latest"]["epoch"] == 1, record["latest"]
-
-    def test_trials_are_killed(self, found: dict[str, Any]) -> None:
-        for trial in (1, 2):
-            said, record = outcome(found, "killed", trial)
-            assert (said["status"], record["status"], said["gone"]) == ("STOPPED", "STOPPED", True)
 
 
 @pytest.mark.pure
@@ -235,8 +208,6 @@ class TestSlots:
         [
             ({"start_workers": 0}, None, 8),
             ({"start_workers": 3}, None, 2),
-            ({"cpus_per_worker": 4}, None, 1),
-            ({"start_workers": 20}, None, 1),
             ({"start_workers": 1}, 5, 5),
         ],
     )
@@ -249,11 +220,8 @@ class TestSlots:
         ("workers", "gpus_per_trial", "parallel", "devices"),
         [
             (1, None, None, ["0", "1", "2", "3"]),
-            (0, None, 2, ["0", "1"]),
             (2, None, None, ["0,1", "2,3"]),
-            (1, 2.0, None, ["0,1", "2,3"]),
             (1, 0.5, None, ["0", "1", "2", "3"] * 2),
-            (1, 0.4, 3, ["0", "1", "2"]),
             (8, None, None, [""]),  # more workers than GPUs train on cores, as in a run
             (1, 0.0, 2, ["", ""]),
         ],
@@ -281,18 +249,13 @@ class TestSlots:
         ("cfg", "asked", "message"),
         [
             ({"start_workers": 2}, (5, None), "cannot run 5 trials at a time: each needs 2 of 8 cores, .* 4 fit"),
-            ({"start_workers": 1}, (3, 0.0), ""),
             ({"start_workers": 1}, (3, None), "cannot run 3 trials at a time: each needs 1 of 2 GPUs, .* 2 fit"),
-            ({"start_workers": 1}, (None, 3.0), "cannot run 1 trial at a time: each needs 3 of 2 GPUs, .* 0 fit"),
             (
                 {"start_workers": 2},
                 (None, 0.5),
                 "--gpus-per-trial is 0.5 for 2 workers: each needs whole GPUs",
             ),
-            ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 worker: "),
-            ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),
-            ({"start_workers": 3, "use_gpu": True}, (None, None), "cfg.start_workers=3 needs 3 GPUs"),
             ({"cpus_per_worker": 9}, (None, None), "cfg.cpus_per_worker=9, but this machine has 8 CPUs"),
         ],
     )
@@ -304,9 +267,6 @@ class TestSlots:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if cfg.get("start_workers") == 2 and asked[0] else 2)
-        if not message:
-            assert len(slots(TrainConfig(**cfg), *asked).environments) == 3
-            return
         with pytest.raises((ConfigError, UsageError), match=message) as error:
             slots(TrainConfig(**cfg), *asked)
         assert "\n" not in str(error.value)

@@ -4,8 +4,6 @@ import json
 import math
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,7 @@ from click.testing import CliRunner
 from stored_sweeps import LR, WIDTH, store_run, store_sweep
 
 from mlx_runtime.cli import mlx
-from mlx_runtime.companions.sweeps.report import render_sweep
 from mlx_runtime.companions.sweeps.results import SweepResult
-from mlx_runtime.companions.sweeps.scores import parse_value
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
@@ -46,15 +42,6 @@ def searched(root: str) -> RunFolder:
     values = [{LR: lr, WIDTH: width} for lr, width in (("0.1", "8"), ("1e-3", "8"), ("0.01", "16"), ("0.001", "16"))]
     trials = [{"values": own, "runs": [name]} for own, name in zip(values, names, strict=True)]
     return store_sweep(root, [*trials, {"values": values[0], "runs": [None]}])
-
-
-@pytest.mark.parametrize("value", [str(2**53 + 1), "1" + "0" * 400, "1e308"])
-def test_any_numbers_are_drawn(tmp_path: Path, value: str) -> None:
-    """Also those that are too large for Optuna, and trials that a record numbers in its own way."""
-    root = str(tmp_path)
-    entries = [{"values": {"a": text}, "runs": [store_run(root, {"val/loss": [0.5]})]} for text in (value, "1")]
-    page = render_sweep(SweepResult(store_sweep(root, [entries[0] | {"trial": 10**12}, entries[1]])))
-    assert "<h3>a</h3>" in page
 
 
 def test_a_row_per_trial(searched: RunFolder) -> None:
@@ -144,12 +131,6 @@ def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str
     assert result.summary()["checkpoint"] == join_path(checkpoints, "epoch_0002_step_00000015")
 
 
-def test_a_fold_that_has_got_further_than_the_others(root: str) -> None:
-    runs = [store_run(root, {"val/loss": values}) for values in ([0.5, 0.3, 0.1], [0.3, 0.5])]
-    (trial,) = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": runs}], folds=2)).trials
-    assert (trial.curve, trial.epoch) == ({1: pytest.approx(0.4), 2: pytest.approx(0.4)}, 2)  # the last of equals
-
-
 def test_the_best_of_a_maximum(root: str) -> None:
     statuses = {"SUCCEEDED": 0.5, "FAILED": 0.9, "PRUNED": 0.7}
     trials = [
@@ -161,15 +142,6 @@ def test_the_best_of_a_maximum(root: str) -> None:
     assert [trial.number for trial in result.ranked()] == [3, 1, 2]
     assert (result.best.score, result.best.epoch) == (0.7, 1)
     assert shlex.split(result.command) == ["mlx", "train", "run", "b='2 3'", "a=1", "name='PRUNED one'"]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("8", 8), ("1e-4", 1e-4), ("true", True), ("null", None), ("relu", "relu"), ("[1,2]", "[1,2]"), ("-0.5", -0.5)],
-)
-def test_values_are_typed(text: str, value: object) -> None:
-    assert parse_value(text) == value
-    assert type(parse_value(text)) is type(value)
 
 
 def test_without_any_value_there_is_no_best(root: str) -> None:
@@ -222,14 +194,3 @@ def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch
     found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)
     assert (found["trial"], found["runs"], found["value"], found["std"]) == (1, ["run_001"], 0.5, None)
     assert CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--mode", "max"]).exit_code != 0
-
-
-def test_results_are_read_without_torch_or_ray(searched: RunFolder, environment: dict[str, str]) -> None:
-    script = (
-        "import sys\nfrom mlx_runtime.cli import mlx\n"
-        "for verb in ('best', 'report'):\n    mlx(['xp', verb, 'digits', 'sweep_001'], standalone_mode=False)\n"
-        "print(sorted({'torch', 'ray'} & set(sys.modules)))"
-    )
-    settings = environment | {"MLX_STORAGE": searched.root}
-    done = subprocess.run([sys.executable, "-c", script], env=settings, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr

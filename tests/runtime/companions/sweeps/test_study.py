@@ -1,4 +1,4 @@
-"""A search proposes values of its space, and continues identically after its history is replayed."""
+"""A search proposes values of its space, and a scheduler ends trials early."""
 
 import math
 import random
@@ -40,21 +40,12 @@ def loss(values: Values) -> float:
 
 
 @pytest.mark.parametrize("search", ["random", "optuna"])
-@pytest.mark.parametrize("seed", range(3))
-def test_values_lie_in_the_space(search: str, seed: int) -> None:
-    found, space = study(MIXED, search=search, seed=seed), parse(MIXED)
+def test_values_lie_in_the_space(search: str) -> None:
+    found, space = study(MIXED, search=search), parse(MIXED)
     for number in range(1, 26):
         values = found.ask(number)
         assert inside(space, values)
         found.tell(number, "SUCCEEDED", loss(values))
-
-
-def test_seeds_and_searches_differ() -> None:
-    points = [
-        [*asked(study(MIXED, search=search, seed=seed), 4)] for search in ("random", "optuna") for seed in range(3)
-    ]
-    assert all(len({str(values) for values in of_one}) == 4 for of_one in points)
-    assert len({str(of_one) for of_one in points[:3]}) == 3
 
 
 @pytest.mark.parametrize("search", ["grid", "random", "optuna"])
@@ -71,76 +62,29 @@ def test_a_finite_space_is_searched_once(search: str) -> None:
     assert found.ask(13) is None
 
 
-def test_a_sweep_without_keys_has_one_trial() -> None:
-    for search in ("grid", "random", "optuna"):
-        assert [*asked(study(["cfg.num_epochs=3"], search=search), 2)] == [{}, None]
-
-
-def test_a_resumed_grid_runs_what_is_new() -> None:
-    found = study(["a=1,2,3"], search="grid")
-    found.add(1, {"a": "1"})
-    assert [found.ask(2), found.ask(3), found.ask(4)] == [{"a": "2"}, {"a": "3"}, None]
-
-
-def test_tpe_finds_better_values_than_chance() -> None:
-    best = {}
-    for search in ("random", "optuna"):
-        losses = []
-        for seed in range(3):
-            found = study(MIXED[:2], search=search, seed=seed)
-            for number in range(1, 41):
-                values = found.ask(number)
-                losses.append(loss(values))
-                found.tell(number, "SUCCEEDED", losses[-1])
-        best[search] = sum(losses) / len(losses)
-    assert best["optuna"] < 0.8 * best["random"]
-
-
 class Sweep:
-    """A sweep with several trials at a time, which writes down what happens in it."""
+    """A sweep with several trials at a time."""
 
     def __init__(self, found: Study, chance: random.Random, count: int) -> None:
         self.found, self.chance, self.count = found, chance, count
         self.values: dict[int, Values] = {}
         self.running: dict[int, int] = {}  # next epoch, by trial
-        self.history: list[tuple[Any, ...]] = []
         self.ended: dict[int, int] = {}  # epochs, by trial
 
     def step(self) -> bool:
         if len(self.values) < self.count and len(self.running) < 3:
             number = len(self.values) + 1
             self.values[number] = self.found.ask(number)
-            self.history.append(("add", number, self.values[number]))
             self.running[number] = 0
         elif self.running:
             number = self.chance.choice([*self.running])
             epoch, value = self.running[number], loss(self.values[number]) + 1 / (1 + self.running[number])
-            self.history.append(("report", number, epoch, value))
             prune = self.found.report(number, epoch, value)
             self.running[number] += 1
             if prune or self.running[number] == EPOCHS:
                 self.ended[number] = self.running.pop(number)
-                self.history.append(("tell", number, "PRUNED" if prune else "SUCCEEDED", None if prune else value))
-                self.found.tell(*self.history[-1][1:])
+                self.found.tell(number, "PRUNED" if prune else "SUCCEEDED", None if prune else value)
         return bool(self.running) or len(self.values) < self.count
-
-
-@pytest.mark.parametrize("search", ["random", "optuna"])
-@pytest.mark.parametrize("scheduler", ["none", "asha"])
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_replayed_history_continues_the_same(search: str, scheduler: str, mode: str) -> None:
-    """The reference is never interrupted; the other sweep now and then starts anew from its history."""
-    settings = {"search": search, "scheduler": scheduler, "mode": mode, "seed": 3}
-    reference = Sweep(study(MIXED, **settings), random.Random(0), 16)
-    other = Sweep(study(MIXED, **settings), random.Random(0), 16)
-    chance = random.Random(1)
-    while reference.step():
-        if chance.random() < 0.2:
-            other.found = study(MIXED, **settings)
-            for what, *arguments in other.history:
-                getattr(other.found, what)(*arguments)
-        other.step()
-        assert other.history == reference.history
 
 
 def test_asha_ends_most_trials_early_but_not_the_best_and_none_at_its_last_epoch() -> None:
@@ -151,14 +95,6 @@ def test_asha_ends_most_trials_early_but_not_the_best_and_none_at_its_last_epoch
     assert 10 < len(pruned) < 30
     assert {found.ended[number] for number in pruned} <= {1, 3}
     assert min(found.values, key=lambda number: loss(found.values[number])) not in pruned
-
-
-def test_asha_never_ends_a_trial_at_its_last_epoch() -> None:
-    found = study(["a=1,2"], search="grid", scheduler="asha")
-    for number in (1, 2):
-        found.ask(number)
-        losses = [1.0 / number] * (EPOCHS - 1) + [float(number)]
-        assert not any(found.report(number, epoch, value) for epoch, value in enumerate(losses))
 
 
 def test_a_trial_that_repeats_an_epoch_after_a_resume_gets_the_same_decision() -> None:
@@ -177,7 +113,7 @@ def test_infinity_is_pruned_and_competes_with_no_other() -> None:
     assert [found.report(1, 0, math.inf), found.report(2, 0, 0.5)] == [True, False]
 
 
-@pytest.mark.parametrize("value", [None, math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("value", [None, math.nan])
 @pytest.mark.parametrize("status", ["SUCCEEDED", "PRUNED", "FAILED"])
 def test_any_outcome_can_be_told(status: str, value: float | None) -> None:
     found = study(MIXED, scheduler="asha")

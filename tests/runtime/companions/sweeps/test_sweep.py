@@ -3,25 +3,22 @@
 import dataclasses
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fakes import FakeEngine, metrics, plan_of
 from faults import wait_for
 
-from mlx_runtime.companions.sweeps import starting, terminal
+from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
 from mlx_runtime.companions.sweeps.scores import Trial, TrialRun
-from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.events import EpochEnded, StopRequested
+from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
 from mlx_runtime.storage.leases import lease
 
@@ -69,28 +66,6 @@ def table(root: Path) -> list[tuple]:
     return rows
 
 
-def test_a_grid_runs_all_trials_in_order_and_finds_the_best(tmp_path: Path) -> None:
-    heard: list = []
-    carry_out(plan_of(tmp_path, LR, WIDTH), FakeEngine(loss), heard)
-    found = record_of(tmp_path)
-    assert found["status"] == "SUCCEEDED"
-    assert [trial["trial"] for trial in found["trials"]] == [1, 2, 3, 4, 5, 6]
-    assert [trial["values"] for trial in found["trials"][:2]] == [{"lr": "1", "width": "8"}, {"lr": "1", "width": "16"}]
-    assert [trial["runs"] for trial in found["trials"]] == [[f"run_{number:03d}"] for number in range(1, 7)]
-    ended = [event for event in heard if isinstance(event, TrialEnded)]
-    assert [(event.trial, event.best) for event in ended][:2] == [(1, (1, 1.08)), (2, (1, 1.16))]
-    assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=0)
-
-
-def test_the_overrides_of_a_run_are_all_that_was_typed(tmp_path: Path) -> None:
-    engine = FakeEngine(loss)
-    carry_out(plan_of(tmp_path, "a=1", "lr=1,2", "b=2", folds=2), engine)
-    job = engine.seen[3]
-    assert (job.sweep, job.trial, job.fold, dict(job.values)) == ("sweep_001", 2, 1, {"lr": "2"})
-    assert job.run == str(tmp_path / "digits" / "run_004")
-    assert job.overrides == ("a=1", "lr=2", "b=2", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=1")
-
-
 def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> None:
     heard: list = []
     carry_out(plan_of(tmp_path, "lr=1,2", folds=3), FakeEngine(loss, parallel=2), heard)
@@ -124,17 +99,6 @@ def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
     assert [(job.trial, job.run[-7:]) for job in again.seen] == [(2, "run_002")]
 
 
-def test_the_best_trial_has_not_failed_and_goes_by_the_mode(tmp_path: Path) -> None:
-    def score(job: Any, epoch: int) -> float:
-        if job.values["lr"] == "3" and epoch == 1:
-            raise ValueError("on purpose")
-        return float(job.values["lr"])
-
-    heard: list = []
-    carry_out(plan_of(tmp_path, LR, mode="max"), FakeEngine(score), heard)
-    assert heard[-1] == SweepEnded("SUCCEEDED", best=2, unfinished=0, failed=1)
-
-
 def test_a_failed_fold_ends_its_trial(tmp_path: Path) -> None:
     def score(job: Any, epoch: int) -> float:
         if job.trial == 1 and job.fold == 1:
@@ -144,14 +108,6 @@ def test_a_failed_fold_ends_its_trial(tmp_path: Path) -> None:
     engine = FakeEngine(score)
     carry_out(plan_of(tmp_path, "lr=1,2", folds=3), engine)
     assert [(job.trial, job.fold) for job in engine.seen] == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
-
-
-def test_if_all_trials_fail_the_sweep_fails(tmp_path: Path) -> None:
-    def score(job: Any, epoch: int) -> float:
-        raise ValueError("on purpose")
-
-    carry_out(plan_of(tmp_path, LR), FakeEngine(score))
-    assert record_of(tmp_path)["status"] == "FAILED"
 
 
 def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
@@ -196,86 +152,6 @@ def test_a_resumed_sweep_prunes_no_trial_that_it_had_continued(tmp_path: Path) -
     assert not sweep.handle(jobs[1], EpochEnded(1, 9, {"val/loss": 2.0}, 0.1))
 
 
-def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
-    plan, heard = plan_of(tmp_path, LR), []
-    sweep = starting.claim(plan, listeners=[heard.append])
-
-    def score(job: Any, epoch: int) -> float:
-        if (job.trial, epoch) == (2, 0):
-            sweep.control.request("Ctrl-C")
-        return loss(job, epoch)
-
-    with sweep.supervise():
-        FakeEngine(score).run(sweep)
-    assert record_of(tmp_path)["status"] == "STOPPED"
-    assert heard[-1] == SweepEnded("STOPPED", best=1, unfinished=2, failed=0)
-    assert [event.why for event in heard if isinstance(event, StopRequested)] == ["Ctrl-C"]
-    again = FakeEngine(loss)
-    carry_out(resumed(plan, tmp_path), again)
-    begun, new = again.seen
-    assert (begun.trial, begun.overrides, begun.run) == (2, (), str(job_path(tmp_path, 2)))
-    assert (new.trial, new.overrides[0]) == (3, "lr=3")
-    assert [len(metrics(job)) for job in again.seen] == [3, 3]
-    assert record_of(tmp_path)["status"] == "SUCCEEDED"
-
-
-def test_what_was_begun_first_continues_first(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, LR, folds=2)
-    sweep = starting.claim(plan)
-
-    def score(job: Any, epoch: int) -> float:
-        if (job.trial, job.fold) == (2, 0):
-            sweep.control.request("Ctrl-C")
-        return loss(job, epoch)
-
-    with sweep.supervise():
-        FakeEngine(score, parallel=3).run(sweep)
-    again = FakeEngine(loss)
-    carry_out(resumed(plan, tmp_path), again)
-    assert [(job.trial, job.fold) for job in again.seen] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
-
-
-def job_path(root: Path, number: int) -> Path:
-    return root / "digits" / f"run_{number:03d}"
-
-
-def test_a_broken_engine_leaves_a_sweep_that_can_be_resumed(tmp_path: Path) -> None:
-    sweep = starting.claim(plan_of(tmp_path, LR))
-    with pytest.raises(MlxError, match="on purpose"), sweep.supervise():
-        raise MlxError("on purpose")
-    assert record_of(tmp_path)["status"] == "STOPPED"
-
-
-def test_the_second_request_kills(tmp_path: Path) -> None:
-    sweep = starting.claim(plan_of(tmp_path, LR))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    terminal.handle_signals(sweep)
-    seen = []
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-        signal.raise_signal(number)
-        seen.append((sweep.stopping, sweep.killing))
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert seen == [(True, False), (True, False), (True, True)]
-    assert sweep.control.reason == "SIGTERM"
-
-
-def test_a_run_stopped_by_the_user_is_left_to_a_resumed_sweep(tmp_path: Path) -> None:
-    plan, engine = plan_of(tmp_path, "lr=1,2"), FakeEngine(loss)
-    sweep = starting.claim(plan)
-    with sweep.supervise():
-        job = sweep.next()
-        assert job is not None
-        engine.begin(job)
-        engine.record(job, status="STOPPED")
-        sweep.ended(job, "STOPPED")
-        engine.run(sweep)
-    assert [job.trial for job in engine.seen] == [2]
-    again = FakeEngine(loss)
-    carry_out(resumed(plan, tmp_path), again)
-    assert [job.trial for job in again.seen] == [1]
-
-
 def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path: Path) -> None:
     def found(root: Path, stop_at: tuple[int, int] | None = None) -> list[tuple]:
         sweep: Any = None
@@ -316,19 +192,6 @@ def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_p
     assert record_of(tmp_path)["status"] == "STOPPED"
 
 
-def test_all_that_the_first_epoch_records_is_listed(tmp_path: Path) -> None:
-    """Some of it comes after the checkpoint, and is reported as the same epoch again."""
-    sweep = starting.claim(plan_of(tmp_path, LR))
-    job = sweep.next()
-    assert job is not None
-    for epoch, name in ((0, "train/loss"), (0, "val/f1")):
-        sweep.handle(job, EpochEnded(epoch, 3, {name: 0.1}, 0.1))
-        assert not sweep.stopping
-    sweep.handle(job, EpochEnded(1, 3, {"train/loss": 0.1}, 0.1))
-    assert sweep.stopping
-    assert "val/loss: the first recorded train/loss, val/f1. Start another" in str(sweep.problem)
-
-
 def test_a_sweep_waits_for_a_metric_of_a_stage_that_the_first_epoch_lacks(tmp_path: Path) -> None:
     """As when the loop evaluates every so many steps, first in the second epoch."""
     sweep = starting.claim(plan_of(tmp_path, LR))
@@ -339,26 +202,6 @@ def test_a_sweep_waits_for_a_metric_of_a_stage_that_the_first_epoch_lacks(tmp_pa
         assert not sweep.stopping
 
 
-def test_a_metric_that_one_epoch_of_training_does_not_record(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="do not record val/loss"):
-        carry_out(plan_of(tmp_path, LR, epochs=1), FakeEngine(loss, metric="val/lss", epochs=1))
-
-
-def test_a_resumed_sweep_knows_that_the_metric_was_recorded(tmp_path: Path) -> None:
-    """As when the loop evaluates in every fifth epoch only."""
-
-    def score(job: Any, epoch: int) -> float:
-        if job.values["lr"] == "2":
-            raise ValueError("on purpose")
-        return loss(job, epoch)
-
-    plan = plan_of(tmp_path, "lr=1,2")
-    carry_out(plan, FakeEngine(score))
-    heard: list = []
-    carry_out(resumed(plan, tmp_path), FakeEngine(loss, metric="train/loss"), heard, retry_failed=True)
-    assert heard[-1].status == "SUCCEEDED"
-
-
 def test_a_second_driver_is_refused(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, LR)
     sweep = starting.claim(plan)
@@ -366,32 +209,6 @@ def test_a_second_driver_is_refused(tmp_path: Path) -> None:
         starting.claim(resumed(plan, tmp_path))
     sweep.record.finish("STOPPED")
     starting.claim(resumed(plan, tmp_path))
-
-
-def test_a_driver_records_itself_in_place_of_the_previous_one(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, LR)
-    sweep = starting.claim(plan)
-    assert sweep.record.folder.attempts() == 1
-    sweep.record.finish("FAILED", error="on purpose", job={"id": "a", "address": "http://b"})
-    folder = sweep.record.folder
-    folder.ask(folder.STOP)
-    before = record_of(tmp_path)
-    starting.claim(resumed(plan, tmp_path))
-    record = record_of(tmp_path)
-    assert not {"end", "error"} & {*record}
-    assert (record["status"], record["attempt"], record["job"]) == ("RUNNING", 2, None)
-    assert record["start"] == before["start"]
-    assert [attempt["status"] for attempt in record["attempts"]] == ["FAILED"]
-    assert folder.STOP not in folder.names()
-
-
-def test_the_rows_of_the_folds_are_stored(tmp_path: Path) -> None:
-    rows = np.arange(4)
-    folds = tuple(Fold(np.delete(rows, held_out), np.array(held_out)) for held_out in ([0, 3], [1], [2]))
-    starting.claim(dataclasses.replace(plan_of(tmp_path, LR, folds=3), rows=folds))
-    with np.load(tmp_path / "digits" / "sweep_001" / starting.FOLDS) as stored:
-        assert [part.tolist() for part in stored.values()] == [[0, 3], [1], [2]]
-    assert record_of(tmp_path)["fold_rows"] == rows_digest(folds)
 
 
 def test_a_run_that_is_being_trained_is_not_taken_from_its_driver(tmp_path: Path) -> None:
@@ -419,39 +236,6 @@ def test_a_driver_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> Non
     with pytest.raises(MlxError, match="taken over"), sweep.supervise():
         engine()
     assert record_of(tmp_path)["status"] == "RUNNING"
-
-
-@pytest.mark.parametrize("sweep", [None, {"name": "sweep_001", "trial": 1, "fold": 1}])
-def test_a_folder_that_became_another_run_is_left_alone(tmp_path: Path, sweep: dict | None) -> None:
-    plan = plan_of(tmp_path, LR)
-    claimed = starting.claim(plan)
-    assert claimed.next() is not None
-    other = {"status": "SUCCEEDED", "epoch": 5, "sweep": sweep}
-    (tmp_path / "digits" / "run_001" / "run.json").write_text(json.dumps(other))
-    claimed.record.finish("STOPPED")
-    engine = FakeEngine(loss)
-    carry_out(resumed(plan, tmp_path), engine)
-    assert [job.run[-7:] for job in engine.seen] == ["run_002", "run_003", "run_004"]
-    assert [trial["runs"] for trial in record_of(tmp_path)["trials"]] == [["run_002"], ["run_003"], ["run_004"]]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "waiting", "status"),
-    [
-        (["PENDING", "PENDING", "PENDING"], 0, "PENDING"),
-        (["RUNNING", "PENDING", "PENDING"], 1, "RUNNING"),
-        (["SUCCEEDED", "STOPPED", "PENDING"], 2, "STOPPED"),
-        (["SUCCEEDED", "FAILED", "PENDING"], None, "FAILED"),
-        (["RUNNING", "FAILED", "PENDING"], None, "FAILED"),
-        (["SUCCEEDED", "PRUNED", "PENDING"], None, "PRUNED"),
-        (["SUCCEEDED", "PRUNED", "FAILED"], None, "FAILED"),
-        (["SUCCEEDED"] * 3, None, "SUCCEEDED"),
-    ],
-)
-def test_the_folds_of_a_trial(statuses: list[str], waiting: int | None, status: str) -> None:
-    trial = Trial(1, {}, [TrialRun(status=item) for item in statuses], "val/loss", "min")
-    assert (trial.next_index, trial.status) == (waiting, status)
-    assert trial.done == (status in ("FAILED", "PRUNED", "SUCCEEDED") and "RUNNING" not in statuses)
 
 
 def test_names_of_sweeps(tmp_path: Path) -> None:

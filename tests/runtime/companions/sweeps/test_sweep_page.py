@@ -8,7 +8,6 @@ import pytest
 from browser import Browser, Page
 from stored_sweeps import LR, store_run, store_search, store_sweep
 
-from mlx_runtime.companions.sweeps import charts
 from mlx_runtime.companions.sweeps.report import render_sweep
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.views import report
@@ -35,12 +34,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A sweep of 24 trials, of which some were pruned and one failed."""
     return store_search(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def folded(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A sweep of eight trials with three folds each."""
-    return store_search(tmp_path_factory.mktemp("runs"), trials=8, folds=3)
 
 
 @pytest.fixture
@@ -79,14 +72,6 @@ def test_all_charts_are_drawn(open_page: Any, searched: RunFolder) -> None:
     assert ticks[2] == ["'gelu'", "'relu'", "'tanh'"]
 
 
-def test_the_most_important_parameter_is_found(searched: RunFolder) -> None:
-    result = SweepResult(searched)
-    trials = [trial for trial in result.ranked() if trial.score is not None and trial.status != "FAILED"]
-    (chart,) = charts.sections(trials, result.metric, result.mode)["Importance of parameters"]
-    assert chart["figure"]["data"][0]["y"][-1] == "lr"
-    assert "Importance of parameters" not in charts.sections(trials[:5], result.metric, result.mode)
-
-
 def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> None:
     page = open_page(searched)
     rows = page.evaluate(
@@ -108,19 +93,6 @@ def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> No
     assert "worker_loop" not in text  # until it is opened
 
 
-def test_folds_have_their_spread(open_page: Any, folded: RunFolder) -> None:
-    best = SweepResult(folded).best
-    assert f"{best.score:.4f} ± {best.spread['val/loss']:.4f}" in open_page(folded).evaluate(TEXT)
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_on_a_phone_nothing_sticks_out(open_page: Any, searched: RunFolder, dark: bool) -> None:
-    page = open_page(searched, width=400, height=844, dark=dark)
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
-    widest = "Math.max(...[...document.querySelectorAll('.main-svg')].map(item => item.clientWidth))"
-    assert page.evaluate(widest) <= 368
-
-
 def test_what_a_sweep_says_stays_text(open_page: Any, tmp_path: Path) -> None:
     root = str(tmp_path / "runs")
     runs = [store_run(root, {"val/loss": [loss], EVIL: [1.0]}, error=EVIL) for loss in (0.5, 0.4)]
@@ -140,10 +112,3 @@ def test_of_which_little_is_known(open_page: Any, tmp_path: Path, trials: int) -
     page = open_page(store_sweep(str(tmp_path), [{"values": {"a": "1"}, "runs": [run]}] * trials))
     assert page.evaluate(TITLES) == (["Learning curves", "Trials"] if trials else ["Trials"])
     assert ("No trial has begun yet." in page.evaluate(TEXT)) == (not trials)
-
-
-def test_a_single_cross_validation_shows_its_curves(open_page: Any, tmp_path: Path) -> None:
-    """Without empty sections."""
-    runs = [store_run(str(tmp_path), {"val/loss": [0.002, 0.002]}) for _ in range(2)]
-    page = open_page(store_sweep(str(tmp_path), [{"values": {}, "runs": runs}], folds=2))
-    assert page.evaluate(TITLES) == ["Learning curves", "Trials"]

@@ -6,12 +6,12 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
-import anyio
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -39,13 +39,39 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 HELD = 16
 """Bodies of the largest size that may be in memory at the same time."""
 
-SMALL_BYTES = 64 << 10
-"""Size of bodies that are parsed in the event loop; others are parsed in a thread, one after another."""
+SMALL_BYTES = 16 << 10
+"""Size of bodies that are parsed, and of outputs that are written, in the event loop; a thread does it for others."""
 
 CLOSE_S = 5.0
 """Time in which a model has to finish its batch at the end."""
 
 RETRY = {"retry-after": "1"}
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Raises TimeoutError if its block takes longer, like `asyncio.timeout` of Python 3.11."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._expired = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._expired and isinstance(error, asyncio.CancelledError):
+            raise TimeoutError from error
 
 
 class Application:
@@ -69,12 +95,13 @@ class Application:
         self.limits, self.access = limits, access
         self.batchers = {name: Batcher(model, limits.max_batch, limits.max_wait_s) for name, model in models.items()}
         self._held = 0  # bytes of bodies
-        self._parsing = asyncio.Semaphore(1)
+        self._bodies = ThreadPoolExecutor(1, "bodies")
+        self._predicts = {"/predict": next(iter(models))} | {f"/models/{name}/predict": name for name in models}
         routes = []
-        for prefix, name in [("", next(iter(models))), *((f"/models/{name}", name) for name in models)]:
+        for path, name in self._predicts.items():
             example = json.dumps({"rows": [openapi.example_row(models[name].schema)]})
-            routes.append(Route(f"{prefix}/predict", partial(self._predict, name), methods=["POST"]))
-            routes.append(Route(f"{prefix}/example", _constant(example)))
+            routes.append(Route(path, partial(self._predict, name), methods=["POST"]))
+            routes.append(Route(path.removesuffix("predict") + "example", _constant(example)))
         routes += [
             Route("/", _constant(page.PAGE, page.HEADERS)),
             Route("/healthz", self._health),
@@ -82,7 +109,7 @@ class Application:
             Route("/openapi.json", _constant(json.dumps(openapi.openapi_document(models)))),
         ]
         self._paths = ", ".join(route.path for route in routes)
-        handlers: dict[Any, Any] = {HTTPException: self._refused, Exception: self._failed}
+        handlers: dict[Any, Any] = {HTTPException: self._refused}
         self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._live)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,13 +118,27 @@ class Application:
             if refusal := self.access.refusal(Headers(scope=scope), public=path in PUBLIC):
                 await _error(*refusal)(scope, receive, send)
                 return
+            if scope["method"] == "POST" and path in self._predicts:  # routing takes longer than the rest
+                await self._answer(self._predicts[path], scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+    async def _answer(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._predict(name, Request(scope, receive))
+        except HTTPException as error:
+            response = _error(error.status_code, error.detail, error.headers)
+        except Exception:  # uvicorn logs it
+            await _error(500, "the server failed; its log has the reason")(scope, receive, send)
+            raise
+        await response(scope, receive, send)
 
     @contextlib.asynccontextmanager
     async def _live(self, _: Starlette) -> AsyncIterator[None]:
         yield
         for batcher in self.batchers.values():
             batcher.close(CLOSE_S)
+        self._bodies.shutdown(wait=False, cancel_futures=True)
 
     async def _health(self, _: Request) -> Response:
         for name, batcher in self.batchers.items():
@@ -112,7 +153,7 @@ class Application:
         pieces: list[bytes] = []
         size = 0
         try:
-            with anyio.fail_after(self.limits.timeout_s):
+            with Deadline(self.limits.timeout_s):
                 async for piece in request.stream():
                     pieces.append(piece)
                     size += len(piece)
@@ -120,6 +161,7 @@ class Application:
                     self._refuse_large(size)
                 parts, rows = await self._parse(name, b"".join(pieces))
                 await self._compute(self.batchers[name], parts, rows)
+                content = await self._call(_bytes_of(rows), partial(bodies.answer, rows))
         except TimeoutError:
             text = f"there is no answer after {self.limits.timeout_s:g} s"
             raise HTTPException(503, text, RETRY) from None
@@ -131,7 +173,7 @@ class Application:
         if failures:
             logger.warning("%s: %s", name, short_message(failures[0]))
         answered = not rows or any(not isinstance(row, Exception) for row in rows)
-        return Response(bodies.answer(rows), 200 if answered else 500 if failures else 422, media_type=JSON)
+        return Response(content, 200 if answered else 500 if failures else 422, media_type=JSON)
 
     def _refuse_large(self, size: int) -> None:
         limit = self.limits.max_body
@@ -143,10 +185,13 @@ class Application:
     async def _parse(self, name: str, body: bytes) -> tuple[list[Part], list[Any]]:
         schema = self.batchers[name].predictor.schema
         call = partial(bodies.parse, schema, body, self.limits.max_rows, self.limits.max_batch)
-        if len(body) <= SMALL_BYTES:
+        return await self._call(len(body), call)
+
+    async def _call(self, size: int, call: Callable[[], T]) -> T:
+        """Call a function that processes so many bytes, in a thread if it would keep the event loop."""
+        if size <= SMALL_BYTES:
             return call()
-        async with self._parsing:
-            return await run_in_threadpool(call)
+        return await asyncio.get_running_loop().run_in_executor(self._bodies, call)
 
     async def _compute(self, batcher: Batcher, parts: list[Part], rows: list[Any]) -> None:
         """Put the answers of parts into `rows`."""
@@ -165,9 +210,9 @@ class Application:
         text = f"there is no {request['path']!a:.60}; there are {self._paths}"
         return _error(error.status_code, text if error.status_code == 404 else error.detail, error.headers)
 
-    async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer; uvicorn logs the error."""
-        return _error(500, "the server failed; its log has the reason")
+
+def _bytes_of(rows: list[Any]) -> int:
+    return sum(value.nbytes for row in rows if isinstance(row, dict) for value in row.values())
 
 
 def _constant(

@@ -69,8 +69,7 @@ class Batcher:
             taken = self._take()
             jobs = [(part, future) for part, future in taken if not future.cancelled()]
             self._busy_since = time.monotonic()
-            parts = [part for part, _ in jobs]
-            found = answers(self.predictor, merged(parts), sum(len(part.numbers) for part in parts)) if jobs else []
+            found = answers_of(self.predictor, [part for part, _ in jobs]) if jobs else []
             self._busy_since = None
             rows = sum(len(part.numbers) for part, _ in taken)
             with contextlib.suppress(RuntimeError):  # the event loop was closed
@@ -116,6 +115,15 @@ class Batcher:
             if not future.done():
                 future.set_result(list(found[start:end]))
             start = end
+
+
+def answers_of(predictor: Predictor, parts: Sequence[Part]) -> list[Any]:
+    """Return the outputs of each row of some parts by name, or its error. Nothing ends the thread that calls it."""
+    rows = sum(len(part.numbers) for part in parts)
+    try:
+        return answers(predictor, merged(parts), rows)
+    except BaseException as error:  # such as a lack of memory for the batch
+        return [PredictError(f"a batch of {rows} rows failed: {user_line(error)}")] * rows
 
 
 def merged(parts: Sequence[Part]) -> Batch:

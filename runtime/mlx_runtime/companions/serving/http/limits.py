@@ -1,5 +1,6 @@
 """Limits of a server, which keep requests of one client from exhausting it."""
 
+import math
 from dataclasses import dataclass
 
 from mlx_runtime.errors import UsageError
@@ -27,5 +28,7 @@ class Limits:
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.max_wait_s >= self.timeout_s:
+        if not self.timeout_s < math.inf:
+            raise UsageError(f"timeout_s is {self.timeout_s}; expected a number of seconds")
+        if not self.max_wait_s < self.timeout_s:
             raise UsageError(f"max_wait_s is {self.max_wait_s}; expected less than timeout_s, {self.timeout_s}")
