@@ -74,21 +74,6 @@ def test_digits_are_sorted_by_a_model_in_two_stages(mlx: Mlx, example: Make) -> 
     assert done.returncode == 0, done.stderr
     assert "sharded   net: pipeline of 2 stages with 3 + 4 blocks" in done.stdout
     assert open_run(folder / "runs" / "sorter" / "run_001").record["metrics"]["val/sorted"] > 0.95
-    averaged = ("cfg.replicas.every=4", "cfg.num_epochs=1", "cfg.max_steps=11")
-    blocks = ["digits", "positions", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    cuts = [[(0, 0), (1, 3), (4, 6)], [(0, 6)]]  # pipelines of three stages and of one
-    clusters = [{"stages": [{"first": first, "last": last} for first, last in stages]} for stages in cuts]
-    (folder / "plan.json").write_text(json.dumps({"model": "net", "blocks": blocks, "clusters": clusters}))
-    for words in (
-        ("cfg.start_workers=4", "cfg.fragments.stages=2", "cfg.fragments.microbatches=1"),
-        ("cfg.start_workers=4", "cfg.fragments.plan=plan.json", "cfg.fragments.microbatches=1"),
-        ("cfg.strategy=ddp",),
-    ):
-        done = mlx(folder, "train", "run", *words, *averaged)
-        assert done.returncode == 0, done.stderr
-    *pipelines, whole = (open_run(folder / "runs" / "sorter" / f"run_00{number}").state() for number in (2, 3, 4))
-    for name, weight in whole["models"]["net"].items():
-        assert all(torch.equal(found["models"]["net"][name], weight) for found in pipelines), name
 
 
 def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make, script: Script) -> None:

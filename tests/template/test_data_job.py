@@ -62,35 +62,18 @@ def makefile(folder: Path) -> str:
     return (folder / "alpha" / "Makefile").read_text()
 
 
-def test_no_template_syntax_is_left(baked_job: Path) -> None:
-    for name in FILES:
-        text = (baked_job / name).read_text()
-        assert "cookiecutter" not in text, name
-        assert "<<" not in text, name
-    assert 'name: str = "shards"' in (baked_job / "src" / "job.py").read_text()
-
-
-@pytest.mark.parametrize("name", ["9lives", "../a"])
-def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
+def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path) -> None:
+    name = "9lives"
     cure = "use up to 100 letters, digits, - and _, starting with a letter"
     message = f"error: {name!r} is not a valid data job name; {cure}\n"
     done = mlx(tmp_path, "data", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)
     assert list(tmp_path.iterdir()) == []
-    if "/" in name:
-        return  # cookiecutter creates folders before it runs our hook
     options = ("--no-input", "--directory", "data_job", f"job_name={name}")
     done = cookiecutter(str(ROOT), tmp_path / "out", *options)
     assert done.returncode != 0
     assert message in done.stderr
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
-
-
-def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    done = mlx(tmp_path, "data", "new", "mine")
-    assert (done.returncode, list((tmp_path / "mine").iterdir())) == (2, [])
-    assert done.stderr == "error: mine already exists; choose another name, or another folder with -o\n"
 
 
 @pytest.mark.cluster
@@ -111,12 +94,6 @@ def test_it_binds_and_runs_in_parallel_by_make(shards: Path, environment: dict[s
     assert (images.shape, images.dtype, images.max()) == ((297, 16, 16), np.uint8, 255)
 
 
-def test_its_settings_come_from_dot_env(shards: Path, environment: dict[str, str]) -> None:
-    (shards / ".env").write_text("MLX_STORAGE=/elsewhere\n")
-    (shards / "show.mk").write_text("include Makefile\nshow:\n\t@env\n")
-    assert "MLX_STORAGE=/elsewhere" in make(shards, environment, "-f", "show.mk", "show").stdout.splitlines()
-
-
 @pytest.mark.examples
 def test_its_own_tests_pass(shards: Path, environment: dict[str, str], mlx: Mlx) -> None:
     assert mlx(shards, "data", "bind").returncode == 0
@@ -128,16 +105,6 @@ def test_its_own_tests_pass(shards: Path, environment: dict[str, str], mlx: Mlx)
 @pytest.mark.examples
 def test_it_is_linted_formatted_and_typed(shards: Path) -> None:
     check(shards)
-
-
-def test_it_reads_in_five_minutes(shards: Path) -> None:
-    lines = sum(len(file.read_text().splitlines()) for file in [shards / "main.py", *(shards / "src").glob("*.py")])
-    assert lines <= 120
-
-
-def test_every_python_file_says_what_to_edit(shards: Path) -> None:
-    for file in [*(shards / "src").glob("*.py"), *(shards / "tests").glob("*.py"), shards / "main.py"]:
-        assert re.match(r'""".*[Ee]dit', file.read_text()), file
 
 
 def test_help_explains_every_target(shards: Path, environment: dict[str, str]) -> None:

@@ -21,13 +21,6 @@ def test_the_dockerfile_is_linted(baked: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_linter_finds_mistakes(tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("FROM python\nRUN pip install torch\n")
-    linter = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([linter, "Dockerfile"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert {"DL3006", "DL3013"} <= {*re.findall(r"DL\d+", done.stdout)}
-
-
 def test_both_install_the_same_packages(baked: Path) -> None:
     """The versions of torch and Ray are in constraints.txt only, and both use the same Python."""
     dockerfile = (baked / "Dockerfile").read_text()

@@ -1,19 +1,15 @@
 """The generated experiment, as used by its owner: linted, type-checked, bound, trained by make, and tested."""
 
-import contextlib
 import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from clusters import free_ports
 from conftest import ROOT, Mlx, Start, edit
 from faults import differences, final_state, reports, wait_for
 from forkserver import Commands
@@ -78,9 +74,8 @@ def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("split", ["val", "test"])
 def test_a_metric_over_two_workers_is_the_one_over_all_rows(
-    trained: tuple[Path, str], commands: Commands, environment: dict[str, str], split: str
+    trained: tuple[Path, str], commands: Commands, environment: dict[str, str]
 ) -> None:
     """Evaluating the best checkpoint in this process gives the value that two workers reported."""
     run = trained[0] / "runs" / "digits" / "run_001"
@@ -90,13 +85,12 @@ def test_a_metric_over_two_workers_is_the_one_over_all_rows(
         "import torch; from src.models import DigitsNet; from src.datasets import Digits\n"
         f"state = torch.load({best['path'] + '/state.pt'!r})['models']['net']\n"
         "net = DigitsNet(); net.load_state_dict(state); net.eval()\n"
-        f"data = Digits(split={split!r}); torch.save((net(data.images), data.labels), 'out.pt')"
+        "data = Digits(split='test'); torch.save((net(data.images), data.labels), 'out.pt')"
     )
     assert commands.run(trained[0], [], environment, 60, script).returncode == 0
     logits, labels = torch.load(trained[0] / "out.pt")
     value = MulticlassAccuracy(num_classes=10, average="micro")(logits, labels)
-    reported = best["value"] if split == "val" else record["metrics"]["test/accuracy"]
-    assert value.item() == pytest.approx(reported, abs=1e-6)
+    assert value.item() == pytest.approx(record["metrics"]["test/accuracy"], abs=1e-6)
 
 
 @pytest.mark.examples
@@ -135,26 +129,6 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     assert state["tools"]["best"]["epoch"] == best["epoch"] < state["epoch"]
     kept = torch.load(best["path"] + "/state.pt", weights_only=True)["models"]["net"]
     assert differences(dict(kept), state["tools"]["best"]["weights"]) == []
-
-
-@pytest.mark.local
-def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[str, str]) -> None:
-    """Start a real TensorBoard with the command that the run printed, and read its data over HTTP."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "mlx_runtime", "xp", "board", "digits", "run_001", "--port", str(port)]
-    server = subprocess.Popen(command, cwd=trained[0], env=environment, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
-        tags: dict[str, dict] = {}
-        wanted, deadline = {"train/accuracy", "val/accuracy", "test/accuracy", "lr/adam"}, time.monotonic() + 240
-        while not wanted <= set(tags.get(".", ())):  # it reads the data while it answers
-            assert time.monotonic() < deadline, tags
-            time.sleep(0.5)
-            with contextlib.suppress(OSError):
-                tags = json.load(urllib.request.urlopen(url, timeout=5))
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def test_overrides_reach_the_run_through_make(
@@ -248,10 +222,6 @@ def test_every_setting_of_its_config_works_by_an_override(digits: Path, mlx: Mlx
     run = digits / "runs" / "digits" / "run_001"
     assert next(line["norm"] for line in trained if line["norm"]) == pytest.approx(0.01, rel=1e-3)
     assert {path.name[-2:] for path in run.glob("checkpoints/epoch_0001_step_*")} == {"05", "08"}
-    diverging = ("cfg.start_workers=0", "cfg.debug.stop_on_nan=true", "optimizers.adam.lr=1e30")
-    failed = mlx(digits, "train", "run", *diverging)
-    assert failed.returncode == 1
-    assert "is not finite at step 2 (cfg.debug.stop_on_nan)" in failed.stderr
 
 
 @pytest.mark.examples

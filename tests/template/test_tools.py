@@ -43,11 +43,8 @@ def restarted(saved: object, made: object) -> None:
     [
         ({"patience": 2}, [3, 2, 2, 1, 1, 1], 6),
         ({"patience": 2, "mode": "max"}, [1, 2, 2, 3, 3, 2], 6),
-        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.2, 2.0, 1.9], 5),
         ({"patience": 2, "min_delta": 0.5, "mode": "max"}, [1, 1.4, 1.6, 1.9, 2.1], 5),
         ({"patience": 3}, [math.nan, 1, math.nan, math.nan, math.nan], 5),
-        ({"patience": 3, "mode": "max"}, [math.nan, 1, math.nan, math.nan, math.nan], 5),
-        ({"patience": 2}, [math.inf, 1, -math.inf, -math.inf], 4),
         ({"patience": 2, "mode": "max"}, [1, math.inf, 2, -math.inf, math.inf], 5),
     ],
 )
@@ -74,13 +71,9 @@ def test_a_patience_that_would_train_nothing_is_refused(tools: ModuleType) -> No
 @pytest.mark.parametrize(
     ("mode", "values", "best"),
     [
-        ("max", [1, 3, 2], 1),
-        ("min", [2, 1, 3], 1),
         ("max", [1, 3, 3, 2], 2),  # the later of two equal values, as for checkpoints
         ("min", [2, 1, 1, 3], 2),
         ("max", [math.nan, 1, math.nan], 1),
-        ("min", [math.nan, 1, math.nan], 1),
-        ("max", [1, math.inf], 0),
         ("min", [-math.inf, 1, math.inf], 1),
         ("max", [math.nan, -math.inf], None),
     ],

@@ -64,21 +64,12 @@ class Encoder(nn.Module):
         hidden = self.drop(self.embed(ids)) * mask[..., None]
         if self.kind == "fixed":
             hidden = hidden.view(3, -1, WIDTH)
-        if self.kind == "whole":
-            hidden = hidden + torch.zeros(int(ids.shape[0]), 1, 1)
         if self.kind == "branch" and hidden.sum() > 0:
             hidden = 2 * hidden
-        if self.kind == "many" and ids.shape[0] > 100:
-            hidden = hidden + 1
-        if self.kind == "numpy":
-            hidden = torch.from_numpy(hidden.numpy() * 2)
         if self.kind == "random":
             hidden = hidden + torch.randn_like(hidden)
         if self.kind == "recurrent":
             hidden = self.recurrent(hidden)[0]
-        if self.kind == "packed":
-            packed = nn.utils.rnn.pack_padded_sequence(hidden, mask.sum(1), batch_first=True, enforce_sorted=False)
-            return self.recurrent(packed)[1][-1]
         if self.kind == "dishonest" and torch.compiler.is_exporting():
             hidden = hidden * 1.01
         if self.kind == "nan":  # for texts of one length only

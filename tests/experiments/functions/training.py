@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import nn, optim
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from mlx_runtime import load_checkpoint, local_rank, report, save_checkpoint, world_rank, world_size
 
@@ -30,20 +29,6 @@ def quick_start():
     for x in torch.arange(3.0).split(1):
         results = model(x)
     return results.detach()
-
-
-def train_simple(config):
-    x, y = torch.randn(8, 5), torch.randn(8, 5)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)))
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    results = []
-    for _ in range(config.get("epochs", 10)):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        results.append(loss.item())
-    return model.module.state_dict(), results
 
 
 def counting(config):
@@ -164,10 +149,3 @@ class Execution:
         if world_rank() == 1:
             raise ValueError("on purpose")
         torch.distributed.barrier()
-
-
-def summed_with_jax():
-    import jax
-
-    total = jax.pmap(lambda value: jax.lax.psum(value, "workers"), axis_name="workers")
-    return jax.process_index(), len(jax.devices()), total(jax.numpy.ones(1) * (world_rank() + 1)).item()

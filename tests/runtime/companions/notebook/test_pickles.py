@@ -1,4 +1,4 @@
-"""Functions on their way to workers: what is sent, what is refused, what a resumed run refuses, and a real kernel."""
+"""Functions on their way to workers: what is sent, what is refused, and what a resumed run refuses."""
 
 import io
 import linecache
@@ -126,17 +126,10 @@ class TestFunctions:
                 "import torch\nx = torch.empty(2, device='meta')\ndef f(): return [x]",  # like one on a GPU
                 "f uses x, a Tensor, which cannot be sent to workers: a tensor is on meta; create it in the function",
             ),
-            *(
-                (
-                    f"{cell}\ndef f(): return x",
-                    "f uses x, which may hold a secret, and would be stored with the run; read it in the function, "
-                    "like os.environ['NAME']",
-                )
-                for cell in (
-                    "x = ['https://user:pass-9f8e@example.com']",
-                    "x = {'Authorization': 'Bearer abcdefgh12345678XYZ'}",
-                    "from types import SimpleNamespace\nx = SimpleNamespace(api_key='plain-9f8e7d')",
-                )
+            (
+                "x = {'Authorization': 'Bearer abcdefgh12345678XYZ'}\ndef f(): return x",
+                "f uses x, which may hold a secret, and would be stored with the run; read it in the function, "
+                "like os.environ['NAME']",
             ),
             (
                 "TOKEN = 'hf_abcdefghijklmnopqrst0123456'\ndef g(): return TOKEN\ndef f(): g()",
@@ -250,73 +243,3 @@ def test_a_script_without_a_guard_trains_fails_refuses_an_edit_and_resumes(pytho
     assert run_of_both.record["status"] == "SUCCEEDED"
     assert len(run_of_both.metrics()) == 3
     assert len(list((tmp_path / "runs" / ".inputs").iterdir())) == 2
-
-
-FIRST = """
-import torch
-from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint
-
-rows = torch.ones(4, 1)
-
-
-class Losses(list):
-    pass
-
-
-def train_func(config):
-    losses = Losses()
-    for epoch in range((load_checkpoint() or {"epoch": -1})["epoch"] + 1, 3):
-        if epoch == 2 and config["fails"]:
-            raise ValueError("on purpose")
-        losses.append(rows.sum().item() + epoch)
-        report(loss=losses[-1])
-        save_checkpoint(epoch=epoch)
-    return losses
-
-
-def attempt(**config):
-    try:
-        (value,) = trainer.run(train_func, config, show=False, resume=resume)
-        print(type(value) is Losses, value)
-    except MlxError as error:
-        print(error)
-
-
-trainer = Trainer()
-"""
-
-
-@pytest.fixture
-def printed_by(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[list[str]], list[str]]:
-    """`printed_by(cells)` executes cells in a kernel of their own, and returns what they have printed."""
-    from nbclient import NotebookClient
-    from nbformat.v4 import new_code_cell, new_notebook
-
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-    def run(cells: list[str]) -> list[str]:
-        notebook = new_notebook(cells=[new_code_cell(text) for text in cells])
-        NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
-        return [item.text for cell in notebook.cells for item in cell.outputs if item.get("name") == "stdout"]
-
-    return run
-
-
-KERNELS = (
-    [FIRST, "resume = None\nattempt(fails=True)"],
-    [FIRST, "resume = 'latest'\nrows = rows * 2", "attempt(fails=False)", "rows = rows / 2", "attempt(fails=False)"],
-)
-
-
-@pytest.mark.examples
-def test_cells_train_and_another_kernel_resumes_them_unless_they_were_edited(
-    printed_by: Callable[[list[str]], list[str]],
-) -> None:
-    failed, edited, resumed = (text for cells in KERNELS for text in printed_by(cells))
-    assert "ValueError: on purpose (raised on rank 0)" in failed
-    assert 'raise ValueError("on purpose")' in failed  # the line of the cell
-    assert edited.startswith("train_func/run_001 was started with another definition of rows; undo the edits, or ")
-    assert resumed == "True [6.0]\n"  # the last of three epochs

@@ -9,7 +9,7 @@ import torch
 from conftest import Mlx, edit
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.serving.loading import choose_checkpoint, known_columns
+from mlx_runtime.companions.serving.loading import choose_checkpoint
 from mlx_runtime.companions.serving.predictor import PredictError, Predictor
 from mlx_runtime.companions.serving.schema import Column, RowError, Schema
 from mlx_runtime.errors import StorageError, UsageError
@@ -45,34 +45,12 @@ class TestAPredictor:
         assert predictor({"x": torch.arange(1, 4)})["y"].tolist() == [2, 4, 6]
         assert predictor([]) == {}
 
-    def test_it_is_called_with_a_limited_number_of_rows(self) -> None:
-        sizes = []
-        predictor = Predictor(lambda batch: sizes.append(len(batch["x"])) or batch, NUMBER, "counts", max_rows=2)
-        predictor({"x": [1, 2, 3, 4, 5]})
-        assert sizes == [2, 2, 1]
-
-    def test_a_row_that_fails_does_not_spoil_the_others(self) -> None:
-        def invert(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            if (batch["x"] == 0).any():
-                raise ZeroDivisionError("x is 0")
-            return {"y": 1 / batch["x"]}
-
-        answers = Predictor(invert, NUMBER, "invert").answer([{"x": 2}, {"x": 0}, {"z": 1}, {"x": 4}])
-        assert [answers[0], answers[3]] == [{"y": 0.5}, {"y": 0.25}]
-        assert str(answers[1]).startswith("predict failed: ZeroDivisionError: x is 0 (serving/test_predictor.py:")
-        assert isinstance(answers[1], PredictError)
-        assert str(answers[2]) == "there is no column 'z'. Available: x."
-        with pytest.raises(PredictError, match=r"^row 1: predict failed: "):
-            Predictor(invert, NUMBER, "invert")([{"x": 2}, {"x": 0}])
-
     @pytest.mark.parametrize(
         ("returned", "message"),
         [
-            (None, "predict returned NoneType; it must return {name: tensor (rows, ...)}"),
             ({}, "predict returned dict; it must return {name: tensor (rows, ...)}"),
             ({"y": [1, 2]}, "predict returned 'y' of type list; it must return {name: tensor (rows, ...)}"),
             ({"y": torch.zeros(1)}, "predict returned 'y' of shape (1,) for 2 rows; it must return"),
-            ({"y": torch.tensor(1.0)}, "predict returned 'y' of shape () for 2 rows; it must return"),
         ],
     )
     def test_other_results_of_predict_are_rejected(self, returned: object, message: str) -> None:
@@ -84,14 +62,6 @@ class TestAPredictor:
         pair = Predictor(lambda batch: batch, Schema((Column("x", "float32"), Column("z", "float32"))), "pair")
         with pytest.raises(RowError, match=r"^columns have different numbers of rows: x 2, z 3$"):
             pair({"x": [1, 2], "z": [1, 2, 3]})
-
-
-def test_a_dimension_that_varies_in_any_dataset_varies() -> None:
-    rows = {"tokens": torch.zeros(3, 5), "other": torch.zeros(3, 5)}
-    examples = {"test": (rows, {"tokens": [[5]], "other": [[5]]}), "train": (rows, {"tokens": [[4], [6]]})}
-    schema = known_columns(lambda batch: {"sum": batch["tokens"].sum(1)}, examples, "sums", torch.device("cpu"))
-    assert [column.text for column in schema.columns] == ["float32 (any,)"]
-    assert schema.ignored == ("other",)
 
 
 def test_the_inputs_are_the_columns_that_predict_reads(predictor: Predictor) -> None:
@@ -159,14 +129,12 @@ def test_examples_never_run_code(answers: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("old", "new", "kind", "message"),
     [
-        ("def predict(self, batch)", "def answer(self, batch)", "UsageError", "has no predict; write it in src/"),
         (
             'batch["age"]).unsq',
             'batch["weight"]).unsq',
             "PredictError",
             "text, tokens, age, label: KeyError: 'weight' (src/",
         ),
-        ('{"label": self.logits(batch).argmax(1), ', "[1] or {", "PredictError", "predict returned list; it must"),
         (
             "class Models:",
             "class Modules:",
@@ -206,16 +174,6 @@ def test_the_stored_code_answers_from_anywhere(answers: Path, tmp_path: Path, mo
     with pytest.raises(UsageError, match="is not the experiment of answers/run_001"):
         run.predictor()
     assert run.predictor(trust=True)([{"tokens": [1], "age": 1}])["label"].shape == (1,)
-
-
-def test_runs_without_predict_record_no_examples(answers: Path, mlx: Mlx, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(answers, tmp_path / "answers"))
-    edit(folder / "src" / "experiment.py", "def predict(self, batch)", "def answer(self, batch)")
-    assert mlx(folder, "train", "run").returncode == 0
-    assert not (folder / "runs" / "answers" / "run_002" / "examples.pt").exists()
-    stages = torch.load(folder / "runs" / "answers" / "run_001" / "examples.pt", weights_only=True)
-    assert set(stages) == {"train", "val"}
-    assert stages["val"]["rows"]["text"] == ["1 2", "8 9 10", "4 5 6 7"]
 
 
 def test_a_run_warns_that_predict_fails(answers: Path, mlx: Mlx, tmp_path: Path) -> None:

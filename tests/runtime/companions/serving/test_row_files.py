@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,13 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from mlx_runtime.companions.serving.predictions import offline, tables
+from mlx_runtime.companions.serving.predictions import tables
 from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
 from mlx_runtime.companions.serving.predictions.results import array_of, join, table_of, write_part
-from mlx_runtime.companions.serving.predictions.sources import select
 from mlx_runtime.companions.serving.predictions.tables import FileRows, Rows
 from mlx_runtime.companions.serving.predictor import PredictError
 from mlx_runtime.companions.serving.schema import Column, RowError
-from mlx_runtime.errors import MlxError, StorageError, UsageError
+from mlx_runtime.errors import MlxError, UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -87,25 +85,14 @@ def test_numbers_and_texts_in_csv(tmp_path: Path) -> None:
     }
 
 
-def test_rows_of_different_shapes_are_lists(tmp_path: Path) -> None:
-    rows = [{"ids": [1, 2]}, {"ids": [3]}]
-    column = Column("ids", "int64", (None,))
-    for path in (lines(tmp_path / "r.jsonl", rows), parquet_file(tmp_path / "r.parquet", ids=[[1, 2], [3]])):
-        (found,) = read(path, [column], [(0, 2)])
-        assert [row.tolist() for row in found.columns["ids"]] == [[1, 2], [3]]
-
-
 BAD_ROWS = {
     "not JSON": ("{", "PATH: line 4 is not JSON: Expecting property name enclosed in double quotes"),
-    "a list": ("[1]", "PATH: line 4 is not a JSON object"),
     "null": ("null", "PATH: line 4 is not a JSON object"),
-    "two values": ("{} null", "PATH: line 4 is not JSON: Extra data"),
     "deep": (
         '{"z": ' + 50_000 * "[" + 50_000 * "]" + "}",
         "PATH: line 4 is not JSON: maximum recursion depth exceeded",
     ),
     "not UTF-8": ('{"label": "\udce9"}', "PATH: line 4 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
-    "text": ({"image": "x"}, "PATH: JSON parse error: Column(/image) changed"),
     "missing": ({"label": 1}, "PATH: row 2: image is null; expected float32 (1, 2, 3)"),
     "a shape": ({"image": [[[1.0]]]}, "PATH: row 2: image has shape (1, 1, 1); expected float32 (1, 2, 3)"),
     "NaN": ({"image": [[[1, 2, 3], [4, 5, None]]]}, "PATH: row 2: image[0][1][2] is null; expected float32 (1, 2, 3)"),
@@ -125,13 +112,9 @@ def test_a_row_that_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
 
 KEPT = {
     "texts like dates": (["2024-05-01", "2024-05-02T10:00:00Z", "c"], ["2024-05-01", "2024-05-02T10:00:00Z", "c"]),
-    "numbers": ([1, 2, 2.5], [1.0, 2.0, 2.5]),
-    "nulls first": ([None, None, "a"], [None, None, "a"]),
     "objects": ([{"a": 1}, {"a": 1, "b": [2]}, {}], [{"a": 1, "b": None}, {"a": 1, "b": [2]}, {"a": None, "b": None}]),
     "no common type": ([1, "a"], "have no common type"),
     "rounded": ([2**53 + 1, 0.5], "have no common type: Integer value 9007199254740993"),
-    "nothing": ([{}], "out.parquet: Cannot write struct type 'id' .*; leave it out of --keep, or write .jsonl"),
-    "too large": ([2**64], "have no common type: Python int too large"),
 }
 
 
@@ -276,26 +259,8 @@ def test_outputs_of_different_shapes_are_lists_of_any_length(tmp_path: Path) -> 
     assert [json.loads(line)["x"] for line in path.read_text().splitlines()] == [[[1, 1], [1, 1]], [[0, 0]]]
     with pytest.raises(MlxError, match="x is int64 for some rows, and float for others"):
         joined(tmp_path, ".parquet", [{"x": torch.ones(1).long()}, {"x": torch.ones(1)}])
-    with pytest.raises(MlxError, match="predict returned x for some rows, and y for others"):
-        joined(tmp_path, ".parquet", [{"x": torch.ones(1)}], [{"y": torch.ones(1)}])
     with pytest.raises(PredictError, match="predict returned complex64, which files and HTTP answers cannot hold"):
         table_of({"x": torch.ones(2, dtype=torch.complex64)}, {})
-
-
-def test_kept_columns(tmp_path: Path) -> None:
-    kept = {"id": pa.array(["a", None, "c"]), "n": pa.array(range(3))}
-    table = table_of({"digit": OUTPUTS["digit"][:3]}, kept)
-    frame = pandas.read_parquet(joined(tmp_path, ".parquet", [table], keep=["id", "n"]))
-    assert frame["n"].tolist() == [0, 1, 2]
-    assert frame["id"].tolist()[::2] == ["a", "c"]
-    with pytest.raises(UsageError, match=r"predict returns a column n, too; leave it out of --keep"):
-        table_of({"n": torch.ones(3)}, kept)
-
-
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    (tmp_path / "0.arrow").write_bytes(b"damaged")
-    with pytest.raises(StorageError, match=r"0.arrow is damaged: .*; delete it, and type the same command again"):
-        join([tmp_path / "0.arrow"], tmp_path / "out.parquet", tmp_path / "temporary")
 
 
 def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
@@ -315,41 +280,3 @@ def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     assert (other.note, other.finished) == ("starting over: changed since the interrupted command: batch size", {})
     other.close()  # without rows
     assert not other.folder.exists()
-
-
-CONFIG = {"cfg": {"seed": 0}, "datasets": {"_target_": "D", "train": {"_target_": "T"}, "test_b": {"_target_": "B"}}}
-
-
-def test_the_rows_that_a_word_names(tmp_path: Path) -> None:
-    path = lines(tmp_path / "rows.jsonl", [])
-    assert select(CONFIG, None).title == "test_b"
-    assert select(CONFIG, "train").node == {"_target_": "T"}
-    assert select(CONFIG, str(path)).path == path
-    assert select(CONFIG, "src.data.Digits").node == {"_target_": "src.data.Digits"}
-    (tmp_path / "rows.npy").touch()
-    for word, message in (
-        ("test_a", r"the run has no dataset 'test_a', and there is no such file or class. Did you mean 'test_b'\?"),
-        ("rows.csv", "has no dataset 'rows.csv', and there is no such file"),
-        ("src.data.Digits(split=test)", r"^src.data.Digits\(split=test\) has arguments, .* a class that needs none"),
-        (str(tmp_path), "the folder .* has no .parquet files"),
-        (str(tmp_path / "rows.npy"), "is not a file of rows; they end with .parquet, .jsonl, .ndjson, .csv"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            select(CONFIG, word)
-
-
-def test_the_rate_is_that_of_the_rows_of_this_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not of those that an interrupted command has predicted, nor of the time to load the model."""
-    times = iter([5.0, 6.0, 15.0])
-    monkeypatch.setattr(offline, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    progress = offline.Progress("the model on rows")
-    progress.begin(1_000_000, "")
-    for _ in range(3):
-        progress.advance(offline.Block(500, ("image", "label")))
-    assert capsys.readouterr().err.splitlines() == [
-        "predicting with the model on rows, continuing after 1,000,000 rows",
-        "predict reads image, label",
-        "1,001,500 rows, 100 rows/s",
-    ]

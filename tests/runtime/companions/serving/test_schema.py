@@ -17,24 +17,15 @@ ROW = {"image": [[[0, 1], [2, 3]]], "tokens": [4, 5], "text": "six", "on": True}
     ("change", "message"),
     [
         ({"image": 1}, "image has shape (); expected float32 (1, 2, 2)"),
-        ({"image": [[0, 1], [2, 3]]}, "image has shape (2, 2); expected float32 (1, 2, 2)"),
         ({"image": [[[0, 1], [2]]]}, "image has lists of different lengths; expected float32 (1, 2, 2)"),
         ({"image": [[[0, 1], [2, None]]]}, "image[0][1][1] is null; expected float32 (1, 2, 2)"),
-        ({"image": [[[0, 1], {"x": 2}]]}, "image[0][1] is a dict; expected float32 (1, 2, 2)"),
-        ({"image": [[[], [[2], [3, None]]]]}, "image[0][1][1][1] is null; expected float32 (1, 2, 2)"),
-        ({"image": "0123"}, "image is '0123'; expected float32 (1, 2, 2)"),
-        ({"image": None}, "image is null; expected float32 (1, 2, 2)"),
         ({"image": [[[0, 1], [2, "3"]]]}, "image[0][1][1] is '3'; expected float32 (1, 2, 2)"),
         ({"image": [[[0, 1], [2, float("nan")]]]}, "image holds NaN or infinity; expected finite numbers"),
-        ({"image": [[[0, 1], [2, 1e300]]]}, "image holds NaN or infinity; expected finite numbers"),
-        ({"image": np.array([[[0, 1j], [2, 3]]])}, "image is a ndarray; expected float32 (1, 2, 2)"),
         ({"image": np.array([[["0", "1"], ["2", "3"]]], object)}, "image is a ndarray; expected float32 (1, 2, 2)"),
         ({"tokens": [4, 5.5]}, "tokens is float64; expected int64 (any,)"),
         ({"tokens": [4, 10**30]}, "tokens holds integers outside of int64; expected int64 (any,)"),
-        ({"tokens": 4}, "tokens has shape (); expected int64 (any,)"),
         ({"text": 6}, "text is 6; expected a string"),
         ({"on": 1}, "on is int64; expected bool"),
-        ({"text": None}, "text is null; expected a string"),
         ({"tokes": [4]}, "there is no column 'tokes'. Did you mean 'tokens'?"),
     ],
 )
@@ -94,10 +85,7 @@ def test_a_schema_of_a_batch_and_its_document() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (3, "it is 3, not a mapping"),
-        ({}, "columns is missing"),
         ({"columns": {"x": {"dtype": "float32"}}}, "columns is a mapping, not a mapping of text to a mapping of the"),
-        ({"columns": {"x": {"dtype": "object", "shape": []}}}, "columns.x.dtype is 'object', not one of bool, uint8"),
         ({"columns": {"x": {"dtype": "__class__", "shape": []}}}, "columns.x.dtype is '__class__', not one of bool"),
     ],
 )

@@ -42,9 +42,6 @@ def project(folder: Path, width: int) -> Path:
     return folder
 
 
-NODE = {"_target_": "src.models.Net", "inner": [{"_target_": "src.layers.Linear"}]}
-
-
 def test_two_experiments_are_open_at_once(tmp_path: Path) -> None:
     """Also if a function imports when it is called, and whatever `src` is in this process."""
     before = sys.modules.get("src")
@@ -67,12 +64,3 @@ def test_importing_stored_code_loads_no_data(tmp_path: Path) -> None:
         "class Net:\n    def __init__(self, rows=Rows()):\n        self.made = len(made)"
     )
     assert build(private({"_target_": "src.models.Net"}, here), "models").made == 0
-
-
-def test_targets_in_src_are_renamed_and_others_are_not(tmp_path: Path) -> None:
-    node = {"a": [NODE, {"_target_": "torch.nn.Linear", "name": "src.models"}], "b": "src.models.Net"}
-    made = private(node, tmp_path)
-    assert made["a"][0]["_target_"].endswith(".src.models.Net")
-    assert made["a"][0]["inner"][0]["_target_"].endswith(".src.layers.Linear")
-    assert made["a"][1] == node["a"][1]
-    assert made["b"] == node["b"]
