@@ -278,7 +278,7 @@ def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None
         (
             "import mlx_runtime\n",
             "import mlx_runtimes\n",
-            "src/experiment.py:14: src.experiment cannot be imported: ModuleNotFoundError",
+            "src/experiment.py:13: src.experiment cannot be imported: ModuleNotFoundError",
         ),
     ],
 )
