@@ -14,7 +14,7 @@ LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
 """Matches values of a redacted config whose secret was left out."""
 
 NOT_SECRET = re.compile(
-    r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|.*\{.*\}|\$\{.*|%s|[.*…]+|<.*>"
+    r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|.*\{.*\}|\$\{.*|%s|\w{0,5}\.{3}|[.*…]+|<.*>"
     r"|x{3,}|your[ _-].*|https?://[\w.:-]+/?)?",
     re.IGNORECASE,
 )

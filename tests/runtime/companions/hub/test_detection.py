@@ -57,6 +57,7 @@ PLANTED = {
     "pypi": "pypi-AgEIcHlwaS5vcmc" + "aB1" * 25,
 }
 HARMLESS = [
+    "# HF_TOKEN=hf_...",
     "optimizers.adam.lr=1e-4",
     "cfg.storage_path=s3://bucket/runs?region=eu",
     f"git checkout {COMMIT}",
