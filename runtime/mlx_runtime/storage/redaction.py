@@ -20,7 +20,7 @@ NOT_SECRET = re.compile(
 )
 """Values that reveal nothing: an empty value, a placeholder, a type, a host, or a reference to a secret."""
 
-WORD = re.compile(r"(?=.{1,20}$)[a-z]+(?:[_-][a-z]+)*")
+WORD = re.compile(r"(?=.{1,15}$)[a-z]+(?:_[a-z]+)?")
 """Values of settings called `token` or `signature`, like `average`, but not of secrets."""
 
 NOT_TOKEN = re.compile(r"\[.*\]|[+-]?\d{0,5}|[+-]?\d*\.\d+(?:e[+-]?\d+)?|\S{1,3}", re.IGNORECASE)

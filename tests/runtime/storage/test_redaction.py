@@ -33,6 +33,11 @@ def test_names_of_secrets(name: str) -> None:
     assert redact_tree({"a": {name.rpartition(".")[2]: SECRET}}) == {"a": {name.rpartition(".")[2]: "…"}}
 
 
+def test_a_word_is_no_token_but_a_passphrase_is() -> None:
+    assert redact("token: average") == "token: average"
+    assert redact_tree({"token": "correct-horse-staple"}) == {"token": "…"}
+
+
 @pytest.mark.parametrize(
     "text",
     [

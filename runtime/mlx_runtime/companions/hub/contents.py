@@ -57,9 +57,9 @@ class StagedRun:
         """
         complete = {path.rpartition("/")[0] for path in self.files if path.endswith(f"/{ABOUT}")}
         same = {folder for folder in complete if self._same(folder, present)}
-        gone = {folder for folder in complete - same if not self._fetch(folder)}
-        if self.latest in gone:
+        if self.latest in complete - same and not self._fetch(self.latest):  # first, as it may be removed soon
             raise _outdated(self.storage)
+        gone = {folder for folder in complete - same if not self._fetch(folder)}
         files = {path for path in self.files if path.rpartition("/")[0] not in gone}
         added = {path: self.target / path for path in files if path.rpartition("/")[0] not in same}
         return added, [path for path in present if path.startswith(f"{CHECKPOINTS}/") and path not in files]

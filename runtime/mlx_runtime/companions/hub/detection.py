@@ -28,7 +28,10 @@ PREFIXES = re.compile(
 LITERAL = re.compile(rf"[\"']{HIDDEN}\\?[\"']|{HIDDEN}@|[?&][\w.-]+={HIDDEN}")
 """Matches a redacted string or URL. In source code and prose, other values are names of variables, or words."""
 
-QUOTED = (".py", ".ipynb", ".json", ".md", ".rst")
+QUOTED = (
+    *(".py", ".pyi", ".pyx", ".ipynb", ".json", ".md", ".rst", ".html", ".js", ".ts"),
+    *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".java"),
+)
 """Endings of names of files in which only literals count. In all others, strings may have no quotes."""
 
 UNUSED = {
@@ -78,7 +81,7 @@ def refuse_secrets(file: Path, target: str) -> None:
         found = [position for name, text in contents for position in find_secrets(text, name)]
         replaced = found[0].rpartition(":")[0] if found else ""
         cure = (
-            f", or end a line that holds none with `# {ALLOWED}`; in a stored run, replace the file: "
+            f", or end a line that holds none with the comment `{ALLOWED}`; in a stored run, replace the file: "
             f"zip -u {file.name} {replaced}"
         )
     else:

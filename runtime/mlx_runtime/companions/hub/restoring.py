@@ -89,8 +89,10 @@ def _download(mirrored: MirroredRun, root: str, local: RunFolder | None) -> tupl
         refuse_links(Path(root), above, *([local.path] if local is not None else []))
         above.mkdir(parents=True, exist_ok=True)
         for left in above.glob(".download-*"):  # by a process that was killed, unless it has the only copy of a run
-            if time.time() - left.stat().st_mtime > LEFT_S and not any(left.glob("*/replaced_*")):
-                shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                newest = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+                if time.time() - newest > LEFT_S and not any(left.glob("*/replaced_*")):
+                    shutil.rmtree(left, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=".download-", dir=above))
         new, aside = temporary / claim.run, f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
         try:

@@ -110,8 +110,8 @@ class PollingClient(abc.ABC):
         Raises ClusterError if the cluster does not answer for `SILENCE_S`, does not know the job any more, or has no
         output of a job that has ended.
         """
-        source, seen, decoder = self.source(job), 0, codecs.getincrementaldecoder("utf-8")("replace")
-        known, deadline = source is not None, time.monotonic() + SILENCE_S
+        source, seen, decoder = None, 0, codecs.getincrementaldecoder("utf-8")("replace")
+        known, deadline = False, time.monotonic() + SILENCE_S
         while True:
             state = None
             try:
@@ -177,7 +177,9 @@ class SubmittedJob:
         if self.run is None:
             return str(state)  # with the reason for which it waits
         if state.ended and state.exit_code:
-            log = last_lines(self.client.log(self.id), FAILED_LOG_LINES)
+            log = ""
+            with contextlib.suppress(ClusterError):  # there is none
+                log = last_lines(self.client.log(self.id), FAILED_LOG_LINES)
             raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())
         return state.status if state.ended or begun else "PENDING"
 

@@ -125,14 +125,14 @@ Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 
 _servers: "dict[Key, _Server]" = {}
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 """Held while a server is used, because several threads may follow runs."""
 
 
 def _forget_servers() -> None:
     """Forget the servers of the process that has forked this one, which cannot use them."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _servers.clear()
 
 

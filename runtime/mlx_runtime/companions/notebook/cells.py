@@ -58,6 +58,8 @@ class Block:
     names: frozenset[str]  # that it defines
     uses: frozenset[str]  # names in it
     needs: frozenset[str]  # those that it uses when it is executed, and not only in bodies of functions
+    always: frozenset[str]  # those of `names` that it defines whatever its conditions are
+    binds: frozenset[str]  # `names`, and those of an import
 
 
 class CellModule:
@@ -118,17 +120,24 @@ def insert_cell(blocks: Sequence[Block], text: str) -> list[Block]:
     Raises:
         SyntaxError: the cell is not Python.
     """
-    present, new = {block.text for block in blocks}, [*_split(text)]
-    if all(block.text in present for block in new):
+    new = [*_split(text)]
+    texts, present = {block.text for block in new}, {block.text for block in blocks}
+    latest = {name: block.text for block in blocks for name in block.binds}
+    current = {
+        block.text for block in new if block.text in present and all(latest[name] in texts for name in block.binds)
+    }
+    if texts <= current:
         return [*blocks]
-    new = [block for block in new if not (block.is_import and block.text in present)]
+    new = [block for block in new if not (block.is_import and block.text in current)]
     texts, names = {block.text for block in new}, {name for block in new for name in block.names}
+    always = {name for block in new for name in block.always}
     used = {name for block in new for name in block.uses}
     for block in reversed(blocks):  # and what these need
         used |= block.needs if block.names & used else set()
-    before, after, changed, gone = [], [], set(names), set[str]()
+    before, after, gone = [], [], set[str]()
+    changed = {name for block in new for name in block.binds}
     for block in blocks:
-        if block.text in texts or (block.names and block.names <= names):
+        if block.text in texts or (block.names and block.names <= names and block.always <= always):
             gone |= block.names
         elif block.needs & gone or (block.uses & changed and not block.names & used):
             after.append(block)
@@ -158,9 +167,11 @@ def _split(text: str) -> Iterator[Block]:
         yield Block(
             "\n".join(lines[begin:end]).strip(),
             is_import=all(isinstance(node, ast.Import | ast.ImportFrom) for node in group),
-            names=frozenset(name for node in group for name in defined_names(node)),
+            names=frozenset(names := {name for node in group for name in defined_names(node)}),
             uses=frozenset(item.id for item in walked if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Load)),
             needs=frozenset(name for node in group for name in needed_names(node)),
+            always=frozenset(names & _always(group)),
+            binds=frozenset(names | _always(group)),
         )
 
 
@@ -197,9 +208,29 @@ def defined_names(node: ast.stmt) -> Iterator[str]:
         inside += [part for handler in getattr(node, "handlers", ()) for part in handler.body]
         for part in inside:
             yield from defined_names(part)
-            if isinstance(part, ast.Import | ast.ImportFrom):
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in part.names)
+            yield from _imported(part)
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     for item in [item for target in targets for item in ast.walk(target)]:
         if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
             yield item.id
+
+
+def _imported(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
+def _always(statements: Sequence[ast.stmt]) -> set[str]:
+    """Return the names that statements define or import whatever their conditions are."""
+    found = set[str]()
+    for node in statements:
+        if isinstance(node, ast.If):
+            found |= _always(node.body) & _always(node.orelse)
+        elif isinstance(node, ast.Try):
+            ways = [_always([*node.body, *node.orelse]), *(_always(handler.body) for handler in node.handlers)]
+            found |= set.intersection(*ways) | _always(node.finalbody)
+        elif isinstance(node, ast.With):
+            found |= _always(node.body)
+        else:
+            found |= {*defined_names(node), *_imported(node)}
+    return found

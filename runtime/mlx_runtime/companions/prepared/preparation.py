@@ -132,7 +132,8 @@ def _write(candidate: Candidate, dataset: Any, store: Store, name: str, progress
                 _check(sample, candidate, dataset, rows)
             row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
             per_call = max(1, min(CALL_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
-            processes = min(os.cpu_count() or 1, int(expected_s / NOT_WORTH_A_PROCESS_S))
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            processes = min(cores, int(expected_s / NOT_WORTH_A_PROCESS_S))
             kind = IterableReader if streamed else MapReader
             # Processes would share the positions in files that `dataset` has opened by now.
             unread = candidate.make() if processes else dataset

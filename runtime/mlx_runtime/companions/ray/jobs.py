@@ -27,9 +27,17 @@ Send = Callable[[str, Callable[[], bytes]], str]
 """Uploads a package under a name, unless the cluster has it, and returns its URI."""
 
 
+def user_name() -> str:
+    """Return the name of the user, or the number of one without a name, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def command_metadata() -> dict[str, str]:
     """Return the metadata of the job of a command, which only its user removes from the list of jobs."""
-    return {"mlx": "command", "user": f"{getpass.getuser()}@{socket.gethostname()}"}
+    return {"mlx": "command", "user": f"{user_name()}@{socket.gethostname()}"}
 
 
 @dataclass(frozen=True)

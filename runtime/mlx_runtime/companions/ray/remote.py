@@ -6,7 +6,6 @@ A command is a job; its output, files and exit code come back in `frames`.
 import codecs
 import contextlib
 import dataclasses
-import getpass
 import itertools
 import os
 import re
@@ -27,7 +26,7 @@ from mlx_runtime.companions.ray import frames, remote_job
 from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.commands import refuse_unknown, typed_storage
 from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.companions.ray.jobs import JobSpec, command_metadata
+from mlx_runtime.companions.ray.jobs import JobSpec, command_metadata, user_name
 from mlx_runtime.companions.ray.preflight import check_upload
 from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB
@@ -172,11 +171,14 @@ class Files:
         values = [value for name, value in pairs if name in OUTPUTS]
         values += [word[2:] for word in words if word.startswith("-o")]  # -opage.html
         self._named = {os.path.normpath(value) for value in values if value}
+        self._below: set[str] = set()
         self._begun: set[str] = set()
         self._bytes = 0
         for name in self._named:
             below = name != "." and not Path(name).is_absolute() and Path(name).parts[0] != ".."
-            if not below and not (storage and Path(name).is_relative_to(storage)):
+            if below:
+                self._below.add(name)
+            elif not (storage and Path(name).is_relative_to(storage)):
                 raise UsageError(
                     f"with --on, -o {name} must be a path below this folder, like -o out, or in the storage"
                 )
@@ -192,7 +194,7 @@ class Files:
         target = Path(path).resolve()
         return any(
             (path == name or path.startswith(f"{name}/")) and target.is_relative_to(Path(name).resolve())
-            for name in self._named
+            for name in self._below
         )
 
     def write(self, path: str, content: bytes) -> None:
@@ -209,7 +211,7 @@ class Files:
 
 def _run(dashboard: Dashboard, spec: JobSpec, write: Write) -> frames.Frame:
     """Run a command, the words after `mlx`, as a job. Return its question, or its exit code."""
-    user, key = re.sub(r"[^A-Za-z0-9]", "-", getpass.getuser()), f"mlx-{uuid.uuid4().hex}"
+    user, key = re.sub(r"[^A-Za-z0-9]", "-", user_name()), f"mlx-{uuid.uuid4().hex}"
     prefix, metadata = f"mlx-command-{user}-", command_metadata()
     job = f"{prefix}{uuid.uuid4().hex[:8]}"
     command = ["python", "-u", "-m", remote_job.__name__, *spec.command]

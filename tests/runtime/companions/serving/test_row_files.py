@@ -192,6 +192,9 @@ def test_missing_columns(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path} lacks image (float32 (1, 2, 3)); its columns are picture, id"
     with pytest.raises(UsageError, match=r"lacks ids, named by --keep. Did you mean 'id'\?"):
         read(path, [Column("picture", "int64")], [], keep=["ids"])
+    (tmp_path / "rows.jsonl").write_text('\n{"picture": 1, "id": 2}\n')
+    with pytest.raises(UsageError, match=r"rows.jsonl lacks ids, named by --keep. Did you mean 'id'\?"):
+        read(tmp_path / "rows.jsonl", [Column("picture", "int64")], [(0, 1)], keep=["ids"])
     (tmp_path / "rows.csv").write_text("image\n1\n")
     with pytest.raises(UsageError, match=r"CSV cannot hold image, float32 \(1, 2, 3\); use Parquet"):
         read(tmp_path / "rows.csv", [IMAGE], [])

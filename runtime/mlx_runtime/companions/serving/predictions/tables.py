@@ -146,6 +146,7 @@ class FileRows:
     def _scan_lines(self, file: Path, types: dict[str, pa.DataType]) -> Iterator[pa.RecordBatch]:
         """Yield the rows, parsed a few lines at a time: pyarrow.json.open_json reads a gigabyte ahead."""
         parsing, number = ParseOptions(pa.schema(types), unexpected_field_behavior="ignore"), 0
+        found: list[str] = []  # in the first lines
         with file.open("rb") as stream:
             while lines := stream.readlines(LINES_BYTES):
                 first, rows = number + 1, []
@@ -155,6 +156,8 @@ class FileRows:
                 content = b"".join(lines)
                 reading = ReadOptions(use_threads=False, block_size=len(content) + 1)
                 if rows:
+                    if not found:
+                        self._refuse_lacking(found := list(dict.fromkeys(name for row in rows for name in row)))
                     try:
                         table = read_json(io.BytesIO(content), reading, parsing)
                     except pa.ArrowException as error:
