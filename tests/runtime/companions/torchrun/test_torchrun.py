@@ -287,8 +287,8 @@ def test_ctrl_c_ends_all_machines(
     folder = experiment("faults")
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     first, second = join(0, folder, f"cfg.out={folder / 'diary'}", "cfg.fault=hang"), join(1, other)
-    wait_for(lambda: [note for note in diary(folder) if note.get("step") == 6 and note["rank"] == 1], WAIT_S)
-    first.process.send_signal(signal.SIGINT)  # rank 1 is asleep
+    wait_for(lambda: [note for note in diary(folder) if note.get("step") == 7 and note["rank"] == 0], WAIT_S)
+    first.process.send_signal(signal.SIGINT)  # rank 1 has finished step 6 with it, and is asleep
     assert [first.wait(), second.wait()] == [130, 130], first.log.read_text() + second.log.read_text()
     assert "ended     by rank 0; see its output" in second.log.read_text()
     assert "attempt   2" not in second.log.read_text()
