@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from mlx_runtime.storage.files import is_uri, size_text, storage_at, storage_err
 
 LOGS = "logs"
 """Folder of a run that belongs to this machine: it is not downloaded, and stays."""
-
-LEFT_S = 86_400
-"""Age at which an unfinished download is removed."""
 
 
 def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
@@ -88,11 +84,6 @@ def _download(mirrored: MirroredRun, root: str, local: RunFolder | None) -> tupl
     with storage_errors(f"cannot write {mirrored.uri} to {root}"):
         refuse_links(Path(root), above, *([local.path] if local is not None else []))
         above.mkdir(parents=True, exist_ok=True)
-        for left in above.glob(".download-*"):  # by a process that was killed, unless it has the only copy of a run
-            with contextlib.suppress(FileNotFoundError):  # it has just ended
-                newest = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
-                if time.time() - newest > LEFT_S and not any(left.glob("*/replaced_*")):
-                    shutil.rmtree(left, ignore_errors=True)
         temporary = Path(tempfile.mkdtemp(prefix=".download-", dir=above))
         new, aside = temporary / claim.run, f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
         try:
