@@ -36,7 +36,7 @@ class CSV:
         self._write()
 
     def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
-        self._write(anew=True)
+        self._write()
 
     def _write(self, *, anew: bool = False) -> None:
         """Append the rows that are not in the file yet, or write the whole file."""
