@@ -97,10 +97,7 @@ class TestFunctions:
         assert Captured(session(CELLS.replace("# of a", "# of each") + more)["train"]).digests == digests
         edits = {
             "Options": ("SIZE = 3", "SIZE = 4"),
-            "rows": ("(6.0)", "(6)"),
-            "double": ("* 2", ""),
             "square": ("x * x", "x ** 2"),
-            "Empty": ("(list):\n    pass", "(list):\n    size = 2"),
         }
         for name, (old, new) in edits.items():
             edited = Captured(session(CELLS.replace(old, new))["train"]).digests
@@ -121,15 +118,6 @@ class TestFunctions:
                 "import threading\nlock = threading.Lock()\ndef g(): lock.acquire()\ndef f(): g()",
                 "f uses lock, a lock, which cannot be sent to workers: cannot pickle '_thread.lock' object; create it "
                 "in the function",
-            ),
-            (
-                "import torch\nx = torch.empty(2, device='meta')\ndef f(): return [x]",  # like one on a GPU
-                "f uses x, a Tensor, which cannot be sent to workers: a tensor is on meta; create it in the function",
-            ),
-            (
-                "x = {'Authorization': 'Bearer abcdefgh12345678XYZ'}\ndef f(): return x",
-                "f uses x, which may hold a secret, and would be stored with the run; read it in the function, "
-                "like os.environ['NAME']",
             ),
             (
                 "TOKEN = 'hf_abcdefghijklmnopqrst0123456'\ndef g(): return TOKEN\ndef f(): g()",
