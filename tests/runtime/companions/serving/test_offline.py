@@ -65,11 +65,6 @@ class Stream(IterableDataset):
     ray_map_batches = staticmethod(Digits.ray_map_batches)
 
 
-class Empty(Stream):
-    def __init__(self):
-        super().__init__(rows=0)
-
-
 class Broken(Digits):
     def __init__(self):
         super().__init__(split="test")
@@ -89,18 +84,6 @@ class Bright(Digits):
         self.images[2] = 99
 
 
-class Unlike(Digits):
-    def __init__(self):
-        super().__init__(split="test")
-
-    @staticmethod
-    def ray_map_batches(batch):
-        return {"picture": Digits.ray_map_batches(batch)["image"]}
-
-
-class OnCluster:
-    def to_ray(self):
-        raise AssertionError("it is not read")
 '''
 
 CHECKED_PREDICT = '''    def predict(self, batch):
@@ -294,26 +277,8 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_a_killed_worker_is_reported(slow: Path, run: str, start: Start, tmp_path: Path) -> None:
-    output = tmp_path / "out.parquet"
-    options = ("--dataset", "src.more.Slow", "--batch-size", "2", "--workers", "2", "-o", str(output))
-    process = start(slow, "train", "predict", run, *options)
-    wait_for_part(output)
-    pid = int(next(slow.glob("reader_*")).name.partition("_")[2])
-    os.kill(pid, signal.SIGKILL)
-    stderr = process.communicate()[1]
-    assert process.returncode == 1
-    line = stderr.splitlines()[-1]
-    assert line in {
-        f"error: worker {rank} was killed by SIGKILL (out of memory?); to continue, type the same command again"
-        for rank in (0, 1)
-    }
-    assert parts_of(output)
-
-
 ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
     "an unknown dataset": ({"dataset": "tst"}, UsageError, r"no dataset 'tst', .*Did you mean 'test'\?"),
-    "other columns": ({"dataset": "src.more.Unlike"}, UsageError, "has the columns picture, but predict reads image"),
     "a dataset that fails": (
         {"dataset": "src.more.Broken"},
         DatasetError,
@@ -324,9 +289,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[MlxError], str]] = {
         PredictError,
         r"src.more.Bright: row 2: predict failed: ValueError: too bright",
     ),
-    "no rows": ({"dataset": "src.more.Empty"}, UsageError, "has no rows; .* was not written"),
-    "a stream of Ray": ({"dataset": "src.more.OnCluster"}, UsageError, "is a stream of Ray Data.*write_parquet"),
-    "an unknown column": ({"keep": ("lable",)}, UsageError, "has the columns image, label, but --keep names lable"),
     "no such checkpoint": ({"checkpoint": "epoch_0009"}, UsageError, "has no checkpoint epoch_0009"),
 }
 
@@ -368,63 +330,29 @@ def test_outputs_that_cannot_be_written(run: str, trained: Path, tmp_path: Path)
 
 
 IN_A_PROCESS = """
-import json, resource, signal, sys
+import resource, signal, sys
 from pathlib import Path
 from mlx_runtime.companions.serving.predictions.offline import Options, predict
 from mlx_runtime.errors import MlxError
-run, folder, limit, *names = sys.argv[1:]
-if int(limit):
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-peaks = []
-for name in names:
-    output = Path(folder, f"{name}.out.parquet")
-    try:
-        predict(run, output, Options(dataset=str(Path(folder, name)), keep=("id",), batch_size=64, trust=True))
-    except MlxError as error:
-        print(type(error).__name__, error)
-        sys.exit(error.exit_code)
-    status = Path("/proc/self/status").read_text()  # ru_maxrss begins with the memory of the parent
-    peaks.append(int(status.partition("VmHWM:")[2].split()[0]) >> 10)
-print(json.dumps(peaks))
+run, folder, limit = sys.argv[1:]
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+try:
+    options = Options(dataset=str(Path(folder, "in.parquet")), keep=("id",), batch_size=64, trust=True)
+    predict(run, Path(folder, "out.parquet"), options)
+except MlxError as error:
+    print(type(error).__name__, error)
+    sys.exit(error.exit_code)
 """
-
-
-def in_a_process(run: str, folder: Path, limit: int, *names: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-c", IN_A_PROCESS, run, str(folder), str(limit), *names]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.kills
-def test_memory_does_not_grow_with_the_file(run: str, images: np.ndarray, tmp_path: Path) -> None:
-    """Each row has 20 KB, so that the large files would take 60 MB more in memory."""
-    rows = 4_000
-    many = np.tile(images, (rows // 270 + 1, 1, 1, 1))[:rows]
-    text = [f"{number:020000d}" for number in range(rows)]
-    names = []
-    for count in (1_024, rows):
-        nested = pa.array(many[:count].reshape(-1))
-        for size in (8, 8, 1):
-            nested = pa.FixedSizeListArray.from_arrays(nested, size)
-        names += [f"{count}.parquet", f"{count}.jsonl"]
-        parquet.write_table(pa.table({"image": nested, "id": text[:count]}), tmp_path / names[-2], use_dictionary=False)
-        lines = [
-            json.dumps({"image": image, "id": name}) for image, name in zip(many[:count].tolist(), text, strict=False)
-        ]
-        (tmp_path / names[-1]).write_text("\n".join(lines))
-    done = in_a_process(run, tmp_path, 0, *names)
-    assert done.returncode == 0, done.stdout + done.stderr
-    peaks = json.loads(done.stdout.splitlines()[-1])
-    assert peaks[-1] - peaks[1] < 30, peaks
-    assert parquet.ParquetFile(tmp_path / f"{names[2]}.out.parquet").metadata.num_rows == rows
 
 
 @pytest.mark.kills
 def test_a_full_disk(run: str, images: np.ndarray, tmp_path: Path) -> None:
     table = pa.table({"image": images.tolist(), "id": [f"{number:01000d}" for number in range(270)]})
     parquet.write_table(table, tmp_path / "in.parquet")
-    done = in_a_process(run, tmp_path, 1 << 17, "in.parquet")
-    output = tmp_path / "in.parquet.out.parquet"
+    command = [sys.executable, "-c", IN_A_PROCESS, run, str(tmp_path), str(1 << 17)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    output = tmp_path / "out.parquet"
     assert done.returncode == StorageError.exit_code
     wanted = f"StorageError cannot write {output}: File too large; to continue, type the same"
     assert done.stdout.startswith(wanted), done.stdout + done.stderr
