@@ -14,7 +14,7 @@ import pytest
 from conftest import Mlx, Start
 from faults import diary, wait_for
 
-from mlx_runtime.companions.sweeps.results import SweepResult, open_sweep
+from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import join_path, storage_at
@@ -72,21 +72,12 @@ def test_the_output_names_the_best_trial_and_the_command_that_trains_it(swept: t
     assert sum("SUCCEEDED" in line for line in lines) == 8  # as each trial ends, and in the table
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["optimizers.adam.lr=0.1,fast", *COMMON], "optimizers.adam.lr"),
-        ([LR, *COMMON, "--force"], "--force goes with --resume"),
-    ],
-)
-def test_what_cannot_be_swept_is_refused_before_anything_is_written(
-    swept: tuple[Path, str], mlx: Mlx, arguments: list[str], message: str
-) -> None:
+def test_what_cannot_be_swept_is_refused_before_anything_is_written(swept: tuple[Path, str], mlx: Mlx) -> None:
     folder, _ = swept
     before = sorted(path.name for path in (folder / "runs" / "faults").iterdir())
-    done = mlx(folder, "train", "sweep", *arguments)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
+    done = mlx(folder, "train", "sweep", "optimizers.adam.lr=0.1,fast", *COMMON)
+    assert done.returncode == 1
+    assert "optimizers.adam.lr" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in (folder / "runs" / "faults").iterdir()) == before
 
@@ -138,19 +129,6 @@ def test_a_sweep_ends_after_its_time(experiment: Make, mlx: Mlx) -> None:
 
 
 @pytest.mark.kills
-def test_failed_trials_are_recorded_and_the_rest_goes_on(experiment: Make, mlx: Mlx) -> None:
-    folder = experiment("faults")
-    done = mlx(folder, "train", "sweep", "datasets.train.rows=0,61", *COMMON)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert statuses(folder) == ["FAILED", "SUCCEEDED"]
-    assert "trial 1 FAILED: " in done.stdout
-    assert "failed    1 of 2 trials" in done.stdout
-    failed = mlx(folder, "train", "sweep", "datasets.train.rows=0", "models.net.width=2,3", *COMMON)
-    assert failed.returncode == 1
-    assert "all trials failed. See the log of the first: mlx xp logs faults run_003" in failed.stderr
-
-
-@pytest.mark.kills
 def test_trials_do_not_survive_their_killed_driver(experiment: Make, start: Start) -> None:
     folder = experiment("faults")
     process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.2", "cfg.num_epochs=50")
@@ -179,10 +157,6 @@ def test_the_second_ctrl_c_kills_the_trials(experiment: Make, mlx: Mlx, start: S
     assert err == "stopped with 2 trials of faults/sweep_001 left. Resume: mlx train sweep --resume=sweep_001\n"
     assert statuses(folder) == ["STOPPED"] * 2
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
-    (folder / "diary" / "hurry").touch()
-    done = mlx(folder, "train", "sweep", "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert statuses(folder) == ["SUCCEEDED"] * 2
 
 
 @pytest.mark.s3
@@ -207,12 +181,6 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
         ("run_002", "SUCCEEDED", 2),
     ]
     assert json.loads(storage_at(first).read("run.json"))["attempt"] == 2
-    best = json.loads(mlx(folder, "xp", "best", "faults", "sweep_001", "--json", **there).stdout)
-    result = open_sweep(sweep)
-    assert (best["trial"], best["value"]) == (result.best.number, result.best.score)
-    assert best["checkpoint"] == join_path(
-        storage, "faults", best["runs"][0], "checkpoints", f"epoch_{best['epoch']:04d}"
-    )
     page = mlx(folder, "xp", "report", sweep).stdout.strip()
     assert page == join_path(sweep, "report.html")
     assert "optimizers.adam.lr" in storage_at(sweep).read("report.html").decode()
