@@ -98,7 +98,6 @@ class Hub:
         self.repositories: dict[str, Repository] = {}  # by `models/user/name`
         self.objects: dict[str, bytes] = {}
         self.delay_s = 0.0  # before each answer
-        self.closed = threading.Event()
         self.lock = threading.RLock()
         self._shas = itertools.count()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -121,7 +120,6 @@ class Hub:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -194,8 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._cut()
             return
         body = self._body()
-        if kind == "silence":
-            self.hub.closed.wait()
         time.sleep(self.hub.delay_s)
         if kind == "429":
             self._send(429, b"slow down", {"Retry-After": "0"})
