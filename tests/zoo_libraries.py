@@ -48,14 +48,6 @@ TRANSFORMERS = [
 ]
 """Models of all architectures are constructed from a config in the same way; tokenizers are Rust objects."""
 
-TORCHVISION = [
-    "torchvision.models.resnet18(num_classes=3)",
-    "torchvision.models.vision_transformer.VisionTransformer(16, 8, 1, 2, 8, 8)",
-    "torchvision.transforms.Compose([torchvision.transforms.RandomCrop(28), torchvision.transforms.ToTensor()])",
-    "torchvision.transforms.v2.RandAugment(magnitude=5)",
-]
-"""Models without pretrained weights, which a test cannot download, and transforms."""
-
 
 def _text(calls: dict[str, str]) -> str:
     """Return a module as a user would write it, with one class per call."""
@@ -80,8 +72,7 @@ def kept() -> list[type]:
     """Return one class per default."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, or requires another option
-        libraries = {"transformers": TRANSFORMERS, "torchvision": TORCHVISION}
-        more = [call for name, calls in libraries.items() if importlib.util.find_spec(name) for call in calls]
+        more = TRANSFORMERS if importlib.util.find_spec("transformers") else []
         calls = {"Keep_" + re.sub(r"\W+", "_", call).strip("_"): call for call in [*CALLS, *more]}
         module = _made("zoo_of_libraries", _text(calls))
     return [getattr(module, name) for name in calls]

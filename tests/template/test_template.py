@@ -157,66 +157,6 @@ def test_conf_yaml_may_name_one_of_torchs_schedules(digits: Path, mlx: Mlx) -> N
     assert rates[-1] < 1e-4
 
 
-PROBE = '''import json
-from pathlib import Path
-
-from torch.nn.parallel import DistributedDataParallel
-
-
-class Probe:
-    """Writes what a model is like at the end of each batch."""
-
-    def on_batch_start(self, experiment, stage, batch):
-        net = experiment.models.net
-        net.layers[0].layers[0].register_forward_hook(self._seen)
-
-    def _seen(self, module, args, output):
-        self.inside = str(output.dtype)
-
-    def on_batch_end(self, experiment, stage, batch):
-        compiled = experiment.models.net._compiled_call_impl is not None
-        line = {"stage": stage, "step": experiment.global_step, "compiled": compiled, "inside": self.inside}
-        line["schedule"] = experiment.scheduler.last_epoch
-        state = experiment.optimizers.adam.state.values()  # of which `exp_avg` is a tenth of the gradient at first
-        line["norm"] = 10 * sum(item["exp_avg"].square().sum().item() for item in state) ** 0.5
-        with Path("seen.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\\n")
-'''
-
-
-def test_every_setting_of_its_config_works_by_an_override(digits: Path, mlx: Mlx) -> None:
-    """Of 40 steps, four make an update."""
-    (digits / "src" / "probe.py").write_text(PROBE)
-    settings = (
-        *(
-            "cfg.start_workers=0",
-            "cfg.num_epochs=1",
-            "cfg.precision=bf16",
-            "cfg.compile=eager",
-            "cfg.debug.stop_on_nan=true",
-        ),
-        *("cfg.accumulate_grad_batches=4", "cfg.elastic.keep_global_batch=true", "cfg.gradient_clip=0.01"),
-        *(
-            "cfg.evaluate_every_steps=3",
-            "cfg.max_steps=8",
-            "cfg.checkpoint_every_steps=5",
-        ),
-        *("cfg.log_every_steps=2", "+cfg.callbacks.probe={_target_: src.probe.Probe}"),
-    )
-    done = mlx(digits, "train", "run", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not re.search("needs|no effect|does not", done.stdout + done.stderr)
-    seen = [json.loads(line) for line in (digits / "seen.jsonl").read_text().splitlines()]
-    assert {(line["compiled"], line["inside"]) for line in seen} == {(True, "torch.bfloat16")}
-    trained = [line for line in seen if line["stage"] == "train"]
-    assert [line["step"] for line in trained] == [step for step in range(1, 9) for _ in range(4)]
-    assert trained[-1]["schedule"] == 8
-    assert {line["step"] for line in seen if line["stage"] == "val"} == {3, 6}
-    run = digits / "runs" / "digits" / "run_001"
-    assert next(line["norm"] for line in trained if line["norm"]) == pytest.approx(0.01, rel=1e-3)
-    assert {path.name[-2:] for path in run.glob("checkpoints/epoch_0001_step_*")} == {"05", "08"}
-
-
 @pytest.mark.examples
 def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
     done = make(digits, environment, "test")
@@ -278,19 +218,3 @@ def test_bind_checks_without_writing(digits: Path, mlx: Mlx) -> None:
     done = mlx(digits, "train", "bind", "--check")
     assert (done.returncode, "updated  tools.early_stopping.patience" in done.stderr) == (1, True)
     assert (digits / "src" / "conf.yaml").read_text() == before
-
-
-def test_show_tells_where_values_come_from(digits: Path, mlx: Mlx) -> None:
-    edit(digits / "src" / "conf.yaml", "patience: 5", "patience: 9")
-    done = mlx(digits, "train", "show", "tools", "tools.schedule.warmup_steps=3")
-    lines = [tuple(map(str.strip, line.split("  # "))) for line in done.stdout.splitlines()]
-    assert ("tools.early_stopping.patience: 9", "src/conf.yaml") in lines
-    assert ("tools.schedule.warmup_steps: 3", "tools.schedule.warmup_steps=3") in lines
-    told = json.loads(mlx(digits, "train", "show", "--json", "cfg.seed=4").stdout)
-    assert (told["config"]["cfg"]["seed"], told["sources"]["cfg.seed"]) == (4, "cfg.seed=4")
-    assert told["sources"]["cfg.precision"] == "default"
-    done = mlx(digits, "train", "show", "cfg.num_epochs=-1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: override cfg.num_epochs=-1: cfg.num_epochs is -1; the minimum is 0\n"
-    done = mlx(digits, "train", "show", "tols")
-    assert (done.returncode, done.stderr) == (2, "error: there is no 'tols' in src/conf.yaml. Did you mean 'tools'?\n")

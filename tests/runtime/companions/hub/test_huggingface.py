@@ -9,7 +9,6 @@ import datasets
 import pytest
 import torch
 
-from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.data.loaders import DatasetShard, LoaderOptions
 from mlx_runtime.datasets import Batched
 from mlx_runtime.distributed.topology import Topology
@@ -52,12 +51,6 @@ def test_every_row_once_in_equal_steps_whatever_it_comes_from(make: Any) -> None
     assert sorted(row for rank in ranks for batch in rank for row in batch) == list(range(10))
     assert list(map(len, ranks)) == [2, 2]
     assert read(shard(make(), 0, 2, batch_size=3)) == ranks[0]
-
-
-def test_rows_of_lists_become_tensors_without_a_line_of_code() -> None:
-    for rows in (numbers(), numbers().with_format("torch"), numbers().with_format("numpy")):
-        (batch,) = shard(rows, name="val", batch_size=16).iter_torch_batches()
-        assert batch["pair"].tolist() == [[row, row] for row in range(10)]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +137,3 @@ def test_an_interrupted_stream_continues_on_any_number_of_workers(workers: int) 
 def test_a_stream_of_unknown_or_wrong_length_is_refused(dataset: Any, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         read(shard(dataset, batch_size=3))
-
-
-def test_a_stream_is_prepared_as_columns(tmp_path: Path) -> None:
-    from mlx_runtime.companions.prepared.preparation import make
-
-    node = {"_target_": "test_huggingface.Stream", "rows": 40, "batch_size": 4}
-    candidate = Candidate("train", node, node, 7, tmp_path)
-    sets = make([candidate], str(tmp_path), lambda _: None, lambda *_: None)
-    prepared = DatasetShard("val", None, Topology(0, 1, torch.device("cpu")), LoaderOptions(7), sets["train"])
-    assert [row for batch in read(prepared) for row in batch] == list(range(40))

@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import Mlx, Start
 from hub_server import Faults, Hub
-from huggingface_hub import HfApi
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
 from mlx_runtime.companions.hub import claims, extension, mirror, pushing, remote, repository, restoring
@@ -193,13 +192,6 @@ def test_a_run_on_an_object_store(server: Hub, tmp_path: Path, s3: str, monkeypa
         restoring.latest(URI, root, "digits")
     with pytest.raises(UsageError, match="only be downloaded to a folder: set cfg.storage_path to one"):
         restoring.latest(URI, s3.format(f"{tmp_path.name}/new"), "digits")
-    shutil.rmtree(tmp_path / "cache")
-    third = Training(s3.format(tmp_path.name))
-    third.save(0)
-    third.record.finish("SUCCEEDED")
-    pushing.push(third.folder, "hf://alice/third")
-    assert open_run("hf://alice/third").state()["epoch"] == 0
-    assert records.load_record(third.folder)["mirror"]["unfinished"] is False
 
 
 class TestWhatLeaves:
@@ -328,32 +320,6 @@ def test_a_mirror_has_a_limited_number_of_files(server: Hub, tmp_path: Path, mon
         pushing.push(training.folder, URI)
 
 
-def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(
-    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mirror, "REFRESH_S", 0.05)
-    training = Training(tmp_path)
-    following = training.follow()
-    upload = HfApi.preupload_lfs_files
-    times: list[str] = []
-
-    def slowly(api: HfApi, repo_id: str, additions: Any, **options: Any) -> None:
-        large = any(addition.path_in_repo.endswith("state.pt") for addition in additions)
-        while large and len(times) < 2:  # commits, before this upload ends
-            count = len(server.commits("alice/digits"))
-            until(lambda count=count: len(server.commits("alice/digits")) > count, 60)
-            times.append(json.loads(server.files("alice/digits")["mirror.json"])["time"])
-        upload(api, repo_id, additions, **options)
-
-    monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
-    training.save(0)
-    training.record.finish("STOPPED")
-    lines = following.finish(600)
-    assert "is complete" in lines[-1].text
-    assert open_run(URI).record["status"] == "STOPPED"
-    assert json.loads(server.files("alice/digits")["mirror.json"])["time"] >= max(times)
-
-
 @pytest.mark.kills
 class TestEnd:
     def test_it_waits_no_longer_than_it_may(self, server: Hub, tmp_path: Path) -> None:
@@ -472,16 +438,6 @@ class TestContinuing:
         assert "is complete" in following.finish(60)[-1].text
         return training
 
-    def continued(self, root: Path, epoch: int) -> Training:
-        """Train an epoch of the mirrored run in a second attempt, on another machine."""
-        copy, _ = restoring.latest(URI, str(root / "b"), "digits")
-        second = Training(root, 2, copy)
-        following = second.follow()
-        second.save(epoch, seed=1)
-        second.record.finish("STOPPED")
-        assert "is complete" in following.finish(60)[-1].text
-        return second
-
     def test_an_empty_machine(self, server: Hub, tmp_path: Path) -> None:
         training = self.mirrored(tmp_path / "a", 2)
         copy, lines = restoring.latest(URI, str(tmp_path / "b"), "digits")
@@ -515,28 +471,6 @@ class TestContinuing:
         assert local_files(training.folder) == local_files(second.folder)
         (aside,) = training.folder.path.glob("replaced_*")
         assert (aside / "checkpoints" / "epoch_0003").is_dir()
-
-    def test_nothing_changes_if_older_files_cannot_be_replaced(
-        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Ctrl-C is pressed after the present folder was moved, and before the new one is in its place."""
-        training = self.mirrored(tmp_path / "a", 1)
-        self.continued(tmp_path, 1)
-        before = {str(path): path.stat().st_ino for path in (tmp_path / "a").rglob("*")}
-        rename, interruptions = os.rename, iter([KeyboardInterrupt])
-
-        def interrupted(source: Any, target: Any) -> None:
-            if Path(target) == training.folder.path:
-                for error in interruptions:
-                    assert not training.folder.path.exists()
-                    raise error
-            rename(source, target)
-
-        monkeypatch.setattr(os, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            restoring.latest(URI, str(tmp_path / "a"), "digits")
-        assert list(interruptions) == []
-        assert {str(path): path.stat().st_ino for path in (tmp_path / "a").rglob("*")} == before
 
     def test_a_download_that_fails_leaves_nothing(self, server: Hub, tmp_path: Path) -> None:
         self.mirrored(tmp_path / "a", 1)

@@ -1,6 +1,5 @@
 """The module of `%%mlx` cells: their order, and the replacement of cells that are run again."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,18 +102,6 @@ def test_names_of_modules_are_checked(name: str, problem: str, tmp_path: Path, m
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 250
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.process
-def test_the_package_that_the_first_cell_creates_loads_no_data(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
-        "from mlx_runtime.companions.notebook.cells import CellModule\n"
-        "rows = 'class Rows:\\n    def to_hf(self): ...\\n    def __init__(self): 1 / 0\\n'\n"
-        "print(CellModule('cells', Path.cwd()).run(rows + 'def f(rows=Rows()): ...').f.__defaults__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "(Rows(),)\n", done.stderr
 
 
 @pytest.mark.process

@@ -96,7 +96,6 @@ if __name__ == "__main__":
         "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
         "fold": trainer.run(folded, {}, dataset=rows(12), fold=(1, 3)),
         "models": models(),
-        "unknown": refused(batches, {}, dataset={"train": rows(11), "test": rows(5)}),
     }
     print(json.dumps(found))
 """
@@ -173,12 +172,6 @@ class TestOnWorkers:
         conf = (storage / "resumable" / "run_001" / "conf.yaml").read_text()
         assert file in conf
         assert find_secrets(conf, "conf.yaml") == []
-
-    def test_what_workers_cannot_do_is_told_in_one_line(self, found: Found) -> None:
-        assert (
-            found["unknown"][1].splitlines()[0]
-            == "get_dataset_shard('val'): trainer.run was called with the datasets train, test"
-        )
 
 
 def named() -> None:

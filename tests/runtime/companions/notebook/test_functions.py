@@ -30,7 +30,6 @@ from mlx_runtime import (
     world_rank,
     world_size,
 )
-from mlx_runtime.companions.notebook import function_runs
 from mlx_runtime.companions.notebook.calls import override
 from mlx_runtime.config.composition import parse_overrides
 from mlx_runtime.distributed.topology import Topology
@@ -155,10 +154,6 @@ OTHERS = ("failing", "restarted", "stopped", "refusals")
 ON_A_CLUSTER = ("iterator", "used", "experiment", "objects")
 
 Found = dict[str, Any]
-
-
-def named() -> None:
-    """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -389,24 +384,6 @@ class TestBeforeARun:
             pytest.raises(MlxError, match=r"report\(\) works inside a function that Trainer.run has called"),
         ):
             report(loss=0.5)
-
-    def test_a_run_is_stored_where_conf_yaml_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "src").mkdir()
-        (tmp_path / "src" / "conf.yaml").write_text("cfg: {storage_path: elsewhere}")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("MLX_STORAGE", raising=False)
-        jobs: list[Any] = []
-        monkeypatch.setattr(function_runs, "FunctionRun", lambda job, *_: jobs.append(job))
-        Trainer().run_iterator(named)
-        Trainer(storage_path="given").run_iterator(named)
-        monkeypatch.setenv("MLX_STORAGE", "everywhere")
-        Trainer().run_iterator(named)
-        Trainer(storage_path="typed").run_iterator(named)
-        stored = [[item for item in job.request.overrides if "storage_path" in item] for job in jobs]
-        assert stored == [
-            [f"++cfg.storage_path='{path}'"] if path else [] for path in ("elsewhere", "given", "", "typed")
-        ]
-        assert {path.parts[0] for path in Path().glob("*/.inputs/*")} == {"elsewhere", "given", "everywhere", "typed"}
 
 
 @pytest.mark.pure

@@ -7,8 +7,6 @@ import pytest
 from clusters import RayCluster
 from conftest import Mlx
 
-from mlx_runtime import Trainer
-
 pytestmark = pytest.mark.cluster
 
 SCRIPT = """
@@ -83,12 +81,3 @@ def test_ray_gives_each_worker_its_own(python: Mlx, tmp_path: Path, environment:
             shared = [[gpu for owns in own for gpu in owns]] * 2  # NCCL copies between visible GPUs
             each = own if gpus > 1 or name == "actors" else shared
             assert [visible.split(",") for _, visible, _ in workers] == each
-
-
-def look() -> None: ...
-
-
-def test_a_trial_of_ray_tune_needs_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the function is stored there
-    trainable = Trainer(num_workers=2, gpus_per_worker=2, use_gpu=True).to_tune_trainable(look)
-    assert vars(trainable)["_resources"].required_resources == {"CPU": 2, "GPU": 4}

@@ -103,14 +103,6 @@ class TestFunctions:
             edited = Captured(session(CELLS.replace(old, new))["train"]).digests
             assert {key.partition(".")[0] for key in edited if edited[key] != digests[key]} == {name}
 
-    def test_closures_and_lambdas_are_sent_with_their_values(self, session: Any, monkeypatch: Any) -> None:
-        cells = "def make(scale):\n    return lambda x, by=3: x * scale * by\nf, g = make(2), make(4)"
-        names = session(cells, kept=False)
-        one, other = Captured(names["f"]), Captured(names["g"])
-        changed = [key for key in one.digests if one.digests[key] != other.digests[key]]
-        assert changed == ["make.<locals>.<lambda>.scale"]
-        assert sent(one, monkeypatch)(5) == 30
-
     @pytest.mark.parametrize(
         ("cell", "message"),
         [

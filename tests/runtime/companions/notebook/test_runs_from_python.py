@@ -251,21 +251,6 @@ def test_a_listener_or_callback_may_stop_its_run() -> None:
     assert training.status == calling.status == "STOPPED"
 
 
-RESUME = """Resume: run(Experiment, ["--resume=/runs/digits/run_001"], address="http://head:8265")"""
-
-
-@pytest.mark.pure
-def test_an_interrupted_run_names_what_to_do() -> None:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, EpochEnded) and event.epoch == 5:
-            raise KeyboardInterrupt
-
-    running = start(Training, [interrupt])
-    with pytest.raises(KeyboardInterrupt) as caught:
-        running.result()
-    assert caught.value.__notes__ == [f"/runs/digits/run_001 is STOPPED. {RESUME}"]
-
-
 ENDLESS = """
 from mlx_runtime import run
 from src.experiment import Experiment

@@ -1,7 +1,6 @@
 """Prepared datasets are found only if code, arguments and data are the same."""
 
 import importlib
-import itertools
 import os
 import sys
 import tempfile
@@ -124,13 +123,6 @@ def test_comments_and_other_definitions_do_not_count(project: SimpleNamespace, o
     assert project.find() is not None
 
 
-def test_other_arguments_are_another_set(project: SimpleNamespace) -> None:
-    project.prepare()
-    assert project.find(factor=2) is None
-    assert project.prepare(factor=2) == [6 * value for value in range(20)]
-    assert project.find() == [3 * value for value in range(20)]
-
-
 def test_other_data_is_noticed_and_told(project: SimpleNamespace) -> None:
     lines = [*range(10), 99, *range(11, 20)]
     project.prepare()
@@ -240,19 +232,6 @@ class Opened(Fixed):
         return torch.tensor([float(self.file.read(4))])
 
 
-class Numbered(Fixed):
-    """Has rows that depend on the object."""
-
-    numbers = itertools.count()
-
-    def __init__(self):
-        super().__init__()
-        self.number = next(self.numbers)
-
-    def __getitem__(self, index):
-        return torch.tensor([float(self.number)])
-
-
 Make = Callable[[type], dict]
 
 
@@ -300,5 +279,3 @@ def test_reading_processes_open_their_own_files(make: Make, tmp_path: Path, monk
     prepared = make(Opened)["train"]
     columns = load_columns(Store(prepared.root), prepared.manifest, tmp_path, max_bytes=0)
     assert columns["x"].flatten().tolist() == [*range(100)]
-    with pytest.raises(DatasetError, match=r"train cannot be prepared: a row changes when it is read again. Set prep"):
-        make(Numbered)

@@ -317,18 +317,6 @@ def test_a_row_on_which_predict_fails_is_named(run: str, images: np.ndarray, tmp
         predict(run, tmp_path / "out.parquet", Options(dataset=rows(part), trust=True))
 
 
-def test_outputs_that_cannot_be_written(run: str, trained: Path, tmp_path: Path) -> None:
-    for name, message in {
-        "none/out.parquet": "there is no folder .*none for out.parquet; create it",
-        "out.csv": "files of predictions end with .parquet or .jsonl",
-    }.items():
-        with pytest.raises(UsageError, match=message):
-            predict(run, tmp_path / name, Options(trust=True))
-    with pytest.raises(UsageError, match=f"{Path.cwd()} is not the experiment of digits/run_001, .* --code stored"):
-        predict(run, tmp_path / "out.parquet", Options())
-    assert list(tmp_path.iterdir()) == []
-
-
 IN_A_PROCESS = """
 import resource, signal, sys
 from pathlib import Path

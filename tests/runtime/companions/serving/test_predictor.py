@@ -11,13 +11,10 @@ from conftest import Mlx, Script, edit
 from mlx_runtime import open_run
 from mlx_runtime.companions.serving.loading import choose_checkpoint
 from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.schema import Column, Schema
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.folder import RunFolder
 
 pytestmark = pytest.mark.process
-
-NUMBER = Schema((Column("x", "float32"),), ("label",))
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +30,6 @@ def answers(make_in: Callable[[str, Path], Path], mlx: Mlx, tmp_path_factory: py
 def predictor(answers: Path, monkeypatch: pytest.MonkeyPatch) -> Predictor:
     monkeypatch.chdir(answers)
     return open_run("answers/run_001").predictor("latest")
-
-
-class TestAPredictor:
-    """Without a run."""
-
-    def test_rows_and_batches_have_the_same_answers(self) -> None:
-        predictor = Predictor(lambda batch: {"y": 2 * batch["x"]}, NUMBER, "double", max_rows=2)
-        rows = [{"x": 1.0}, {"x": 2, "label": 7}, {"x": 3}]
-        assert predictor(rows)["y"].tolist() == [2, 4, 6]
-        assert predictor({"x": torch.arange(1, 4)})["y"].tolist() == [2, 4, 6]
-        assert predictor([]) == {}
 
 
 def test_its_answers_are_those_of_the_models_of_the_checkpoint(predictor: Predictor) -> None:

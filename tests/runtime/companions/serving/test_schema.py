@@ -49,14 +49,3 @@ def test_rows_of_equal_shapes_share_a_batch_and_limits_split_it() -> None:
     assert [str(error)[:16] for error in errors] == ["None", "None", "image is missing", "None", "None"]
     assert [tuple(batch["tokens"].shape) for _, batch in batches] == [(2, 2), (1, 2), (1, 3)]
     assert batches[0][1]["text"] == ["six", "six"]
-
-
-def test_a_schema_of_a_batch_and_its_document() -> None:
-    batch = {"image": torch.zeros(3, 1, 2, 2), "tokens": torch.zeros(3, 5, dtype=torch.int64), "text": ["a", "b", "c"]}
-    schema = Schema.of_batch(batch, {"tokens": [[5], [7]], "image": [[1, 2, 2]]})
-    assert [column.text for column in schema.columns] == ["float32 (1, 2, 2)", "int64 (any,)", "string"]
-    narrow = schema.narrowed(["tokens", "text"])
-    assert (narrow.names, narrow.ignored) == (("tokens", "text"), ("image",))
-    assert narrow.example_rows()[2] == {"tokens": [0] * 5, "text": "c"}
-    again = Schema.from_document(narrow.document())
-    assert (again.columns, again.ignored, again.example_rows()) == (narrow.columns, narrow.ignored, [])

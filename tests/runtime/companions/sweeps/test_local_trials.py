@@ -140,11 +140,6 @@ class TestTrials:
         assert values == found["mixed"]["epochs"][str(trial)]
         log = Path(said["run"], "logs", "driver.log").read_text()
         assert f"run       faults {Path(said['run']).name}" in log
-        options = (f"cfg.start_workers={trial // 6}", f"cfg.num_epochs={epochs}", "cfg.name=by_hand")
-        by_hand = mlx(folder, "train", "run", *options)
-        assert by_hand.returncode == 0, by_hand.stderr
-        run = sorted(folder.glob("runs/by_hand/run_*"))[-1]
-        assert [line["val/mse"] for line in reports(run) if "val/mse" in line] == values
 
     def test_errors_end_their_trial_only(self, found: dict[str, Any]) -> None:
         said, record = outcome(found, "mixed", 2)

@@ -16,7 +16,7 @@ from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.queries import ranking as ranking
-from mlx_runtime.storage.files import join_path, storage_at
+from mlx_runtime.storage.files import join_path
 
 pytestmark = pytest.mark.process
 
@@ -142,16 +142,6 @@ def test_without_any_value_there_is_no_best(root: str) -> None:
         _ = result.best
     with pytest.raises(UsageError, match="run_001 is a run, not a sweep"):
         SweepResult(run_folder(root, "digits", "run_001"))
-
-
-def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
-    damaged, gone = (storage_at(run_folder(searched.root, "digits", name).location) for name in ("run_001", "run_002"))
-    for name in ("run.json", "metrics.jsonl"):
-        damaged.write(b"{", name)
-    gone.remove_folder()
-    result = SweepResult(searched)
-    assert [trial.status for trial in result.trials][:2] == ["UNREADABLE", "UNREADABLE"]
-    assert result.best.number == 4
 
 
 def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

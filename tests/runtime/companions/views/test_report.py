@@ -139,18 +139,6 @@ class TestOfARun:
         legends = page.evaluate("[...document.querySelectorAll('.legendtext')].map(item => item.textContent)")
         assert sorted(legends) == [EVIL_NAME, "train"]
 
-    def test_of_which_nothing_can_be_read(self, browser: Browser, tmp_path: Path) -> None:
-        folder = claim_run(str(tmp_path), "digits")
-        folder.record.write_text('{"status"')
-        report.write(report.render_run(folder), tmp_path / "page.html")
-        text = opened(browser, tmp_path / "page.html").evaluate(TEXT)
-        for item in (
-            *("UNREADABLE", "cannot read", "No metrics were recorded yet", "No checkpoints."),
-            *("conf.yaml cannot be read", "No log was stored"),
-        ):
-            assert item in text, item
-        assert (tmp_path / "page.html").stat().st_size < 20_000
-
 
 @pytest.mark.pure
 def test_keys_in_addresses_are_not_shown(tmp_path: Path) -> None:
