@@ -5,13 +5,11 @@ Each class is a group with one argument, `it`. The default of a `Keep…` class 
 """
 
 import dataclasses
-import datetime
 import enum
 import functools
 import math
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
@@ -74,20 +72,6 @@ class Base:
         self.width, self.flag = width, flag
 
 
-def logged(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-class Outer:
-    class Inner:
-        def __init__(self, width: int = 1):
-            self.width = width
-
-
 class Variadic:
     def __init__(self, first: int, *rest: int, scale: float = 1.0):
         self.all = (first, *rest, scale)
@@ -101,15 +85,6 @@ class Keywords:
 class PositionalOnly:
     def __init__(self, width: int, depth: int = 2, /, flag: bool = False):
         self.all = (width, depth, flag)
-
-
-class Trapped:
-    """Arguments with names that libraries use internally."""
-
-    def __init__(
-        self, frozen: bool = False, dataclass_name: str = "x", cls: int = 1, zen_meta: int = 2, path: str = ""
-    ):
-        self.all = (frozen, dataclass_name, cls, zen_meta, path)
 
 
 class Factory:
@@ -141,14 +116,6 @@ class Rows(Dataset):
         self.rows, self.transform = rows, transform
 
 
-@dataclass
-class Tensors:
-    """Raises when compared, by the `__eq__` of dataclasses."""
-
-    weight: torch.Tensor = field(default_factory=lambda: torch.ones(2))
-    mean: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
-
-
 class Arrays:
     def __init__(self, size: int = 3):
         self.window, self.by_key = np.hanning(size), {frozenset({"a"}): np.ones(size)}
@@ -176,20 +143,8 @@ class Touchy:
     __hash__ = None  # type: ignore[assignment]
 
 
-WIDTH = 7
-BLOCK = Renaming(3)
-
-
 def softness(x):
     return x
-
-
-def returned(module: nn.Module) -> nn.Module:
-    return module
-
-
-class KeepIntForFloat:
-    def __init__(self, it: float = 0): ...
 
 
 class KeepSmallFloat:
@@ -204,16 +159,8 @@ class KeepNegativeZero:
     def __init__(self, it: float = -0.0): ...
 
 
-class KeepBigInt:
-    def __init__(self, it: int = 2**70): ...
-
-
 class KeepWordYes:
     def __init__(self, it: str = "yes"): ...
-
-
-class KeepWordDate:
-    def __init__(self, it: str = "2024-01-01"): ...
 
 
 class KeepSpecialCharacters:
@@ -228,20 +175,12 @@ class KeepTuple:
     def __init__(self, it: tuple[int, ...] = (5, 10, 5)): ...
 
 
-class KeepUnannotatedTuple:
-    def __init__(self, it=(1, 2)): ...
-
-
 class KeepTupleInUnion:
     def __init__(self, it: Union[int, tuple[int, int]] = (3, 3)): ...  # noqa: UP007
 
 
 class KeepDict:
     def __init__(self, it: dict[str, Any] = {"a": 1, "b": [True, None], "c": {"d": (1,)}}): ...
-
-
-class KeepDictOfNumbers:
-    def __init__(self, it: dict = {1: "a", 2.5: "b", False: "c"}): ...
 
 
 class KeepSet:
@@ -264,20 +203,8 @@ class KeepEnum:
     def __init__(self, it: Color = Color.BLUE): ...
 
 
-class KeepEnumOrStr:
-    def __init__(self, it: str | Color = "RED"): ...
-
-
 class KeepLiteral:
     def __init__(self, it: Literal["a", "b", 1] = "b"): ...
-
-
-class KeepDatetime:
-    def __init__(self, it: datetime.datetime = datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)): ...
-
-
-class KeepDeque:
-    def __init__(self, it: deque = deque([1, 2], maxlen=3)): ...
 
 
 class KeepDtype:
@@ -296,16 +223,8 @@ class KeepPositionalLayer:
     def __init__(self, it: nn.Linear = nn.Linear(32, 10)): ...
 
 
-class KeepKeywordLayer:
-    def __init__(self, it: nn.Conv2d = nn.Conv2d(1, 2, kernel_size=3, padding="same", dtype=torch.float64)): ...
-
-
 class KeepComprehension:
     def __init__(self, it: nn.ModuleList = nn.ModuleList([nn.Linear(n, n) for n in range(1, 4)])): ...
-
-
-class KeepStarred:
-    def __init__(self, it: nn.Sequential = nn.Sequential(*[nn.Dropout(p / 10) for p in range(3)], nn.ReLU())): ...
 
 
 class KeepTied:
@@ -322,10 +241,6 @@ class KeepKeywords:
 
 class KeepPositionalOnly:
     def __init__(self, it: PositionalOnly = PositionalOnly(1, flag=True)): ...
-
-
-class KeepTrapped:
-    def __init__(self, it: Trapped = Trapped(frozen=True, dataclass_name="y", cls=3)): ...
 
 
 class KeepPartial:
@@ -356,10 +271,6 @@ class KeepClass:
     def __init__(self, it: type[nn.Module] = nn.GELU): ...
 
 
-class KeepNestedClass:
-    def __init__(self, it: Outer.Inner = Outer.Inner(2)): ...
-
-
 class KeepNestedDataclass:
     def __init__(self, it: Nested = Nested()): ...
 
@@ -376,29 +287,8 @@ class KeepSlotted:
     def __init__(self, it: Slotted = Slotted(4)): ...
 
 
-class KeepOwnDecorated:
-    @logged
-    def __init__(self, it: nn.Linear = nn.Linear(1, 2)): ...
-
-
-class KeepExpression:
-    def __init__(self, it: nn.Linear = nn.Linear(WIDTH * 2, len("abc"))): ...
-
-
-class KeepConstantInCall:
-    def __init__(self, it: Keywords = Keywords(1, block=BLOCK)): ...
-
-
-class KeepConditional:
-    def __init__(self, it: nn.Module = nn.ReLU() if WIDTH > 3 else nn.Tanh()): ...
-
-
 class KeepDataset:
     def __init__(self, it: Rows = Rows(5, transform=Renaming(2))): ...
-
-
-class KeepTensors:
-    def __init__(self, it: Tensors = Tensors(weight=torch.ones(4))): ...
 
 
 class KeepArrays:
@@ -407,14 +297,6 @@ class KeepArrays:
 
 class KeepDrawn:
     def __init__(self, it: Drawn = Drawn(5)): ...
-
-
-class KeepNumpyScalar:
-    def __init__(self, it: float = np.float64(0.1)): ...
-
-
-class KeepReturnedArgument:
-    def __init__(self, it: nn.Module = returned(nn.ReLU())): ...
 
 
 @dataclass

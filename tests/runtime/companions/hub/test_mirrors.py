@@ -676,13 +676,6 @@ def test_what_cannot_be_read(server: Hub, case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("opened", [Mirror, open_run])
-def test_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, opened: Callable[[str], Any]) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="hf://alice/digits needs the network, and HF_HUB_OFFLINE is set; unset it"):
-        opened(URI)
-
-
 def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

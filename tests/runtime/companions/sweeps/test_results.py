@@ -111,25 +111,6 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     ]
 
 
-def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str) -> None:
-    best = {"epoch": 1, "step": 15, "value": 0.1, "path": "…"}
-    names = []
-    for number, value in ((1, 0.3), (2, 0.2)):
-        facts = {"sweep": {"name": "sweep_001", "trial": number, "fold": None}, "best": best if number == 1 else None}
-        names.append(store_run(root, {"val/loss": [0.5, value, 0.4]}, **facts))
-    entries = [{"values": {"a": "1"}, "runs": [name]} for name in names]
-    result = SweepResult(store_sweep(root, entries))
-    assert [(trial.epoch, trial.score, trial.metrics["val/loss"]) for trial in result.ranked()] == [
-        (2, 0.1, 0.1),
-        (2, 0.2, 0.2),
-    ]
-    checkpoints = run_folder(root, "digits", names[0]).checkpoints
-    saved = CheckpointStore(checkpoints)
-    for step, value in ((15, 0.1), (19, 0.3)):
-        saved.save({}, CheckpointInfo(1, step == 19, step, {"val/loss": value}))
-    assert result.summary()["checkpoint"] == join_path(checkpoints, "epoch_0002_step_00000015")
-
-
 def test_without_any_value_there_is_no_best(root: str) -> None:
     empty = store_sweep(root, [])
     assert len(SweepResult(empty).table()) == 0

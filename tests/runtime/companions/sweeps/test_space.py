@@ -136,12 +136,6 @@ def project(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_a_value_may_be_missing_in_conf_yaml_if_it_varies(project: Path) -> None:
-    project.write_text(project.read_text().replace("width: 4", "width: ???"))
-    found = plan(Experiment, Definition(("models.net.width=1,2", "cfg.seed=3"), metric="val/loss", mode="min"))
-    assert (found.definition.trials, found.config.overrides) == (2, ("cfg.seed=3",))
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
