@@ -119,13 +119,6 @@ def stateful():
     return found
 
 
-def experiment():
-    from mlx_runtime import run
-    from src.experiment import Experiment
-
-    return run(Experiment, ["cfg.num_epochs=1", f"cfg.out={os.getcwd()}/diary"]).result().run.record["engine"]
-
-
 def objects():
     trainer.start(Execution, 5)
     found = [str(trainer), trainer.execute(lambda w: w.train())]
@@ -151,7 +144,7 @@ IN_MAKE_TEST = ("configurations", "iterator", "loading", "torch_trainer")
 
 OTHERS = ("failing", "restarted", "stopped", "refusals")
 
-ON_A_CLUSTER = ("iterator", "used", "experiment", "objects")
+ON_A_CLUSTER = ("iterator", "used", "objects")
 
 Found = dict[str, Any]
 
@@ -160,8 +153,8 @@ Found = dict[str, Any]
 def of_script(python: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
     """`of_script("local", "iterator", ...)` returns what a script finds with a Trainer of that engine, by name."""
 
-    def found(engine: str, *names: str, folder: Path | None = None, **settings: str) -> Found:
-        folder = folder or made_in(tmp_path_factory.mktemp("functions"))
+    def found(engine: str, *names: str, **settings: str) -> Found:
+        folder = made_in(tmp_path_factory.mktemp("functions"))
         (folder / "script.py").write_text(SCRIPT)
         done = python(folder, "script.py", engine, *names, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -189,16 +182,12 @@ def others(of_script: Callable[..., Found]) -> Found:
 @pytest.fixture(scope="module")
 def on_a_cluster(
     of_script: Callable[..., Found],
-    make_in: Callable[[str, Path], Path],
-    tmp_path_factory: pytest.TempPathFactory,
     environment: dict[str, str],
 ) -> Found:
-    """What a script finds in a job of a cluster of two nodes with one CPU each, in a folder with an experiment."""
-    folder = make_in("faults", tmp_path_factory.mktemp("functions"))
-    shutil.copy(EXPERIMENTS / "functions" / "training.py", folder / "src")
+    """What a script finds in a job of a cluster of two nodes with one CPU each."""
     with cluster(2, environment) as raylets:
         settings = {"MLX_IN_JOB": "1", "RAY_ADDRESS": raylets.address}
-        return of_script("auto", *ON_A_CLUSTER, folder=folder, **settings)
+        return of_script("auto", *ON_A_CLUSTER, **settings)
 
 
 @pytest.fixture(
@@ -287,8 +276,8 @@ class TestFailures:
 
 @pytest.mark.cluster
 class TestOnRay:
-    def test_experiments_functions_and_objects_find_the_cluster(self, on_a_cluster: Found) -> None:
-        assert on_a_cluster["experiment"] == on_a_cluster["used"] == {"asked": "auto", "used": "ray"}
+    def test_functions_and_objects_find_the_cluster(self, on_a_cluster: Found) -> None:
+        assert on_a_cluster["used"] == {"asked": "auto", "used": "ray"}
         table, trained = on_a_cluster["objects"]
         assert trained == [[6, 13], [6, 13]]
         assert table.splitlines()[2].split() == ["CPUs", "1", "2", "2"]
