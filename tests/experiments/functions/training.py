@@ -12,11 +12,6 @@ import torch
 from mlx_runtime import load_checkpoint, local_rank, report, save_checkpoint, world_rank, world_size
 
 
-def counting(config):
-    print(f"counting on rank {world_rank()}")
-    return list(range(config["num_epochs"]))
-
-
 def with_epochs():
     for epoch in range(3):
         report(epoch=epoch, rank=world_rank())

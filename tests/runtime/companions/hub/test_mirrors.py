@@ -21,7 +21,7 @@ from mlx_runtime.companions.hub import claims, extension, mirror, pushing, remot
 from mlx_runtime.companions.hub.commands import xp_push as push
 from mlx_runtime.companions.hub.mirror import Allowance, Follower, Mirror, SupersededError
 from mlx_runtime.companions.hub.remote import MirroredRun
-from mlx_runtime.companions.hub.repository import Repository, UnreachableError
+from mlx_runtime.companions.hub.repository import Repository
 from mlx_runtime.config import composition
 from mlx_runtime.driver import request
 from mlx_runtime.errors import MlxError, StorageError, UsageError
@@ -674,13 +674,6 @@ def test_what_cannot_be_read(server: Hub, case: str) -> None:
         open_run(uri)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UnreachableError, match=r"cannot reach http://127.0.0.1:9 for hf://alice/digits: .*refused"):
-        Mirror(URI)
 
 
 @pytest.mark.kills

@@ -18,13 +18,11 @@ from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.errors import StorageError, UsageError
 
 SCRIPT = """
-import json, sys
+import json
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from mlx_runtime import (
-    MlxError, Trainer, accelerate, get_dataset_shard, load_checkpoint, report, save_checkpoint, world_rank
-)
+from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, report, save_checkpoint
 
 
 def batches(config):
@@ -52,12 +50,6 @@ def folded(config):
     return [sorted(x.item() for x, y in get_dataset_shard(name)) for name in ("train", "val")]
 
 
-def model(config):
-    made = accelerate(nn.Linear(2, 1))
-    report(loss=0.5)
-    return made, type(made).__name__, made(torch.ones(1, 2)).dtype
-
-
 def refused(*arguments, **options):
     try:
         trainer.run(*arguments, **options)
@@ -79,14 +71,6 @@ def resuming():
     return whole, rest, alone, other
 
 
-def models():
-    seen = []
-    (one, kind, dtype), (other, *_) = trainer.run(model, {}, callbacks=[seen.append])
-    equal = all(one.state_dict()[name].equal(other.state_dict()[name]) for name in one.state_dict())
-    found = [type(one).__name__, equal, kind, str(dtype), one.weight.device.type, one(torch.ones(1, 2)).shape]
-    return found, seen[0]
-
-
 if __name__ == "__main__":
     trainer = Trainer(num_workers=2)
     both = {"train": rows(11), "val": rows(5)}
@@ -95,7 +79,6 @@ if __name__ == "__main__":
         "resuming": resuming(),
         "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
         "fold": trainer.run(folded, {}, dataset=rows(12), fold=(1, 3)),
-        "models": models(),
     }
     print(json.dumps(found))
 """
@@ -151,16 +134,6 @@ class TestOnWorkers:
         assert found["fold"] == found["folds"][1]
         runs = [open_run(found["folder"] / "runs" / "folded" / f"run_00{number}") for number in (1, 2, 3)]
         assert [run.config["cfg"]["fold"] for run in runs] == [[0, 3], [1, 3], [2, 3]]
-
-    def test_models_come_back_without_wrappers(self, found: Found) -> None:
-        model, (result, _) = found["models"]
-        assert model == ["Linear", True, "DistributedDataParallel", "torch.float32", "cpu", [1, 1]]
-        assert result["loss"] == 0.5
-        assert result["_training_iteration"] == 1
-        fields = {"_timestamp", "_time_this_iter_s", "_time_total_s", "_date", "_hostname", "_node_ip", "_pid"}
-        assert fields <= result.keys()
-        recorded = open_run(found["folder"] / "runs" / "model" / "run_001").metrics()
-        assert [name for name in recorded.columns if name.startswith("_")] == []
 
     def test_a_dataset_is_stored_once_and_named_by_its_content(self, found: Found) -> None:
         """runs/.inputs/<SHA-256>"""

@@ -54,10 +54,6 @@ def refused(call, *arguments, **options):
         return [type(error).__name__, str(error), traceback.format_exception(error)[-1].strip()]
 
 
-def configurations():
-    return [trainer.run(training.counting, config={"num_epochs": count}) for count in (2, 5)]
-
-
 def loading():
     value = trainer.run(training.resumable, config={"num_epochs": 5}, checkpoint={"epoch": 2, "model": 3})
     return value, trainer.latest_checkpoint, trainer.latest_checkpoint_path, trainer.latest_run.config["cfg"]
@@ -140,7 +136,7 @@ trainer = Trainer(num_workers=2, engine=engine, elastic=Elastic(max_failures=1))
 print(json.dumps({name: globals()[name]() for name in names}))
 """
 
-IN_MAKE_TEST = ("configurations", "iterator", "loading", "torch_trainer")
+IN_MAKE_TEST = ("iterator", "loading", "torch_trainer")
 
 OTHERS = ("failing", "restarted", "stopped", "refusals")
 
@@ -200,12 +196,6 @@ def both(request: pytest.FixtureRequest) -> Found:
 
 
 class TestRuns:
-    @pytest.mark.local
-    def test_each_worker_returns_a_value_for_each_config(self, local: Found) -> None:
-        assert local["configurations"] == [[[0, 1]] * 2, [[0, 1, 2, 3, 4]] * 2]
-        assert sorted(local["printed"]) == ["counting on rank 0"] * 2 + ["counting on rank 1"] * 2
-        assert local["stderr"] == ""
-
     def test_an_iterator_yields_what_all_workers_report(self, both: Found) -> None:
         results, finished, returns = both["iterator"]
         assert results == [[{"epoch": epoch, "rank": rank} for rank in (0, 1)] for epoch in range(3)]
@@ -269,7 +259,7 @@ class TestFailures:
         assert pickled.startswith("src.training.unpicklable returned a function on rank ")
         text, *where = reported.splitlines()
         assert text == "report(loss='low') is not a number; report numbers, or tensors of one element"
-        assert where == ["  src/training.py:82 in reports_text", '    report(loss="low")']
+        assert where == ["  src/training.py:77 in reports_text", '    report(loss="low")']
         on_every_worker = "; call report and save_checkpoint on every worker, not only on rank 0"
         assert uneven.splitlines()[0] == f"some workers call report, others return from the function{on_every_worker}"
 
@@ -348,11 +338,11 @@ class TestBeforeARun:
         with pytest.raises(UsageError, match=r"^a Trainer has no fit\(\); write trainer.run\(train_func, config\)"):
             trainer.fit()
         with pytest.raises(UsageError, match=r"config is \[1\]; it takes a dict"):
-            trainer.run(training.counting, [1])  # type: ignore[arg-type]
+            trainer.run(training.resumable, [1])  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"two_arguments\(config, model\) takes other arguments than config"):
             trainer.run(training.two_arguments)
         with pytest.raises(UsageError, match=r"cfg.config.layers\[0\] has the key '_target_', which names an object"):
-            trainer.run(training.counting, {"layers": [{"_target_": "os.getcwd"}]})
+            trainer.run(training.resumable, {"layers": [{"_target_": "os.getcwd"}]})
         with pytest.raises(UsageError, match=r"workers of the engine local do not keep a Execution"):
             Trainer(engine="local").start(training.Execution)
         assert not (tmp_path / "runs").exists()
