@@ -118,7 +118,7 @@ def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def found(script: Script, folder: Path) -> dict[str, Any]:
-    """What three sweeps have seen, of which nothing else is printed."""
+    """What two sweeps have seen, of which nothing else is printed."""
     return script(folder, SCRIPT, stderr="not for the terminal of a sweep\n")
 
 

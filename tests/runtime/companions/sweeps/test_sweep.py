@@ -17,6 +17,7 @@ from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
 from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
 from mlx_runtime.storage.leases import lease
 
@@ -112,6 +113,19 @@ def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
     again = FakeEngine(score)
     carry_out(resumed(plan, tmp_path), again)
     assert again.seen == []
+
+
+def test_what_a_trial_trains_after_it_was_pruned_affects_no_other(tmp_path: Path) -> None:
+    """It ends a moment later, which differs each time."""
+    sweep = starting.claim(plan_of(tmp_path, LR, scheduler="asha", epochs=9), listeners=[])
+    jobs = [sweep.next() for _ in range(2)]
+
+    def handle(number: int, epoch: int, value: float) -> bool:
+        return sweep.handle(jobs[number - 1], EpochEnded(epoch, 9, {"val/loss": value}, 0.1))
+
+    assert [handle(1, 0, 1.0), handle(2, 0, 2.0)] == [False, True]
+    assert [handle(2, epoch, 0.1) for epoch in (1, 2, 3)] == [True, True, True]
+    assert [handle(1, epoch, 1.0) for epoch in (1, 2)] == [False, False]
 
 
 def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path: Path) -> None:
