@@ -25,6 +25,9 @@ from torch.utils.data import TensorDataset
 from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, report, save_checkpoint
 
 
+SCALE = 1
+
+
 def batches(config):
     loader = get_dataset_shard("train").iter_torch_batches(batch_size=3)
     epochs = [[x.tolist() for x, y in loader] for _ in range(2)]
@@ -42,7 +45,7 @@ def resumable(config):
             if config["fails"] and (epoch, step) == (1, 1):
                 save_checkpoint(epoch=epoch)
                 raise ValueError("on purpose")
-        report(rows=len(seen))
+        report(rows=SCALE * len(seen))
     return seen
 
 
@@ -62,25 +65,28 @@ def rows(count):
 
 
 def resuming():
+    global SCALE
     whole = trainer.run(resumable, {"fails": False}, dataset=rows(17))
     for _ in range(2):
         refused(resumable, {"fails": True}, dataset=rows(17))
     other = refused(resumable, {"fails": False}, dataset=rows(18), resume="run_002")
+    SCALE = 2
+    edited = refused(resumable, {"fails": False}, dataset=rows(17), resume="run_002")
+    SCALE = 1
     rest = trainer.run(resumable, {"fails": False}, dataset=rows(17), resume="run_002")
     alone = Trainer(num_workers=1).run(resumable, {"fails": False}, resume="run_003")
-    return whole, rest, alone, other
+    return whole, rest, alone, other, edited
 
 
-if __name__ == "__main__":
-    trainer = Trainer(num_workers=2)
-    both = {"train": rows(11), "val": rows(5)}
-    found = {
-        "batches": trainer.run(batches, {}, dataset=both),
-        "resuming": resuming(),
-        "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
-        "fold": trainer.run(folded, {}, dataset=rows(12), fold=(1, 3)),
-    }
-    print(json.dumps(found))
+trainer = Trainer(num_workers=2)
+both = {"train": rows(11), "val": rows(5)}
+found = {
+    "batches": trainer.run(batches, {}, dataset=both),
+    "resuming": resuming(),
+    "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
+    "fold": trainer.run(folded, {}, dataset=rows(12), fold=(1, 3)),
+}
+print(json.dumps(found))
 """
 
 Found = dict[str, Any]
@@ -108,7 +114,8 @@ class TestOnWorkers:
         assert (held, other_held) == ([[0, 1], [4]], [[2], [3]])  # equal steps
 
     def test_a_resumed_function_reads_what_the_uninterrupted_one_would_have_read(self, found: Found) -> None:
-        whole, rest, alone, other = found["resuming"]
+        """An edited function, and one with another dataset, do not resume. The script needs no guard."""
+        whole, rest, alone, other, edited = found["resuming"]
         for one, resumed in zip(whole, rest, strict=True):
             assert resumed[0][0] == 1  # in the middle of the second epoch
             assert 0 < len(resumed) < len(one)
@@ -122,6 +129,9 @@ class TestOnWorkers:
             "resumable/run_002 was started with another dataset; leave out dataset= to resume it with its own, or "
             "resume= to start a new run",
         ]
+        assert edited[1].startswith(
+            "resumable/run_002 was started with another definition of SCALE; undo the edits, or "
+        )
 
     def test_folds_hold_out_every_row_once(self, found: Found) -> None:
         held = []

@@ -93,9 +93,9 @@ def stopped():
         if results[0]["step"] == 3:
             break
     left = refused(running.get_returns)
-    for results in trainer.run_iterator(training.endless_with_checkpoints):
+    for results in (stopping := trainer.run_iterator(training.endless_with_checkpoints)):
         if results[0]["number"] == 2:
-            break
+            stopping.stop()
     kept = trainer.latest_checkpoint["number"], trainer.latest_run.metrics()["number"].max()
     def fail(results):
         raise RuntimeError("in a callback")

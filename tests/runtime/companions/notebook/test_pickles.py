@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Mlx
 
-from mlx_runtime import open_run
 from mlx_runtime.companions.notebook import inputs, pickles
 from mlx_runtime.companions.notebook.pickles import Captured
 from mlx_runtime.errors import ConfigError, UsageError
@@ -142,84 +140,3 @@ def f(config): return pad_token, max_tokens, key, rows.sum().item(), path, confi
         for read in (inputs.check_function, inputs.load_function):
             with pytest.raises(ConfigError, match="was pickled by Python 3.9, and this is 3"):
                 read(str(tmp_path), "__main__.f", old)
-
-
-SCRIPT = """
-import collections, sys
-import torch
-from torch import nn
-from mlx_runtime import MlxError, Trainer, get_dataset_shard, load_checkpoint, report, save_checkpoint
-
-Sample = collections.namedtuple("Sample", "x y")
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = nn.Linear(1, 16)
-
-    def forward(self, x):
-        return self.fc1(x)
-
-
-class Losses(list):
-    pass
-
-
-class Rows:
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, row):
-        return Sample(float(row), 0.0)
-
-
-def train_func(config):
-    model, losses = Net(), Losses()
-    for epoch in range((load_checkpoint() or {"epoch": -1})["epoch"] + 1, 3):
-        if epoch == 2 and config["fails"]:
-            raise ValueError("on purpose")
-        (batch,) = get_dataset_shard().iter_torch_batches(batch_size=2)
-        losses.append(model(batch.x.float()[:, None]).square().mean().item())
-        report(loss=losses[-1])
-        save_checkpoint(epoch=epoch)
-    return losses
-
-
-trainer = Trainer(backend="torch", num_workers=2, loader="workers=1")
-trainer.start()
-try:
-    first, second = trainer.run(train_func, {"fails": sys.argv[1] == "fail"}, dataset=Rows(), resume="auto")
-    print(len(first), type(first) is Losses, len(second))
-except MlxError as error:
-    print(error)
-trainer.shutdown()
-"""
-
-
-@pytest.mark.examples
-def test_a_script_without_a_guard_trains_fails_refuses_an_edit_and_resumes(python: Mlx, tmp_path: Path) -> None:
-    """runs/.inputs/ has the function, once, and the dataset."""
-    script = tmp_path / "scripts" / "my-train.py"
-    script.parent.mkdir()
-
-    def run(text: str, argument: str) -> str:
-        script.write_text(text)
-        done = python(tmp_path, "scripts/my-train.py", argument)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout
-
-    failed = run(SCRIPT, "fail")
-    assert "ValueError: on purpose (raised on rank" in failed
-    assert "scripts/my-train.py:" in failed
-    (folder,) = (tmp_path / "runs" / "train_func").glob("run_*")
-    refused = run(SCRIPT.replace("nn.Linear(1, 16)", "nn.Linear(1, 8)"), "train")
-    assert refused == (
-        "train_func/run_001 was started with another definition of Net; undo the edits, or leave out resume= to start "
-        f"a new run, from its checkpoint with checkpoint='{folder}/checkpoints/epoch_0002'\n"
-    )
-    assert run(SCRIPT + "\n# a comment\n", "train") == "1 True 1\n"  # one epoch was left
-    run_of_both = open_run(str(folder))
-    assert run_of_both.record["status"] == "SUCCEEDED"
-    assert len(run_of_both.metrics()) == 3
-    assert len(list((tmp_path / "runs" / ".inputs").iterdir())) == 2

@@ -3,13 +3,10 @@
 tests/template/test_notebook.py covers the most important cases in an inner ring.
 """
 
-import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,7 @@ from conftest import Script
 from leftovers import marked
 
 from mlx_runtime import BaseModule, open_run, run
-from mlx_runtime.companions.notebook.background import RunJob
-from mlx_runtime.companions.notebook.function_runs import FunctionRun
-from mlx_runtime.companions.notebook.links import RunProcess
-from mlx_runtime.companions.notebook.runs import Training
-from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
-from mlx_runtime.events import EpochEnded, Event, FunctionReport, RunEnded, RunInfo, RunStarted
 
 SCRIPT = """
 import json, os, signal, threading, time
@@ -85,6 +76,10 @@ if __name__ == "__main__":
         running.result()
     except ValueError:
         found["listened"] = [running.status, len(failed)]
+
+    settings = ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"]
+    stopping = run(Experiment, settings, listeners=[lambda event: isinstance(event, StepProgress) and stopping.stop()])
+    found["stopped"] = [len(list(stopping)) < 50, stopping.status]
 
     source = Path("src/experiment.py")
     text = source.read_text().replace('"raise": ValueError("on purpose")', '"raise": ValueError("edited")')
@@ -163,6 +158,12 @@ def test_a_listener_that_fails_at_every_event_stops_the_run_with_a_checkpoint(
 
 
 @pytest.mark.kills
+def test_a_listener_may_stop_its_run(found: dict[str, Any], folder: Path) -> None:
+    assert found["stopped"] == [True, "STOPPED"]
+    assert status(folder, "run_005") == ("STOPPED", True)
+
+
+@pytest.mark.kills
 def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None:
     (kind, own), (other, override) = found["refused"]
     assert (kind, other) == ("UsageError", "ConfigError")
@@ -196,59 +197,6 @@ def test_what_cannot_be_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match=r"starting starts a run while it is imported, .* a cell without %%mlx"):
         import starting  # noqa: F401
-
-
-class InAThread:
-    """A run whose process is a thread: it sends epochs until it is asked to stop."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def follow(self) -> RunProcess:
-        return RunProcess(self, 0, self._train, {})  # type: ignore[arg-type]
-
-    def start(self, _: int, train: Callable[[Any], int], __: dict[str, str], streams: list[Any]) -> None:
-        threading.Thread(target=train, args=[Connection(os.dup(streams[2].fileno()))], daemon=True).start()
-
-    def _train(self, connection: Any) -> None:
-        with connection:
-            connection.send(RunStarted(RunInfo("digits", "run_001", Path("/runs"), "/runs/digits/run_001", {}, 1)))
-            self.go.wait(30)
-            for epoch in range(10_000):
-                connection.send(EpochEnded(epoch, 10_000, {}, 0.1))
-                connection.send(FunctionReport(({"epoch": epoch},)))
-                if connection.poll(0.0005):
-                    break
-            connection.send(RunEnded("STOPPED", {}))
-            time.sleep(0.01)  # until it exits
-
-
-JOB = RunJob("src.experiment", "Experiment", Request(), (), address="http://head:8265")
-
-
-def start(cls: Callable[..., Any], listeners: Sequence[Any] = ()) -> Any:
-    """Start a run whose first epoch arrives after its handle is returned."""
-    running = cls(JOB, listeners, False, process := InAThread())
-    process.go.set()
-    return running
-
-
-@pytest.mark.pure
-def test_a_listener_or_callback_may_stop_its_run() -> None:
-    def listen(event: Event) -> None:
-        if isinstance(event, EpochEnded) and event.epoch == 5:
-            training.stop()
-
-    def call(results: list[dict[str, Any]]) -> None:
-        if results[0]["epoch"] == 5:
-            calling.stop()
-
-    training = start(Training, [listen])
-    calling = start(FunctionRun, [call])
-    for numbers in ([epoch.epoch for epoch in training], [results[0]["epoch"] for results in calling]):
-        assert numbers == list(range(len(numbers)))
-        assert len(numbers) > 5
-    assert training.status == calling.status == "STOPPED"
 
 
 ENDLESS = """
