@@ -20,7 +20,7 @@ from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.cluster_job import send_event
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
+from mlx_runtime.errors import ClusterError, UsageError, WorkerLoopError
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded
 
 pytestmark = pytest.mark.process
@@ -29,22 +29,23 @@ pytestmark = pytest.mark.process
 KEY, FOLDER = "mlx-key", "/ceph/runs/train/run_001"
 
 
+FAILED = JobState("FAILED", "exit code 1", 1)
+
+
 class Cluster:
     """A dashboard that knows one job, and its log.
 
     Args:
         log: the log.
-        state: last state of the job; None means that the cluster does not answer any more.
+        state: last state of the job.
     """
 
-    def __init__(self, log: str = "", state: JobState | None = None) -> None:
+    def __init__(self, log: str = "", state: JobState = FAILED) -> None:
         self._log, self._state = log, state
 
     def follow(self, job: str, write: Callable[[str], object]) -> JobState:
         for start in range(0, len(self._log), 1000):
             write(self._log[start : start + 1000])
-        if self._state is None:
-            raise ClusterError("http://head:8265 does not answer")
         return self._state
 
     def log(self, job: str) -> str:
@@ -52,9 +53,6 @@ class Cluster:
 
     class address:  # noqa: N801
         url = "http://head:8265"
-
-
-FAILED = JobState("FAILED", "exit code 1", 1)
 
 
 class Hostile:
@@ -119,7 +117,7 @@ def test_reports_values_and_the_end_arrive(log: Callable[..., str]) -> None:
 
 def test_lines_that_are_no_events_end_the_connection() -> None:
     frame = {"kind": "out", "data": base64.b64encode(b'{"kind": "FunctionReport", "values": [1]}\n').decode()}
-    (end,) = follow(Cluster(f"{KEY} {json.dumps(frame)}\n", FAILED))
+    (end,) = follow(Cluster(f"{KEY} {json.dumps(frame)}\n"))
     assert isinstance(end, RunEnded)
     assert (end.status, type(end.error)) == (cluster_runs.LOST, ClusterError)
 
@@ -130,7 +128,7 @@ def test_a_returned_value_never_runs_code(
     monkeypatch.chdir(tmp_path)
     event = f"{KEY} {log(returned(0, 1)).partition(KEY)[2].partition(KEY)[2].strip()}\n"  # without its own file
     for content in (saved(Hostile()), pickle.dumps(Hostile())):
-        (end,) = follow(Cluster(file_frame(0, content) + event, FAILED))
+        (end,) = follow(Cluster(file_frame(0, content) + event))
         assert isinstance(end, RunEnded)
         assert end.status == cluster_runs.LOST
         assert "what rank 0 returned is not a value" in str(end.error)
@@ -139,24 +137,14 @@ def test_a_returned_value_never_runs_code(
 
 def test_other_values_are_not_sent_back(log: Callable[..., str]) -> None:
     reason = "it contains torch.nn.modules.linear.Linear; return numbers, text, tensors, or"
-    event, _ = follow(Cluster(log(returned(0, nn.Linear(2, 1))), FAILED))
+    event, _ = follow(Cluster(log(returned(0, nn.Linear(2, 1)))))
     assert isinstance(event, FunctionReturned)
     assert not event.pickled
     assert event.problem.startswith(f"what rank 0 returned was not sent back: {reason}")
 
 
-def test_a_silent_cluster_is_a_lost_connection() -> None:
-    (end,) = follow(Cluster())
-    assert isinstance(end, RunEnded)
-    assert isinstance(end.error, MlxError)
-    assert (end.status, end.error.hint) == (
-        cluster_runs.LOST,
-        'Follow it again: reattach("train/run_001", address="http://head:8265")',
-    )
-
-
 def test_the_end_of_a_job_is_the_end_of_its_run() -> None:
-    (end,) = follow(Cluster("error: cfg.function is 'train.f', which cannot be imported\nmore\n", FAILED))
+    (end,) = follow(Cluster("error: cfg.function is 'train.f', which cannot be imported\nmore\n"))
     assert isinstance(end, RunEnded)
     assert (end.status, str(end.error)) == ("FAILED", "cfg.function is 'train.f', which cannot be imported")
     (end,) = follow(Cluster("", JobState("STOPPED")))
