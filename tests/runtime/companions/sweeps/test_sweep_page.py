@@ -38,11 +38,11 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def open_page(browser: Browser, tmp_path: Path) -> Any:
-    """`open_page(folder, width=…)` opens the page of a sweep; it has no errors and requests nothing."""
+    """`open_page(folder)` opens the page of a sweep; it has no errors and requests nothing."""
 
-    def open_page(folder: RunFolder, **look: Any) -> Page:
+    def open_page(folder: RunFolder) -> Page:
         report.write(render_sweep(SweepResult(folder)), tmp_path / "page.html")
-        page = browser.page(**look)
+        page = browser.page()
         page.open(tmp_path / "page.html")
         page.evaluate(DRAWN)
         assert page.errors() == []
