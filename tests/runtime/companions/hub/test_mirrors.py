@@ -64,8 +64,7 @@ class Following:
     def __init__(self, opened: Mirror, training: "Training") -> None:
         self._told: list[Notice] = []
         self._follower = Follower(opened, training.record, training.reasons.append, self._told.append)
-        self.saved, self.abandon = self._follower.checkpoint_saved, self._follower.abandon
-        self.done, self.waits_s = self._follower.done, self._follower.allowance.wait_s
+        self.saved, self.done = self._follower.checkpoint_saved, self._follower.done
 
     def notices(self) -> list[Notice]:
         """Return what it has told since the last call."""
