@@ -12,8 +12,6 @@ import pytest
 import torch
 from conftest import ROOT, Mlx, Start, edit
 from faults import differences, final_state, reports, wait_for
-from forkserver import Commands
-from torchmetrics.classification import MulticlassAccuracy
 
 pytestmark = pytest.mark.process
 
@@ -53,37 +51,6 @@ def test_it_reaches_the_promised_accuracy(trained: tuple[Path, str]) -> None:
     accuracy = re.search(r"^test/accuracy +(\d\.\d{4})$", trained[1], re.MULTILINE)
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.96
-
-
-@pytest.mark.local
-def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str]) -> None:
-    lines = [json.loads(line) for line in (trained[0] / "runs/digits/run_001/metrics.jsonl").read_text().splitlines()]
-    losses = [line["val/cross_entropy"] for line in lines if "val/cross_entropy" in line]
-    assert min(losses[-5:]) >= min(losses[:-5])  # it stopped after five epochs without an improvement
-    assert len(losses) < 30
-    rates = [line["lr/adam"] for line in lines if "lr/adam" in line]
-    assert max(rates) <= 3e-3
-    assert rates[-1] < max(rates) / 2
-
-
-@pytest.mark.local
-def test_a_metric_over_two_workers_is_the_one_over_all_rows(
-    trained: tuple[Path, str], commands: Commands, environment: dict[str, str]
-) -> None:
-    """Evaluating the best checkpoint in this process gives the value that two workers reported."""
-    run = trained[0] / "runs" / "digits" / "run_001"
-    record = json.loads((run / "run.json").read_text())
-    best = record["best"]
-    script = (
-        "import torch; from src.models import DigitsNet; from src.datasets import Digits\n"
-        f"state = torch.load({best['path'] + '/state.pt'!r})['models']['net']\n"
-        "net = DigitsNet(); net.load_state_dict(state); net.eval()\n"
-        "data = Digits(split='test'); torch.save((net(data.images), data.labels), 'out.pt')"
-    )
-    assert commands.run(trained[0], [], environment, 60, script).returncode == 0
-    logits, labels = torch.load(trained[0] / "out.pt")
-    value = MulticlassAccuracy(num_classes=10, average="micro")(logits, labels)
-    assert value.item() == pytest.approx(record["metrics"]["test/accuracy"], abs=1e-6)
 
 
 @pytest.mark.examples

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import nn
+from torch.optim import SGD
 
 from mlx_runtime.runs.checkpoints import groups
 
@@ -82,3 +83,25 @@ def test_the_best_weights_are_kept_and_restored(tools: ModuleType, mode: str, va
         tool.restore(model)
         assert model.weight.tolist() == [best] * 2
         assert model.num_batches_tracked == best + 1
+
+
+def test_the_schedule_peaks_at_the_optimizers_rate_and_goes_on_with_more_epochs(tools: ModuleType) -> None:
+    def rates(steps: int, total_steps: int, state: dict | None = None) -> tuple[list[float], dict]:
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+        schedule = tools.warmup_cosine(optimizer, total_steps=total_steps, warmup_steps=4)
+        if state is not None:
+            schedule.load_state_dict(state)
+        found = []
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        return found, schedule.state_dict()
+
+    whole, state = rates(12, 12)
+    assert whole[:5] == [0.125, 0.25, 0.375, 0.5, 0.5]
+    assert whole[4:] == sorted(whole[4:], reverse=True)
+    assert 0 < whole[-1] < 0.05
+    more, _ = rates(25, 24, state)
+    assert more[1:12] == rates(24, 24)[0][13:]
+    assert more[12:] == [0.0] * 13
