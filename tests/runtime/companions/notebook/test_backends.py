@@ -16,7 +16,7 @@ import json
 
 import jax
 import jax.numpy as jnp
-from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint, world_rank, world_size
+from mlx_runtime import MlxError, Trainer, load_checkpoint, report, save_checkpoint, world_rank
 
 here = jnp.ones((1, 2)) * 2  # starts the threads of JAX in each process that imports this
 

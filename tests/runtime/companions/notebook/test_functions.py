@@ -36,7 +36,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, UsageError
 
 SCRIPT = """
-import json, os, sys, traceback
+import json, sys, traceback
 from mlx_runtime import MlxError, Trainer
 from mlx_runtime.sections import Elastic
 from src import training
