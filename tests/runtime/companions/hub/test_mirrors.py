@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from conftest import Mlx, Start
 from hub_server import Faults, Hub
+from huggingface_hub import HfApi
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
 from mlx_runtime.companions.hub import claims, extension, mirror, pushing, remote, repository, restoring
@@ -319,6 +322,32 @@ def test_a_mirror_has_a_limited_number_of_files(server: Hub, tmp_path: Path, mon
         pushing.push(training.folder, URI)
 
 
+def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "REFRESH_S", 0.05)
+    training = Training(tmp_path)
+    following = training.follow()
+    upload = HfApi.preupload_lfs_files
+    times: list[str] = []
+
+    def slowly(api: HfApi, repo_id: str, additions: Any, **options: Any) -> None:
+        large = any(addition.path_in_repo.endswith("state.pt") for addition in additions)
+        while large and len(times) < 2:  # commits, before this upload ends
+            count = len(server.commits("alice/digits"))
+            until(lambda count=count: len(server.commits("alice/digits")) > count, 60)
+            times.append(json.loads(server.files("alice/digits")["mirror.json"])["time"])
+        upload(api, repo_id, additions, **options)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
+    training.save(0)
+    training.record.finish("STOPPED")
+    lines = following.finish(600)
+    assert "is complete" in lines[-1].text
+    assert open_run(URI).record["status"] == "STOPPED"
+    assert json.loads(server.files("alice/digits")["mirror.json"])["time"] >= max(times)
+
+
 @pytest.mark.kills
 class TestEnd:
     def test_it_waits_no_longer_than_it_may(self, server: Hub, tmp_path: Path) -> None:
@@ -340,6 +369,14 @@ class TestEnd:
         assert len(server.uploads) == 2
         assert server.files("alice/digits").items() >= local_files(training.folder).items()
         assert pushing.unfinished_runs(str(tmp_path)) == []
+
+    def test_ctrl_c_ends_the_wait(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        server.faults = Faults(1, ("503",))
+        training.record.finish("SUCCEEDED")
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert "is unfinished: the wait for it was interrupted; complete it with" in following.finish(1000)[-1].text
 
     def test_a_checkpoint_never_waits(self, server: Hub, tmp_path: Path) -> None:
         training = Training(tmp_path)

@@ -151,6 +151,15 @@ def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path:
     assert found(tmp_path / "stopped", stop_at=(13, 0)) == undisturbed  # the first ten trials are random
 
 
+def test_a_resumed_sweep_may_have_another_number_of_trials(tmp_path: Path) -> None:
+    heard: list = []
+    for trials, lrs in ((2, "12"), (1, ""), (3, "3")):
+        plan, engine = plan_of(tmp_path, LR, trials=trials), FakeEngine(loss)
+        carry_out(resumed(plan, tmp_path) if heard else plan, engine, heard)
+        assert "".join(job.values["lr"] for job in engine.seen) == lrs
+        assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=0)
+
+
 def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_path: Path) -> None:
     engine = FakeEngine(loss, metric="val/lss")
     with pytest.raises(UsageError, match="do not record val/loss: the first recorded val/lss"):
