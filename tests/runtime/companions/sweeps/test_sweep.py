@@ -168,6 +168,15 @@ def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_p
     assert record_of(tmp_path)["status"] == "STOPPED"
 
 
+def test_a_second_driver_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR)
+    sweep = starting.claim(plan)
+    with pytest.raises(UsageError, match=r"digits sweep_001 is being .* by process \d+"):
+        starting.claim(resumed(plan, tmp_path))
+    sweep.record.finish("STOPPED")
+    starting.claim(resumed(plan, tmp_path))
+
+
 def test_a_run_that_is_being_trained_is_not_taken_from_its_driver(tmp_path: Path) -> None:
     plan, engine = plan_of(tmp_path, LR), FakeEngine(loss)
     sweep = starting.claim(plan)
