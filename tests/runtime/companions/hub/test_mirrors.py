@@ -486,6 +486,13 @@ class TestContinuing:
         assert records.load_record(copy)["best"]["path"] == f"{copy.path}/checkpoints/epoch_0002"
         assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (copy, [])
 
+    def test_another_run_has_its_name(self, server: Hub, tmp_path: Path) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        Training(tmp_path / "b")
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert copy is not None
+        assert copy.name == records.load_record(copy)["run"] == "run_002"
+
     def test_the_newest_attempt_wins_then_the_step(self, server: Hub, tmp_path: Path) -> None:
         training = self.mirrored(tmp_path / "a", 2)
         copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")

@@ -53,6 +53,10 @@ def folded(config):
     return [sorted(x.item() for x, y in get_dataset_shard(name)) for name in ("train", "val")]
 
 
+def large(config):
+    return torch.zeros(17_000_000)
+
+
 def refused(*arguments, **options):
     try:
         trainer.run(*arguments, **options)
@@ -85,6 +89,7 @@ found = {
     "resuming": resuming(),
     "folds": trainer.run(folded, {}, dataset=rows(12), folds=3),
     "fold": trainer.run(folded, {}, dataset=rows(12), fold=(1, 3)),
+    "large": refused(large, {}),
 }
 print(json.dumps(found))
 """
@@ -155,6 +160,12 @@ class TestOnWorkers:
         conf = (storage / "resumable" / "run_001" / "conf.yaml").read_text()
         assert file in conf
         assert find_secrets(conf, "conf.yaml") == []
+
+    def test_large_values_are_refused_in_one_line(self, found: Found) -> None:
+        assert found["large"][1] == (
+            "__main__.large returned a Tensor on rank 0 of 68.0 MB, and 64.0 MB is the maximum; save it with "
+            "save_checkpoint, and read it from trainer.latest_checkpoint"
+        )
 
 
 def named() -> None:

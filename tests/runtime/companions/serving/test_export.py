@@ -174,6 +174,12 @@ def test_a_model_that_cannot_be_exported_is_located(here: Path, mlx: Mlx, kind: 
     assert [file.name for file in here.iterdir() if "run_002" in file.name] == []
 
 
+def test_a_check_that_takes_too_long_is_stopped(here: Path) -> None:
+    with pytest.raises(MlxError, match=r"took more than 0.1 s; allow more with --timeout 0.2"):
+        export(resolve_run("exports", "run_001"), Path("late"), timeout_s=0.1)
+    assert not (here / "late").exists()
+
+
 def test_code_with_a_secret_is_not_exported(here: Path) -> None:
     with zipfile.ZipFile(here / "runs/exports/run_001/code.zip", "a") as archive:
         archive.writestr("src/keys.py", 'API_KEY = "sk-ant-abcdef1234567890"\n')

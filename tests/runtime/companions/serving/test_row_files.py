@@ -166,6 +166,12 @@ def test_json_lines(tmp_path: Path) -> None:
     assert path.read_text() == '{"x": [1.0, null]}\n{"x": [null, 2.0]}\n'
 
 
+def test_outputs_of_different_shapes_are_lists_of_any_length(tmp_path: Path) -> None:
+    first, second = {"x": torch.ones(2, 3)}, {"x": [torch.zeros(1), torch.zeros(2)]}
+    path = joined(tmp_path, ".parquet", [first, second], [{"x": torch.ones(1, 1)}])
+    assert pandas.read_parquet(path)["x"].map(list).tolist() == [[1, 1, 1], [1, 1, 1], [0], [0, 0], [1]]
+
+
 def test_parts_continue_for_the_same_command_only(tmp_path: Path) -> None:
     output = tmp_path / "out.parquet"
     parts = Parts(output, {"run": "a", "batch size": 4})
