@@ -120,12 +120,55 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
     assert record(folder, "run_001")["attempt"] == 3
 
 
+def test_a_scheduler_prunes_a_trial(experiment: Make, mlx: Mlx) -> None:
+    folder = experiment("faults")
+    words = ["optimizers.adam.lr=0.01,1e-9", *COMMON, "cfg.num_epochs=4", "--scheduler=asha", "--parallel=1"]
+    done = mlx(folder, "train", "sweep", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(folder) == ["SUCCEEDED", "PRUNED"]
+    assert record(folder, "run_002")["latest"]["epoch"] < 3
+
+
 def test_a_sweep_ends_after_its_time(experiment: Make, mlx: Mlx) -> None:
     folder = experiment("faults")
     done = mlx(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.3", "cfg.num_epochs=50", "--max-time=2s")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "stopped with 2 trials of faults/sweep_001 left. Resume: mlx train sweep --resume=sweep_001\n"
     assert record(folder)["status"] == "STOPPED"
+
+
+@pytest.mark.kills
+def test_trials_that_fail_or_are_killed_do_not_end_the_sweep(experiment: Make, start: Start) -> None:
+    folder = experiment("faults")
+    words = ["datasets.train.rows=0,61,62", *COMMON, "cfg.pause_s=600", "--parallel=1"]
+    process = start(folder, "train", "sweep", *words)
+    wait_for(lambda: any("rows" in note for note in diary(folder)))
+    os.kill(record(folder, "run_002")["pid"], signal.SIGKILL)
+    (folder / "diary" / "hurry").touch()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    assert statuses(folder) == ["FAILED", "FAILED", "SUCCEEDED"]
+    why = "its process was killed by SIGKILL (out of memory?)"
+    assert record(folder, "run_002")["error"] == why
+    log = folder / "runs" / "faults" / "run_002" / "logs" / "driver.log"
+    assert log.read_text().endswith(f"error: {why}\n")
+    assert "trial 1 FAILED: " in out
+    assert "failed    2 of 3 trials" in out
+
+
+@pytest.mark.kills
+def test_a_signal_to_all_processes_does_not_cost_the_checkpoints(experiment: Make, start: Start) -> None:
+    """`ray job stop` and systemd signal the trials of a sweep, too."""
+    folder = experiment("faults")
+    process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=1", "--parallel=2")
+    wait_for(lambda: len({note["pid"] for note in diary(folder) if "start" in note}) == 2)
+    wait_for(lambda: sum("rows" in note for note in diary(folder)) >= 2)
+    for pid in (process.pid, *(record(folder, f"run_{number:03d}")["pid"] for number in (1, 2))):
+        os.kill(pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, out + err
+    assert statuses(folder) == ["STOPPED"] * 2
+    assert [record(folder, f"run_{number:03d}")["latest"]["epoch"] for number in (1, 2)] == [0, 0]
 
 
 @pytest.mark.kills
