@@ -49,7 +49,7 @@ LONGEST = (
     *("test_runs_from_python.py", "test_runs.py", "test_mirrors.py", "test_examples.py", "test_setup.py"),
     *("test_driver.py", "test_notebook.py", "test_waterline.py", "test_tuning.py", "test_backends.py"),
     *("test_function_sweeps.py", "test_light.py", "test_serving_on_a_cluster.py"),
-    *("test_predictor.py", "test_zoo.py", "test_variants.py", "test_resuming.py", "test_shards.py"),
+    *("test_zoo.py", "test_variants.py", "test_resuming.py", "test_shards.py"),
     *("test_evaluate.py", "test_replicas.py", "test_kube_launch.py", "test_kube_driver.py"),
     *("test_composition.py", "test_fuzz.py", "test_api.py", "test_data_job.py", "test_quick_looks.py"),
     *("test_generate.py", "test_optimization.py", "test_listing.py"),

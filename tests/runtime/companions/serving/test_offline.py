@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import numpy as np
 import pandas
 import pyarrow as pa
 import pytest
-from conftest import Mlx, Start
+import torch
+from conftest import Mlx, Start, edit
 from pyarrow import parquet
 
 from mlx_runtime import open_run
@@ -88,6 +90,8 @@ class Bright(Digits):
 
 CHECKED_PREDICT = '''    def predict(self, batch):
         """Answer a batch without labels; `make predict`, `mlx xp export` and `mlx serve` call this."""
+        if self.tools.best.epoch is None:
+            raise ValueError("the tools are not those of the checkpoint")
         if (batch["image"] > 1).any():
             raise ValueError("too bright")
 '''
@@ -96,8 +100,6 @@ CHECKED_PREDICT = '''    def predict(self, batch):
 @pytest.fixture(scope="module")
 def trained(bound: Path, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An experiment with one run, whose predict refuses images brighter than 1."""
-    import shutil
-
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("predict") / "digits"))
     (folder / "src" / "more.py").write_text(MORE_DATASETS)
     code = (folder / "src" / "experiment.py").read_text()
@@ -165,6 +167,35 @@ def test_the_command_answers_as_the_predictor_and_the_evaluation_do(
         2,
         f"error: {output} exists; replace it with --force, or name another file with -o\n",
     )
+
+
+def test_a_run_warns_that_predict_fails(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "digits"))
+    edit(folder / "src" / "experiment.py", '(batch["image"] > 1)', '(batch["weight"] > 1)')
+    done = mlx(folder, "train", "run", "--quiet", "cfg.num_epochs=1", "cfg.start_workers=2")
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "predict fails" in line]
+    assert line.startswith("warning   predict fails on rows of ")
+    assert ": KeyError: 'weight' (src/experiment.py:" in line
+
+
+def test_the_stored_code_answers_from_anywhere_if_it_is_trusted(run: str) -> None:
+    with pytest.raises(UsageError, match="is not the experiment of digits/run_001"):
+        open_run(run).predictor()
+    rows = open_run(run).predictor(trust=True).schema.example_rows()
+    assert open_run(run).predictor(trust=True)(rows[:2])["digit"].shape == (2,)
+
+
+def test_examples_never_run_code(run: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "digits" / "run_001"))
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, ("raise SystemExit",)
+
+    torch.save({"val": Evil()}, folder / "examples.pt")
+    with pytest.raises(StorageError, match=r"run_001/examples\.pt is damaged: "):
+        open_run(folder).predictor(trust=True)
 
 
 def test_each_number_of_workers_and_kind_of_dataset_gives_the_same_bytes(

@@ -29,11 +29,12 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An experiment with two runs, whose models differ."""
+    """An experiment with two runs, whose models differ, and whose best checkpoints are the first ones."""
     folder = tmp_path_factory.mktemp("served")
     subprocess.run(["cp", "-r", str(bound), str(folder)], check=True)
+    settings = ("cfg.num_epochs=2", "cfg.start_workers=0", "cfg.monitor=val/cross_entropy", "cfg.mode=max")
     for seed in (1, 2):
-        done = mlx(folder / "digits", "train", "run", "cfg.num_epochs=1", "cfg.start_workers=0", f"cfg.seed={seed}")
+        done = mlx(folder / "digits", "train", "run", *settings, f"cfg.seed={seed}")
         assert done.returncode == 0, done.stderr
     return folder / "digits"
 
