@@ -186,9 +186,9 @@ class Browser:
         while not any(item["method"] == method and item.get("sessionId") == session for item in self.events):
             self._next(until, method)
 
-    def page(self, *, width: int = 1200, height: int = 900, dark: bool = False, offline: bool = True) -> "Page":
+    def page(self, *, width: int = 1200, height: int = 900, offline: bool = True) -> "Page":
         """Open a new page, by default without a network."""
-        return Page(self, width, height, dark, offline)
+        return Page(self, width, height, offline)
 
     def _next(self, until: float, what: str) -> dict[str, Any]:
         try:
@@ -230,11 +230,10 @@ class Page:
     Args:
         browser: the browser of the page.
         width, height: size of the window in pixels.
-        dark: True for a user who prefers a dark color scheme.
         offline: True to deny any network, including localhost.
     """
 
-    def __init__(self, browser: Browser, width: int, height: int, dark: bool, offline: bool) -> None:
+    def __init__(self, browser: Browser, width: int, height: int, offline: bool) -> None:
         self._browser = browser
         target = browser.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -246,12 +245,6 @@ class Page:
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
-        self.prefer(dark=dark)
-
-    def prefer(self, *, dark: bool) -> None:
-        """Emulate a preference for a dark or a light color scheme."""
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self._call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, place: Path | str) -> None:
         """Load a file or a URL, and wait until its scripts have run."""

@@ -97,14 +97,10 @@ class Commands:
 
     Args:
         environment: environment of the server, which libraries read on import.
-
-    Attributes:
-        threads: names of the server's threads other than the main one; None before the first command.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
-        self.threads: list[str] | None = None
 
     def __enter__(self) -> "Commands":
         self._places = tempfile.TemporaryDirectory()
@@ -134,9 +130,6 @@ class Commands:
         number = next(self._numbers)
         order = [number, str(folder), arguments, dict(environment), [str(stream) for stream in streams], code]
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        if self.threads is None:
-            self.threads = json.loads(self._server.stdout.readline())
         self._server.stdin.write(json.dumps(order).encode() + b"\n")
         while number not in self._pids:
             self._hear()
@@ -192,7 +185,7 @@ def as_script(folder: str, command: list[str]) -> str:
 
 
 def serve() -> str | None:
-    """Send the names of this process's threads, then the process id of each command, and its exit code.
+    """Send the process id of each command, and its exit code.
 
     Returns only in the children: the code to run, or None for `mlx`.
     """
@@ -200,8 +193,6 @@ def serve() -> str | None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each child traverses all of them as it exits, which takes two CPU seconds
-    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
-    print(json.dumps([(task / "comm").read_text().strip() for task in tasks]), flush=True)
     orders = sys.stdin.buffer.raw  # unbuffered: a buffer would hide commands from `select`
     running: dict[int, int] = {}  # numbers by process id
     while True:

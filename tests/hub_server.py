@@ -1,6 +1,6 @@
 """A small Hugging Face Hub on 127.0.0.1, with the HTTP API that `huggingface_hub` uses.
 
-Repositories of models and datasets with commits, LFS uploads, downloads by revision, tokens, and injected faults.
+Repositories of models with commits, LFS uploads, downloads by revision, tokens, and injected faults.
 It lacks Xet: clients need `HF_HUB_DISABLE_XET=1`, which is one of `Hub.variables`.
 
     with Hub() as hub:
@@ -31,8 +31,14 @@ LFS_BYTES = 4096
 
 LFS_NAMES = re.compile(r".*\.(pt|safetensors|zip|bin)|.*tfevents.*")
 
-PAGE = 100
-"""Entries per page of a listing."""
+
+REFUSALS = {
+    "429": (b"slow down", {"Retry-After": "0"}),
+    "409": (b"{}", {"Content-Type": "application/json"}),
+    "403": (b"{}", {"Content-Type": "application/json"}),
+    "503": (b"<html>unavailable</html>", {"Content-Type": "text/html"}),
+}
+"""Content and headers of injected faults, by their status."""
 
 
 @dataclass
@@ -40,7 +46,6 @@ class Commit:
     sha: str
     title: str
     files: dict[str, bytes]
-    time_s: float = field(default_factory=time.time)
 
 
 @dataclass
@@ -98,7 +103,6 @@ class Hub:
         self.repositories: dict[str, Repository] = {}  # by `models/user/name`
         self.objects: dict[str, bytes] = {}
         self.delay_s = 0.0  # before each answer
-        self.closed = threading.Event()
         self.lock = threading.RLock()
         self._shas = itertools.count()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -121,15 +125,12 @@ class Hub:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.closed.set()
         self._server.shutdown()
         self._server.server_close()
 
-    def create(
-        self, name: str, files: Mapping[str, bytes] | None = None, *, kind: str = "models", private: bool = True
-    ) -> Repository:
+    def create(self, name: str, files: Mapping[str, bytes] | None = None, *, private: bool = True) -> Repository:
         """Create a repository with a first commit."""
-        repository = self.repositories[f"{kind}/{name}"] = Repository(private, [])
+        repository = self.repositories[f"models/{name}"] = Repository(private, [])
         self.commit(repository, "initial commit", {".gitattributes": b"*.pt filter=lfs\n", **(files or {})})
         return repository
 
@@ -138,23 +139,20 @@ class Hub:
         repository.commits.append(Commit(sha, title, files))
         return repository.commits[-1]
 
-    def files(self, name: str, revision: str = "main", *, kind: str = "models") -> dict[str, bytes]:
+    def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
         """Return the content of all files of a repository."""
-        commit = self.repositories[f"{kind}/{name}"].at(revision)
+        commit = self.repositories[f"models/{name}"].at(revision)
         assert commit is not None, revision
         return commit.files
 
-    def commits(self, name: str, *, kind: str = "models") -> list[str]:
+    def commits(self, name: str) -> list[str]:
         """Return the titles of all commits after the first one, oldest first."""
-        return [commit.title for commit in self.repositories[f"{kind}/{name}"].commits[1:]]
+        return [commit.title for commit in self.repositories[f"models/{name}"].commits[1:]]
 
-    def upload_folder(self, name: str, folder: Path, *, kind: str = "models", private: bool = False) -> str:
-        """Put the files of a folder into a new repository, or a new commit. Return the hash of the commit."""
+    def upload_folder(self, name: str, folder: Path, *, private: bool = False) -> str:
+        """Put the files of a folder into a new repository. Return the hash of the commit."""
         files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-        key = f"{kind}/{name}"
-        if key not in self.repositories:
-            return self.create(name, files, kind=kind, private=private).commits[-1].sha
-        return self.commit(self.repositories[key], "upload", files).sha
+        return self.create(name, files, private=private).commits[-1].sha
 
 
 class _Server(ThreadingHTTPServer):
@@ -194,20 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._cut()
             return
         body = self._body()
-        if kind == "silence":
-            self.hub.closed.wait()
         time.sleep(self.hub.delay_s)
-        if kind == "429":
-            self._send(429, b"slow down", {"Retry-After": "0"})
-            return
-        if kind == "409":
-            self._send(409, b"{}", {"Content-Type": "application/json"})
-            return
-        if kind == "403":
-            self._send(403, b"{}", {"Content-Type": "application/json"})
-            return
-        if kind == "503":
-            self._send(503, b"<html>unavailable</html>", {"Content-Type": "text/html"})
+        if kind in REFUSALS:
+            content, headers = REFUSALS[kind]
+            self._send(int(kind), content, headers)
             return
         try:
             with self.hub.lock:
@@ -264,8 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Error(401, "Invalid credentials in Authorization header")
         return match[1]
 
-    def _repository(self, kind: str, name: str, *, write: bool = False) -> Repository:
-        user, found = self._user(), self.hub.repositories.get(f"{kind}/{name}")
+    def _repository(self, name: str, *, write: bool = False) -> Repository:
+        user, found = self._user(), self.hub.repositories.get(f"models/{name}")
         owns = user is not None and name.startswith(f"{user}/")
         if found is None or (found.private and not owns):
             raise _Error(404 if user else 401, "Repository not found", "RepoNotFound")
@@ -294,11 +282,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Error(
                 403, f"You don't have the rights to create a model under the namespace {asked['organization']!r}"
             )
-        key = f"{asked.get('type') or 'model'}s/{name}"
-        if key in self.hub.repositories:
+        if f"models/{name}" in self.hub.repositories:
             return _json({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, 409)
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
-        self.hub.create(name, kind=key.partition("/")[0], private=private)
+        self.hub.create(name, private=private)
         return _json({"url": f"{self.hub.url}/{name}", "name": name})
 
     def validate(self, body: bytes) -> tuple[int, bytes, dict[str, str]]:
@@ -311,30 +298,15 @@ class _Handler(BaseHTTPRequestHandler):
             return _json({"errors": [{"message": str(error)}], "warnings": []}, 400)
         return _json({"errors": [], "warnings": []})
 
-    def info(self, body: bytes, kind: str, name: str, revision: str = "") -> tuple[int, bytes, dict[str, str]]:
-        found = self._repository(kind, name)
+    def info(self, body: bytes, name: str, revision: str = "") -> tuple[int, bytes, dict[str, str]]:
+        found = self._repository(name)
         commit = self._commit(found, revision)
         siblings = [{"rfilename": path} for path in sorted(commit.files)]
         facts = {"id": name, "sha": commit.sha, "private": found.private, "siblings": siblings, "tags": []}
         return _json(facts | {"downloads": 0, "likes": 0, "gated": False, "disabled": False})
 
-    def refs(self, body: bytes, kind: str, name: str) -> tuple[int, bytes, dict[str, str]]:
-        head = self._repository(kind, name).commits[-1].sha
-        branches = [{"name": "main", "ref": "refs/heads/main", "targetCommit": head}]
-        return _json({"branches": branches, "converts": [], "tags": []})
-
-    def history(self, body: bytes, kind: str, name: str, revision: str) -> tuple[int, bytes, dict[str, str]]:
-        commits = reversed(self._repository(kind, name).commits)
-        found = [
-            {"id": one.sha, "title": one.title, "message": "", "authors": [], "date": _date(one.time_s)}
-            for one in commits
-        ]
-        return _json(found)
-
-    def tree(
-        self, body: bytes, kind: str, name: str, revision: str, path: str = ""
-    ) -> tuple[int, bytes, dict[str, str]]:
-        files = self._commit(self._repository(kind, name), revision).files
+    def tree(self, body: bytes, name: str, revision: str, path: str = "") -> tuple[int, bytes, dict[str, str]]:
+        files = self._commit(self._repository(name), revision).files
         prefix = f"{path.strip('/')}/" if path.strip("/") else ""
         below = {item: content for item, content in files.items() if item.startswith(prefix)}
         if prefix and not below:
@@ -345,21 +317,10 @@ class _Handler(BaseHTTPRequestHandler):
             entries = {
                 item: entries.get(item, {"type": "directory", "path": item, "oid": "", "size": 0}) for item in folders
             }
-        ordered, first = [entries[item] for item in sorted(entries)], int(self.query.get("cursor", "0"))
-        headers = {}
-        if len(ordered) > first + PAGE:
-            query = urllib.parse.urlencode(self.query | {"cursor": str(first + PAGE)})
-            headers["Link"] = f'<{self.hub.url}{self.path}?{query}>; rel="next"'
-        status, content, more = _json(ordered[first : first + PAGE])
-        return status, content, more | headers
+        return _json([entries[item] for item in sorted(entries)])
 
-    def paths(self, body: bytes, kind: str, name: str, revision: str) -> tuple[int, bytes, dict[str, str]]:
-        files = self._commit(self._repository(kind, name), revision).files
-        fields = json.loads(body) if body.startswith(b"{") else urllib.parse.parse_qs(body.decode())
-        return _json([_entry(path, files[path]) for path in fields["paths"] if path in files])
-
-    def preupload(self, body: bytes, kind: str, name: str, revision: str) -> tuple[int, bytes, dict[str, str]]:
-        files = self._commit(self._repository(kind, name, write=True), revision).files
+    def preupload(self, body: bytes, name: str, revision: str) -> tuple[int, bytes, dict[str, str]]:
+        files = self._commit(self._repository(name, write=True), revision).files
         modes = []
         for asked in json.loads(body)["files"]:
             path = asked["path"]
@@ -370,8 +331,8 @@ class _Handler(BaseHTTPRequestHandler):
             modes.append(mode)
         return _json({"files": modes})
 
-    def batch(self, body: bytes, name: str, kind: str = "models") -> tuple[int, bytes, dict[str, str]]:
-        self._repository(kind.strip("/") or "models", name, write=True)
+    def batch(self, body: bytes, name: str) -> tuple[int, bytes, dict[str, str]]:
+        self._repository(name, write=True)
         objects = []
         for asked in json.loads(body)["objects"]:
             action = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}"}}
@@ -386,8 +347,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.objects[oid] = body
         return 200, b"", {}
 
-    def commit(self, body: bytes, kind: str, name: str, revision: str) -> tuple[int, bytes, dict[str, str]]:
-        found = self._repository(kind, name, write=True)
+    def commit(self, body: bytes, name: str, revision: str) -> tuple[int, bytes, dict[str, str]]:
+        found = self._repository(name, write=True)
         head, *operations = map(json.loads, body.splitlines())
         parent = head["value"].get("parentCommit")
         if parent is not None and not found.commits[-1].sha.startswith(parent):
@@ -407,16 +368,11 @@ class _Handler(BaseHTTPRequestHandler):
                     if path not in files:
                         raise _Error(404, "A file with this name doesn't exist", "EntryNotFound")
                     del files[path]
-                case "deletedFolder":
-                    prefix = f"{path.rstrip('/')}/"
-                    files = {item: content for item, content in files.items() if not item.startswith(prefix)}
         made = self.hub.commit(found, head["value"]["summary"], files)
         return _json({"success": True, "commitUrl": f"{self.hub.url}/{name}/commit/{made.sha}", "commitOid": made.sha})
 
-    def resolve(
-        self, body: bytes, name: str, revision: str, path: str, kind: str = ""
-    ) -> tuple[int, bytes, dict[str, str]]:
-        commit = self._commit(self._repository(kind.strip("/") or "models", name), revision)
+    def resolve(self, body: bytes, name: str, revision: str, path: str) -> tuple[int, bytes, dict[str, str]]:
+        commit = self._commit(self._repository(name), revision)
         if path not in commit.files:
             raise _Error(404, "Entry not found", "EntryNotFound", **{"X-Repo-Commit": commit.sha})
         content = commit.files[path]
@@ -434,23 +390,20 @@ ROUTES: tuple[tuple[str, str, Callable[..., tuple[int, bytes, dict[str, str]]]],
     ("GET", r"/api/whoami-v2", _Handler.whoami),
     ("POST", r"/api/repos/create", _Handler.create),
     ("POST", r"/api/validate-yaml", _Handler.validate),
-    ("GET", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)", _Handler.info),
-    ("GET", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)", _Handler.info),
-    ("GET", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/refs", _Handler.refs),
-    ("GET", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/commits/(?P<revision>[^/]+)", _Handler.history),
+    ("GET", r"/api/models/(?P<name>[^/]+/[^/]+)", _Handler.info),
+    ("GET", r"/api/models/(?P<name>[^/]+/[^/]+)/revision/(?P<revision>[^/]+)", _Handler.info),
     (
         "GET",
-        r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?P<path>/.*)?",
+        r"/api/models/(?P<name>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?P<path>/.*)?",
         _Handler.tree,
     ),
-    ("POST", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)", _Handler.paths),
-    ("POST", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", _Handler.preupload),
-    ("POST", r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", _Handler.commit),
-    ("POST", r"/(?P<kind>datasets/)?(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.batch),
+    ("POST", r"/api/models/(?P<name>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", _Handler.preupload),
+    ("POST", r"/api/models/(?P<name>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", _Handler.commit),
+    ("POST", r"/(?P<name>[^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.batch),
     ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", _Handler.upload),
     (
         "GET HEAD",
-        r"/(?P<kind>datasets/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
+        r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
         _Handler.resolve,
     ),
 )
@@ -470,7 +423,3 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 
 def _git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def _date(moment: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(moment))

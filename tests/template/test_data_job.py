@@ -6,7 +6,6 @@ shards/
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -62,20 +61,6 @@ def makefile(folder: Path) -> str:
     return (folder / "alpha" / "Makefile").read_text()
 
 
-def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path) -> None:
-    name = "9lives"
-    cure = "use up to 100 letters, digits, - and _, starting with a letter"
-    message = f"error: {name!r} is not a valid data job name; {cure}\n"
-    done = mlx(tmp_path, "data", "new", "--", name)
-    assert (done.returncode, done.stderr) == (2, message)
-    assert list(tmp_path.iterdir()) == []
-    options = ("--no-input", "--directory", "data_job", f"job_name={name}")
-    done = cookiecutter(str(ROOT), tmp_path / "out", *options)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
-
-
 @pytest.mark.cluster
 def test_it_binds_and_runs_in_parallel_by_make(shards: Path, environment: dict[str, str]) -> None:
     done = make(shards, environment, "bind")
@@ -105,10 +90,3 @@ def test_its_own_tests_pass(shards: Path, environment: dict[str, str], mlx: Mlx)
 @pytest.mark.examples
 def test_it_is_linted_formatted_and_typed(shards: Path) -> None:
     check(shards)
-
-
-def test_help_explains_every_target(shards: Path, environment: dict[str, str]) -> None:
-    listed = {line.split()[0] for line in make(shards, environment, "help").stdout.splitlines()}
-    phony = re.search(r"^\.PHONY: (.*)$", (shards / "Makefile").read_text(), re.MULTILINE)
-    assert phony is not None
-    assert listed == set(phony[1].split()) == {"help", "setup", "bind", "run", "launch", "test", "clean"}

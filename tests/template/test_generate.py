@@ -95,14 +95,14 @@ def test_the_version_of_the_template_is_recorded_and_is_the_runtimes(baked: Path
     assert f'template_version = "{mlx_runtime.__version__}"' in (baked / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("name", ["9lives", 'a"b', "a/b", "-a"])
+@pytest.mark.parametrize("name", ["9lives", "a/b"])
 def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
     cure = "use up to 100 letters, digits, - and _, starting with a letter"
     message = f"error: {name!r} is not a valid experiment name; {cure}\n"
     done = mlx(tmp_path, "train", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)
     assert list(tmp_path.iterdir()) == []
-    if name not in ("9lives", 'a"b'):
+    if name != "9lives":
         return  # the hook checks the same; for others, cookiecutter creates folders or takes its default before
     done = cookiecutter(str(ROOT), tmp_path / "out", "--no-input", f"experiment_name={name}")
     assert done.returncode != 0

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import test_data_job
 import test_generate
-import torch
 from conftest import ROOT
 from test_generate import files
 from test_setup import downloads, site_packages
@@ -19,7 +18,6 @@ from test_template import make
 
 sys.path.insert(0, str(ROOT / "docs"))
 import readme
-import zoo_libraries
 
 pytestmark = pytest.mark.install
 
@@ -166,29 +164,3 @@ def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert wheel.as_uri() in (tmp_path / "gamma" / "Makefile").read_text()
-
-
-WITH_TORCHVISION = """
-import sys
-import pytest, torch
-sys.path.append(sys.argv.pop(1))
-if torch.version.cuda is None:  # then PyPI's torchvision has no operators; models need only their names
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.timeout(600)
-def test_what_torchvision_makes_can_be_a_default(tmp_path: Path) -> None:
-    """Runs in a separate environment, because TorchMetrics imports it if it is installed."""
-    wanted = f"torchvision==0.{int(torch.__version__.split('.')[1]) + 15}.*"  # the one for this torch
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--no-deps", "--target", tmp_path, wanted]
-    subprocess.run(command, check=True)
-    chosen = ["-q", "tests/runtime/config/test_zoo.py", "-k", "torchvision"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_TORCHVISION, tmp_path, *chosen], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert f"{len(zoo_libraries.TORCHVISION)} passed" in done.stdout

@@ -42,8 +42,6 @@ def restarted(saved: object, made: object) -> None:
     ("options", "values", "epochs"),
     [
         ({"patience": 2}, [3, 2, 2, 1, 1, 1], 6),
-        ({"patience": 2, "mode": "max"}, [1, 2, 2, 3, 3, 2], 6),
-        ({"patience": 2, "min_delta": 0.5, "mode": "max"}, [1, 1.4, 1.6, 1.9, 2.1], 5),
         ({"patience": 3}, [math.nan, 1, math.nan, math.nan, math.nan], 5),
         ({"patience": 2, "mode": "max"}, [1, math.inf, 2, -math.inf, math.inf], 5),
     ],
@@ -63,24 +61,14 @@ def test_early_stopping_after_so_many_epochs(
         assert stopping.stopped == (epoch == epochs)
 
 
-def test_a_patience_that_would_train_nothing_is_refused(tools: ModuleType) -> None:
-    with pytest.raises(ValueError, match="patience is 0; the minimum is 1"):
-        tools.EarlyStopping(patience=0)
-
-
 @pytest.mark.parametrize(
     ("mode", "values", "best"),
     [
         ("max", [1, 3, 3, 2], 2),  # the later of two equal values, as for checkpoints
-        ("min", [2, 1, 1, 3], 2),
         ("max", [math.nan, 1, math.nan], 1),
-        ("min", [-math.inf, 1, math.inf], 1),
-        ("max", [math.nan, -math.inf], None),
     ],
 )
-def test_the_best_weights_are_kept_and_restored(
-    tools: ModuleType, mode: str, values: list[float], best: int | None
-) -> None:
+def test_the_best_weights_are_kept_and_restored(tools: ModuleType, mode: str, values: list[float], best: int) -> None:
     """Also with a tool that was restored from a checkpoint."""
     model = nn.BatchNorm1d(2)
     kept, again = tools.BestWeights(mode), tools.BestWeights(mode)
@@ -93,8 +81,8 @@ def test_the_best_weights_are_kept_and_restored(
     for tool in (kept, again):
         nn.init.constant_(model.weight, -1)
         tool.restore(model)
-        assert model.weight.tolist() == [-1.0 if best is None else best] * 2
-        assert model.num_batches_tracked == (len(values) if best is None else best + 1)
+        assert model.weight.tolist() == [best] * 2
+        assert model.num_batches_tracked == best + 1
 
 
 def test_the_schedule_peaks_at_the_optimizers_rate_and_goes_on_with_more_epochs(tools: ModuleType) -> None:

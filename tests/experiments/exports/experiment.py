@@ -62,12 +62,8 @@ class Encoder(nn.Module):
 
     def forward(self, ids, mask):
         hidden = self.drop(self.embed(ids)) * mask[..., None]
-        if self.kind == "fixed":
-            hidden = hidden.view(3, -1, WIDTH)
         if self.kind == "branch" and hidden.sum() > 0:
             hidden = 2 * hidden
-        if self.kind == "random":
-            hidden = hidden + torch.randn_like(hidden)
         if self.kind == "recurrent":
             hidden = self.recurrent(hidden)[0]
         if self.kind == "dishonest" and torch.compiler.is_exporting():
@@ -77,20 +73,8 @@ class Encoder(nn.Module):
         return hidden.sum(1) / mask.sum(1, keepdim=True)
 
 
-class Adapter(nn.Module):
-    """A frozen layer with a trained update of low rank."""
-
-    def __init__(self, rank: int = 2):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, hidden):
-        return self.base(hidden) + self.up(self.down(hidden))
-
-
 class Head(nn.Module):
-    def __init__(self, adapter: Adapter = Adapter()):
+    def __init__(self, adapter: nn.Linear = nn.Linear(WIDTH, WIDTH)):
         super().__init__()
         self.adapter, self.norm = adapter, nn.BatchNorm1d(WIDTH)
         self.numbers, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
@@ -145,6 +129,4 @@ class Experiment(BaseModule):
 
     def predict(self, batch):
         logits = self.logits(batch)
-        if self.models.encoder.kind == "strings":
-            logits = logits + torch.tensor([len(text) for text in batch["text"]])[:, None]
         return {"label": logits.argmax(1), "scores": logits.softmax(1)}

@@ -5,35 +5,11 @@ import os
 import signal
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from mlx_runtime import load_checkpoint, local_rank, report, save_checkpoint, world_rank, world_size
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = nn.Linear(1, 128)
-        self.fc2 = nn.Linear(128, 1)
-
-    def forward(self, x):
-        return self.fc2(torch.relu(self.fc1(x)))
-
-
-def quick_start():
-    model = Net()
-    for x in torch.arange(3.0).split(1):
-        results = model(x)
-    return results.detach()
-
-
-def counting(config):
-    print(f"counting on rank {world_rank()}")
-    return list(range(config["num_epochs"]))
 
 
 def with_epochs():
@@ -93,17 +69,6 @@ def endless_with_checkpoints():
         save_checkpoint(number=number)
 
 
-def from_threads(config):
-    def reporting(thread):
-        for number in range(config["reports"]):
-            time.sleep(0.01 * (thread + world_rank()))
-            report(thread=thread, number=number)
-
-    with ThreadPoolExecutor(5) as pool:
-        list(pool.map(reporting, range(5)))
-    report(thread=5, number=0)
-
-
 def unpicklable():
     return lambda: None
 
@@ -112,23 +77,9 @@ def reports_text():
     report(loss="low")
 
 
-def reports_nameless():
-    report(**{"": 3})
-
-
-def saves_an_object():
-    save_checkpoint(model=object())
-
-
 def reports_on_rank_0():
     if world_rank() == 0:
         report(loss=1)
-
-
-def saves_on_rank_0():
-    if world_rank() == 0:
-        save_checkpoint(epoch=1)
-    report(loss=1)
 
 
 def two_arguments(config, model):

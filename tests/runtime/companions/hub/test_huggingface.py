@@ -9,7 +9,6 @@ import datasets
 import pytest
 import torch
 
-from mlx_runtime.companions.prepared.fingerprints import Candidate
 from mlx_runtime.data.loaders import DatasetShard, LoaderOptions
 from mlx_runtime.datasets import Batched
 from mlx_runtime.distributed.topology import Topology
@@ -54,24 +53,11 @@ def test_every_row_once_in_equal_steps_whatever_it_comes_from(make: Any) -> None
     assert read(shard(make(), 0, 2, batch_size=3)) == ranks[0]
 
 
-def test_rows_of_lists_become_tensors_without_a_line_of_code() -> None:
-    for rows in (numbers(), numbers().with_format("torch"), numbers().with_format("numpy")):
-        (batch,) = shard(rows, name="val", batch_size=16).iter_torch_batches()
-        assert batch["pair"].tolist() == [[row, row] for row in range(10)]
-
-
-def test_an_evaluation_set_is_read_in_order_though_the_library_calls_a_method_shuffle() -> None:
-    val = shard(numbers(), name="val", batch_size=4)
-    assert (val.shuffle, val.training, val.attribute("drop_last", False)) == (False, False, False)
-    assert read(val) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
         (numbers(), "datasets.train has batch_size None; give the function that returns it an argument batch_size, or"),
         (datasets.DatasetDict(train=numbers(), test=numbers()), "datasets.train has the splits train, test; choose"),
-        (Batched(numbers(), group_by_length="y"), "group_by_length is 'y', but the columns are x, pair"),
         (Batched([1, 2]), r"datasets.train: Batched.to_hf\(\) returned list; it must return a datasets.Dataset"),
     ],
 )
@@ -79,18 +65,6 @@ def test_what_cannot_be_read_is_one_line(dataset: Any, message: str) -> None:
     with pytest.raises(DatasetError, match=message) as caught:
         read(shard(dataset))
     assert "\n" not in str(caught.value)
-
-
-def test_rows_that_cannot_be_read_together_are_named() -> None:
-    def checked(rows: dict[str, list[int]]) -> dict[str, list[int]]:
-        if 7 in rows["x"]:
-            raise ValueError("not a text")
-        return rows
-
-    rows = Batched(numbers().with_transform(checked), batch_size=4)
-    with pytest.raises(ValueError, match="not a text") as caught:
-        read(shard(rows, name="val"))
-    assert vars(caught.value)["__notes__"] == ["while reading samples 4 … of datasets.val"]
 
 
 def test_one_process_of_a_machine_loads_rows_while_the_others_wait(locks: Path) -> None:
@@ -125,13 +99,6 @@ class Stream:
         return stream(40)
 
 
-class Uncounted:
-    batch_size = 3
-
-    def to_hf(self) -> datasets.IterableDataset:
-        return stream()
-
-
 @pytest.mark.parametrize("make", [Stream, lambda: Batched(stream(), batch_size=3, rows=40)])
 def test_a_stream_is_read_once_in_equal_steps_and_in_an_order_of_the_seed(make: Any) -> None:
     loaders = [shard(make(), rank, 2).iter_torch_batches() for rank in range(2)]
@@ -164,28 +131,9 @@ def test_an_interrupted_stream_continues_on_any_number_of_workers(workers: int) 
             stream(),
             r"IterableDataset has no length; give the number of rows in one pass: Batched\(..., rows=N\)",
         ),
-        (Uncounted(), "Uncounted has no length; give it __len__, the number of rows in one pass"),
         (Stream(41), r"datasets.train: Stream ended after 40 samples, but __len__\(\) is 41"),
     ],
 )
 def test_a_stream_of_unknown_or_wrong_length_is_refused(dataset: Any, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         read(shard(dataset, batch_size=3))
-
-
-def test_a_stream_is_prepared_as_columns(tmp_path: Path) -> None:
-    from mlx_runtime.companions.prepared.preparation import make
-
-    node = {"_target_": "test_huggingface.Stream", "rows": 40, "batch_size": 4}
-    candidate = Candidate("train", node, node, 7, tmp_path)
-    sets = make([candidate], str(tmp_path), lambda _: None, lambda *_: None)
-    prepared = DatasetShard("val", None, Topology(0, 1, torch.device("cpu")), LoaderOptions(7), sets["train"])
-    assert [row for batch in read(prepared) for row in batch] == list(range(40))
-
-
-@pytest.mark.parametrize("column", ["x", "pair"])
-def test_rows_are_grouped_by_a_column(column: str) -> None:
-    rows = datasets.Dataset.from_dict({"x": [1, 3, 2], "pair": [[1], [1, 2, 3], [1, 2]]}).select([2, 1, 0])
-    lengths = shard(Batched(rows, group_by_length=column)).lengths
-    assert lengths is not None
-    assert lengths.tolist() == [2, 3, 1]

@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from mlx_runtime import Trainer, reattach
 from mlx_runtime.companions.jobs.launching import JobState
 from mlx_runtime.companions.notebook import cluster_runs
 from mlx_runtime.companions.notebook.cluster_job import send_event
 from mlx_runtime.companions.notebook.cluster_runs import ClusterRun
 from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLoopError
+from mlx_runtime.errors import ClusterError, UsageError, WorkerLoopError
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned, RunEnded
 
 pytestmark = pytest.mark.process
@@ -30,22 +29,23 @@ pytestmark = pytest.mark.process
 KEY, FOLDER = "mlx-key", "/ceph/runs/train/run_001"
 
 
+FAILED = JobState("FAILED", "exit code 1", 1)
+
+
 class Cluster:
     """A dashboard that knows one job, and its log.
 
     Args:
         log: the log.
-        state: last state of the job; None means that the cluster does not answer any more.
+        state: last state of the job.
     """
 
-    def __init__(self, log: str = "", state: JobState | None = None) -> None:
+    def __init__(self, log: str = "", state: JobState = FAILED) -> None:
         self._log, self._state = log, state
 
     def follow(self, job: str, write: Callable[[str], object]) -> JobState:
         for start in range(0, len(self._log), 1000):
             write(self._log[start : start + 1000])
-        if self._state is None:
-            raise ClusterError("http://head:8265 does not answer")
         return self._state
 
     def log(self, job: str) -> str:
@@ -55,21 +55,9 @@ class Cluster:
         url = "http://head:8265"
 
 
-FAILED = JobState("FAILED", "exit code 1", 1)
-
-
 class Hostile:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("touched"),)
-
-
-class Unsaved:
-    """A value that pickle loads, and torch does not save."""
-
-    def __reduce_ex__(self, protocol: int) -> Any:
-        if protocol == 2:
-            raise RuntimeError("it has a lock")
-        return Unsaved, ()
 
 
 def follow(cluster: Cluster) -> list[Event]:
@@ -112,14 +100,6 @@ def returned(rank: int, value: Any) -> FunctionReturned:
     return FunctionReturned(rank, 2, base64.b64encode(pickle.dumps(value)).decode())
 
 
-def problem(text: str) -> str:
-    """Return the reason why another machine does not receive the value of rank 0."""
-    event, _ = follow(Cluster(text, FAILED))
-    assert isinstance(event, FunctionReturned)
-    assert not event.pickled
-    return event.problem
-
-
 def test_reports_values_and_the_end_arrive(log: Callable[..., str]) -> None:
     value = {"loss": np.float64(0.5), "weights": torch.ones(20_000), "names": ("a", None)}  # in several frames
     report, error = FunctionReport(({"loss": 1.0}, {"loss": 2.0})), WorkerLoopError("it broke")
@@ -135,10 +115,9 @@ def test_reports_values_and_the_end_arrive(log: Callable[..., str]) -> None:
     assert (end.status, end.metrics, end.best, str(end.error)) == ("FAILED", {"loss": 1.0}, {"epoch": 1}, "it broke")
 
 
-@pytest.mark.parametrize("line", ['{"kind": "RunStarted"}', '{"kind": "FunctionReport", "values": [1]}'])
-def test_lines_that_are_no_events_end_the_connection(line: str) -> None:
-    frame = {"kind": "out", "data": base64.b64encode(f"{line}\n".encode()).decode()}
-    (end,) = follow(Cluster(f"{KEY} {json.dumps(frame)}\n", FAILED))
+def test_lines_that_are_no_events_end_the_connection() -> None:
+    frame = {"kind": "out", "data": base64.b64encode(b'{"kind": "FunctionReport", "values": [1]}\n').decode()}
+    (end,) = follow(Cluster(f"{KEY} {json.dumps(frame)}\n"))
     assert isinstance(end, RunEnded)
     assert (end.status, type(end.error)) == (cluster_runs.LOST, ClusterError)
 
@@ -149,45 +128,23 @@ def test_a_returned_value_never_runs_code(
     monkeypatch.chdir(tmp_path)
     event = f"{KEY} {log(returned(0, 1)).partition(KEY)[2].partition(KEY)[2].strip()}\n"  # without its own file
     for content in (saved(Hostile()), pickle.dumps(Hostile())):
-        (end,) = follow(Cluster(file_frame(0, content) + event, FAILED))
+        (end,) = follow(Cluster(file_frame(0, content) + event))
         assert isinstance(end, RunEnded)
         assert end.status == cluster_runs.LOST
         assert "what rank 0 returned is not a value" in str(end.error)
         assert not Path("touched").exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (nn.Linear(2, 1), "it contains torch.nn.modules.linear.Linear; return numbers, text, tensors, or"),
-        (Unsaved(), "it has a lock; return numbers"),
-    ],
-)
-def test_other_values_are_not_sent_back(log: Callable[..., str], value: Any, reason: str) -> None:
-    assert problem(log(returned(0, value))).startswith(f"what rank 0 returned was not sent back: {reason}")
-
-
-@pytest.mark.parametrize("address", ["", 8265, "ftp://head"])
-def test_an_address_that_is_none_is_refused(address: Any) -> None:
-    cure = "is not the address of a cluster; write http://HEAD:8265"
-    with pytest.raises(UsageError, match=f"address is {address!r}, which {cure}"):
-        reattach("train/run_001", address=address)
-    with pytest.raises(UsageError, match="launch needs a cluster: Trainer"):
-        Trainer().launch(print)
-
-
-def test_a_silent_cluster_is_a_lost_connection() -> None:
-    (end,) = follow(Cluster())
-    assert isinstance(end, RunEnded)
-    assert isinstance(end.error, MlxError)
-    assert (end.status, end.error.hint) == (
-        cluster_runs.LOST,
-        'Follow it again: reattach("train/run_001", address="http://head:8265")',
-    )
+def test_other_values_are_not_sent_back(log: Callable[..., str]) -> None:
+    reason = "it contains torch.nn.modules.linear.Linear; return numbers, text, tensors, or"
+    event, _ = follow(Cluster(log(returned(0, nn.Linear(2, 1)))))
+    assert isinstance(event, FunctionReturned)
+    assert not event.pickled
+    assert event.problem.startswith(f"what rank 0 returned was not sent back: {reason}")
 
 
 def test_the_end_of_a_job_is_the_end_of_its_run() -> None:
-    (end,) = follow(Cluster("error: cfg.function is 'train.f', which cannot be imported\nmore\n", FAILED))
+    (end,) = follow(Cluster("error: cfg.function is 'train.f', which cannot be imported\nmore\n"))
     assert isinstance(end, RunEnded)
     assert (end.status, str(end.error)) == ("FAILED", "cfg.function is 'train.f', which cannot be imported")
     (end,) = follow(Cluster("", JobState("STOPPED")))

@@ -7,8 +7,6 @@ import pytest
 from clusters import RayCluster
 from conftest import Mlx
 
-from mlx_runtime import Trainer
-
 pytestmark = pytest.mark.cluster
 
 SCRIPT = """
@@ -43,26 +41,28 @@ class Looker:
         return look()
 
 
-def seen(gpus):
-    job, found = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001")), {}
-    for name, use_gpu in (("without", False), ("runs", None))[gpus == 2 :]:
-        cfg = TrainConfig(start_workers=2, gpus_per_worker=gpus, use_gpu=use_gpu)
-        with engine.OnRay.connect(cfg, "") as cluster:
-            workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)
-            while workers.poll():
-                time.sleep(0.1)
-            workers.close()
-        found[name] = [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]
+def seen_by_runs(gpus):
+    job = SimpleNamespace(run=SimpleNamespace(experiment="gpus", name="run_001"))
+    cfg = TrainConfig(start_workers=2, gpus_per_worker=gpus)
+    with engine.OnRay.connect(cfg, "") as cluster:
+        workers = engine.OnRay(cfg, cluster, timeout_s=60).start(job, None, None)
+        while workers.poll():
+            time.sleep(0.1)
+        workers.close()
+    return [json.loads(Path(f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def seen_by_objects(gpus):
     trainer = Trainer(num_workers=2, engine="ray", gpus_per_worker=gpus)
     trainer.start(Looker)
-    found["actors"] = trainer.execute(Looker.look)
+    found = trainer.execute(Looker.look)
     trainer.shutdown()
     return found
 
 
 if __name__ == "__main__":
     group.RayWorker = LookingWorker
-    print(json.dumps([seen(1), seen(2)]))
+    print(json.dumps([seen_by_runs(1), seen_by_runs(2), seen_by_objects(2)]))
 """
 
 
@@ -73,22 +73,9 @@ def test_ray_gives_each_worker_its_own(python: Mlx, tmp_path: Path, environment:
         node.wait(1)
         done = python(tmp_path, "script.py", MLX_IN_JOB="1", RAY_ADDRESS=f"127.0.0.1:{node.port}")
     assert done.returncode == 0, done.stdout + done.stderr
-    one, two = json.loads(done.stdout.splitlines()[-1])
-    assert one.pop("without") == [[[], "", 0], [[], "", 0]]
-    for gpus, found in ((1, one), (2, two)):
-        for name, workers in found.items():
-            assert [resources for _, _, resources in workers] == [gpus, gpus]
-            assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
-            own = [list(map(str, owns)) for owns, _, _ in workers]
-            shared = [[gpu for owns in own for gpu in owns]] * 2  # NCCL copies between visible GPUs
-            each = own if gpus > 1 or name == "actors" else shared
-            assert [visible.split(",") for _, visible, _ in workers] == each
-
-
-def look() -> None: ...
-
-
-def test_a_trial_of_ray_tune_needs_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the function is stored there
-    trainable = Trainer(num_workers=2, gpus_per_worker=2, use_gpu=True).to_tune_trainable(look)
-    assert vars(trainable)["_resources"].required_resources == {"CPU": 2, "GPU": 4}
+    for gpus, workers in zip((1, 2, 2), json.loads(done.stdout.splitlines()[-1]), strict=True):
+        assert [resources for _, _, resources in workers] == [gpus, gpus]
+        assert len({own for owns, _, _ in workers for own in owns}) == 2 * gpus
+        own = [list(map(str, owns)) for owns, _, _ in workers]
+        shared = [[gpu for owns in own for gpu in owns]] * 2  # NCCL copies between visible GPUs
+        assert [visible.split(",") for _, visible, _ in workers] == (own if gpus > 1 else shared)

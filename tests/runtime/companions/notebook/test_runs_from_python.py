@@ -3,32 +3,19 @@
 tests/template/test_notebook.py covers the most important cases in an inner ring.
 """
 
-import importlib
-import json
-import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Script
-from hub_server import Hub
 from leftovers import marked
 
 from mlx_runtime import BaseModule, open_run, run
-from mlx_runtime.companions.notebook.background import RunJob, libraries
-from mlx_runtime.companions.notebook.function_runs import FunctionRun
-from mlx_runtime.companions.notebook.links import RunProcess
-from mlx_runtime.companions.notebook.runs import Training
-from mlx_runtime.driver.arguments import Request
-from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.events import EpochEnded, Event, FunctionReport, RunEnded, RunInfo, RunStarted
+from mlx_runtime.errors import UsageError
 
 SCRIPT = """
 import json, os, signal, threading, time
@@ -90,9 +77,10 @@ if __name__ == "__main__":
     except ValueError:
         found["listened"] = [running.status, len(failed)]
 
-    for each in (failing := run(Experiment, ["cfg.start_workers=0", "--fast-dev-run"])):
-        pass
-    found["kept"] = failing.result().run is not None
+    settings = ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"]
+    stopping = run(Experiment, settings, listeners=[lambda event: isinstance(event, StepProgress) and stopping.stop()])
+    found["stopped"] = [len(list(stopping)) < 50, stopping.status]
+
     source = Path("src/experiment.py")
     text = source.read_text().replace('"raise": ValueError("on purpose")', '"raise": ValueError("edited")')
     saving = "self.save_checkpoint(epoch=epoch)"
@@ -170,8 +158,9 @@ def test_a_listener_that_fails_at_every_event_stops_the_run_with_a_checkpoint(
 
 
 @pytest.mark.kills
-def test_a_run_of_which_nothing_is_kept_has_no_reader(found: dict[str, Any]) -> None:
-    assert found["kept"] is False
+def test_a_listener_may_stop_its_run(found: dict[str, Any], folder: Path) -> None:
+    assert found["stopped"] == [True, "STOPPED"]
+    assert status(folder, "run_005") == ("STOPPED", True)
 
 
 @pytest.mark.kills
@@ -210,109 +199,6 @@ def test_what_cannot_be_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         import starting  # noqa: F401
 
 
-@pytest.mark.pure
-def test_a_server_imports_the_libraries_of_an_experiment_but_not_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("import json\nfrom torchmetrics.aggregation import MeanMetric")
-    (tmp_path / "mine" / "models.py").write_text("import local, numpy.fft as fft\ndef f(): import rich")
-    (tmp_path / "local.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("mine", "mine.models"):
-        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
-    assert libraries("mine.models.Net") == ["numpy.fft", "torchmetrics.aggregation"]
-
-
-class InAThread:
-    """A run whose process is a thread: it sends epochs until it is asked to stop."""
-
-    def __init__(self, end: RunEnded | None = None) -> None:
-        self._end, self.go = end or RunEnded("STOPPED", {}), threading.Event()
-
-    def follow(self) -> RunProcess:
-        return RunProcess(self, 0, self._train, {})  # type: ignore[arg-type]
-
-    def start(self, _: int, train: Callable[[Any], int], __: dict[str, str], streams: list[Any]) -> None:
-        threading.Thread(target=train, args=[Connection(os.dup(streams[2].fileno()))], daemon=True).start()
-
-    def _train(self, connection: Any) -> None:
-        with connection:
-            connection.send(RunStarted(RunInfo("digits", "run_001", Path("/runs"), "/runs/digits/run_001", {}, 1)))
-            self.go.wait(30)
-            for epoch in range(10_000):
-                connection.send(EpochEnded(epoch, 10_000, {}, 0.1))
-                connection.send(FunctionReport(({"epoch": epoch},)))
-                if connection.poll(0.0005):
-                    break
-            connection.send(self._end)
-            time.sleep(0.01)  # until it exits
-
-
-JOB = RunJob("src.experiment", "Experiment", Request(), (), address="http://head:8265")
-
-
-def start(cls: Callable[..., Any], listeners: Sequence[Any] = (), end: RunEnded | None = None) -> Any:
-    """Start a run whose first epoch arrives after its handle is returned."""
-    running = cls(JOB, listeners, False, process := InAThread(end))
-    process.go.set()
-    return running
-
-
-@pytest.mark.pure
-def test_a_listener_or_callback_may_stop_its_run() -> None:
-    def listen(event: Event) -> None:
-        if isinstance(event, EpochEnded) and event.epoch == 5:
-            training.stop()
-
-    def call(results: list[dict[str, Any]]) -> None:
-        if results[0]["epoch"] == 5:
-            calling.stop()
-
-    training = start(Training, [listen])
-    calling = start(FunctionRun, [call])
-    for numbers in ([epoch.epoch for epoch in training], [results[0]["epoch"] for results in calling]):
-        assert numbers == list(range(len(numbers)))
-        assert len(numbers) > 5
-    assert training.status == calling.status == "STOPPED"
-
-
-@pytest.mark.pure
-def test_another_thread_may_stop_a_run() -> None:
-    for _ in range(20):
-        running = start(Training)
-        with ThreadPoolExecutor() as threads:
-            reading = threads.submit(lambda: [epoch.epoch for epoch in running])  # noqa: B023
-            time.sleep(0.01)
-            running.stop()
-        numbers = reading.result()
-        assert numbers == list(range(len(numbers)))
-
-
-LOST = ClusterError("cannot follow it", 'Follow it again: reattach("digits/run_001", address="http://head:8265")')
-RESUME = """Resume: run(Experiment, ["--resume=/runs/digits/run_001"], address="http://head:8265")"""
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("end", "note"),
-    [
-        (RunEnded("STOPPED", {}), f"/runs/digits/run_001 is STOPPED. {RESUME}"),
-        (RunEnded("SUCCEEDED", {}), "/runs/digits/run_001 is SUCCEEDED"),
-        (RunEnded("LOST", {}, error=LOST), LOST.hint),
-    ],
-)
-def test_an_interrupted_run_names_what_to_do(end: RunEnded, note: str) -> None:
-    def interrupt(event: Event) -> None:
-        if isinstance(event, EpochEnded) and event.epoch == 5:
-            raise KeyboardInterrupt
-
-    running = start(Training, [interrupt], end)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        running.result()
-    assert caught.value.__notes__ == [note]
-
-
 ENDLESS = """
 from mlx_runtime import run
 from src.experiment import Experiment
@@ -340,30 +226,3 @@ def test_a_killed_kernel_leaves_no_processes(
         time.sleep(0.1)
     assert marked(tmp_path) == []
     assert open_run(place).record["status"] == "RUNNING"  # STALE, once its heartbeat is old
-
-
-MIRRORED = """
-import json, os
-os.environ.update(json.load(open("../variables.json")))
-from mlx_runtime import run
-from src.experiment import Experiment
-
-settings = ["cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "--resume=auto"]
-for epoch in run(Experiment, [*settings, "cfg.num_epochs=50", "cfg.pause_s=0.01"]):
-    break
-outcome = run(Experiment, [*settings, "cfg.num_epochs=8", "cfg.storage_path=elsewhere"]).result()
-print(json.dumps({"status": outcome.status, "attempt": outcome.run.record["attempt"]}))
-"""
-
-
-@pytest.mark.kills
-def test_a_mirrored_run_continues_in_another_storage(
-    script: Script, make_in: Callable[[str, Path], Path], tmp_path: Path
-) -> None:
-    with Hub() as server:
-        (tmp_path / "variables.json").write_text(json.dumps(server.variables()))
-        found = script(make_in("faults", tmp_path), MIRRORED)
-        assert found == {"status": "SUCCEEDED", "attempt": 2}
-        ends = [title.partition(",")[0] for title in server.commits("alice/faults")]
-        assert "faults/run_001: STOPPED" in ends
-        assert ends[-1] == "faults/run_001: SUCCEEDED"

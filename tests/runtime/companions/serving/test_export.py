@@ -108,7 +108,6 @@ def test_a_loaded_export_answers_like_the_run(here: Path) -> None:
     ("file", "damage", "message"),
     [
         ("program.pt2", b"\xff", "program.pt2 is damaged: it is not the file that was exported"),
-        ("export.json", b"[]", "cannot read .*export.json: "),
         ("export.json", None, "is not an export: it has no export.json"),
     ],
 )
@@ -120,30 +119,13 @@ def test_a_damaged_export_is_refused(here: Path, file: str, damage: bytes | None
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("file", ["schema.json", "program.pt2"])
-def test_a_pipe_in_place_of_a_file_is_refused(here: Path, file: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused(here: Path) -> None:
     """Reading it would block forever."""
+    file = "schema.json"
     (here / NAME / file).unlink()
     os.mkfifo(here / NAME / file)
     with pytest.raises(StorageError, match=f"cannot read .*{file}: .*not a regular file"):
         load_export(here / NAME)
-
-
-def test_an_export_whose_hash_was_rewritten_is_refused_if_its_content_is_damaged(here: Path) -> None:
-    from mlx_runtime.companions.serving.exports.exported import sha256_of
-
-    for file, message in (
-        ("program.pt2", "cannot read .*program.pt2: "),
-        ("examples.safetensors", "cannot read .*examples.safetensors: its header has"),
-        ("schema.json", "cannot read .*schema.json: "),
-    ):
-        folder = Path(shutil.copytree(here / NAME, here / f"damaged_{file}"))
-        (folder / file).write_bytes(b"\xff" * 64)
-        about = json.loads((folder / "export.json").read_text())
-        about["files"][file] = {"size_bytes": 64, "sha256": sha256_of(folder / file)[0]}
-        (folder / "export.json").write_text(json.dumps(about))
-        with pytest.raises(StorageError, match=message):
-            load_export(folder)
 
 
 def test_an_export_replaces_only_an_export_and_only_with_force(here: Path) -> None:
@@ -163,25 +145,16 @@ def test_an_export_replaces_only_an_export_and_only_with_force(here: Path) -> No
     assert [file for file in here.iterdir() if ".part-" in file.name or ".old-" in file.name] == []
 
 
-BATCH = "write x.shape[0] or -1 instead of a number; int(), loops over rows, and conditions on their number fix it"
-
-
 CANNOT_BE_EXPORTED = {
-    "fixed": "predict cannot be exported: it fails with 1 row: shape '[3, -1, 8]' is invalid for input of size 16 at "
-    f"src/experiment.py:66: hidden = hidden.view(3, -1, WIDTH)\n{BATCH}",
-    "branch": "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:67: "
+    "branch": "predict cannot be exported: a condition or a size depends on values of tensors at src/experiment.py:65: "
     'if self.kind == "branch" and hidden.sum() > 0:\na program cannot branch on values of tensors; use '
     "torch.where, a mask, or torch.cond",
     "recurrent": "predict cannot be exported: dimension 1 of 'ids', which varies, is fixed to 7 at "
-    "src/experiment.py:72: hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 instead of a number; recurrent "
+    "src/experiment.py:68: hidden = self.recurrent(hidden)[0]\nwrite x.shape[1] or -1 instead of a number; recurrent "
     "layers and loops over positions fix a length: pad all rows to one length in the dataset, or export only the "
     "weights with --format safetensors",
-    "random": "predict returns different values of 'label' each time, because it draws random numbers, so that the "
-    'export cannot be compared; let the dataset yield them as a column, and read it: batch["noise"]',
     "nan": "predict returns only NaN or infinity in 'scores' for 1 row of ids (4,), mask (4,), numbers (4,): nothing "
     "can be compared; choose another --checkpoint, or let predict return numbers for such rows",
-    "strings": "predict reads 'text', a column of strings, which programs cannot read; tokenize it in ray_map_batches "
-    "or collate of the dataset, and let predict read the tokens",
     "dishonest": "the exported program (pt2) differs from predict with 3 rows of ids (",
 }
 """Messages by kind of encoder."""
@@ -213,20 +186,6 @@ def test_code_with_a_secret_is_not_exported(here: Path) -> None:
     with pytest.raises(UsageError, match=r"^src/keys.py:1 would take a likely secret to the export. Read it from the"):
         export(resolve_run("exports", "run_001"), Path("secret"), formats=["safetensors"])
     assert not (here / "secret").exists()
-
-
-def test_differences_are_relative_to_the_largest_value_of_an_output() -> None:
-    one = torch.tensor([100.0, 1.0])
-    assert proof.difference({"y": one}, {"y": one + torch.tensor([0.0, 0.5])}, 0.01) == 0.005
-    with pytest.raises(proof.ProofError, match=r"y by 0.5, with a tolerance of 0.01"):
-        proof.difference({"y": one / 100}, {"y": one / 100 + 0.5}, 0.01)
-    for wanted, found in ((one, one / 0), (one / 0, -one / 0), (one / 0, one / 0 * 0)):
-        with pytest.raises(proof.ProofError, match="NaN or infinity at other positions"):
-            proof.difference({"y": wanted}, {"y": found}, 1.0)
-    with pytest.raises(proof.ProofError, match=r"y is torch.float64 \(2,\) instead of torch.float32 \(2,\)"):
-        proof.difference({"y": one}, {"y": one.double()}, 1.0)
-    with pytest.raises(proof.ProofError, match="it returns z instead of y"):
-        proof.difference({"y": one}, {"z": one}, 1.0)
 
 
 @pytest.mark.pure

@@ -4,9 +4,7 @@ All tests share the cluster and its application, in the order in which a user wo
 """
 
 import json
-import os
 import shutil
-import signal
 import threading
 import time
 import urllib.error
@@ -65,10 +63,6 @@ class Model:
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=120) as answer:
             return json.load(answer)
-
-    def replicas(self) -> dict[int, str]:
-        found = self.cluster.get("/api/serve/applications/")["applications"]["digits"]["deployments"]["digits"]
-        return {item["pid"]: item["state"] for item in found["replicas"] if item.get("pid")}
 
     def expected(self, checkpoint: str) -> list[list[float]]:
         """Return the answers of the local predictor to the example rows."""
@@ -164,29 +158,16 @@ def test_clients_need_the_token_which_the_cluster_never_sees(model: Model) -> No
 
 
 def test_another_launch_replaces_the_model_without_failing_a_request(model: Model) -> None:
-    elsewhere = model.types("launch", "digits", "--route", "/other", "--port", "1")
-    assert (elsewhere.returncode, elsewhere.stderr.count("\n")) == (2, 1)
-    assert f"Ray Serve listens on 127.0.0.1:{model.port}; leave out --host and --port, or " in elsewhere.stderr
     open_to_all = model.types("launch", "digits")
     assert (open_to_all.returncode, "clients of digits need a token: " in open_to_all.stderr) == (2, True)
     both = [model.expected(FIRST), model.expected(SECOND)]
     with load(model, both) as counts:
-        until(lambda: counts["0"] > 20)
+        until(lambda: counts["0"] > 5)
         done = model.types("launch", "digits", "--checkpoint", SECOND, "--code", "stored", MLX_SERVE_TOKEN=SECRET)
         assert done.returncode == 0
         before = counts["1"]
-        until(lambda: counts["1"] > before + 20)
+        until(lambda: counts["1"] > before + 5)
     assert counts.keys() == {"0", "1"}, counts
-
-
-def test_a_killed_replica_comes_back(model: Model) -> None:
-    """With the code of the job that has ended."""
-    (victim,) = model.replicas()
-    os.kill(victim, signal.SIGKILL)
-    until(lambda: [*(found := model.replicas()).values()] == ["RUNNING"] and victim not in found)
-    answers = model.ask("/predict", json.dumps(model.ask("/example")).encode())["outputs"]
-    expected = torch.tensor(model.expected(SECOND)[0])
-    assert torch.allclose(torch.tensor(answers[0]["probabilities"]), expected, atol=1e-5)
 
 
 def test_it_stops_and_leaves_ray_serve_to_others(model: Model) -> None:

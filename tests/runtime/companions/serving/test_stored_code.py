@@ -54,13 +54,3 @@ def test_two_experiments_are_open_at_once(tmp_path: Path) -> None:
     assert type(nets[0]) is not type(nets[1])
     assert sys.modules.get("src") is before
     assert project_of(type(nets[1])) == tmp_path / "5"
-
-
-def test_importing_stored_code_loads_no_data(tmp_path: Path) -> None:
-    here = project(tmp_path, 3)
-    (here / "src" / "__init__.py").write_text("import mlx_runtime\nmlx_runtime.defer_loading(__name__)")
-    (here / "src" / "models.py").write_text(
-        "made = []\nclass Rows:\n    def to_hf(self): ...\n    def __init__(self): made.append(self)\n"
-        "class Net:\n    def __init__(self, rows=Rows()):\n        self.made = len(made)"
-    )
-    assert build(private({"_target_": "src.models.Net"}, here), "models").made == 0

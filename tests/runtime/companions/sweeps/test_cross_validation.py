@@ -65,14 +65,3 @@ def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
     assert done.returncode == 1
     assert "fold 1 has different rows than when the run started" in done.stderr
     assert record(digits)["attempt"] == 2
-
-
-def test_what_cannot_be_split_is_refused_before_anything_is_written(mlx: Mlx, digits: Path) -> None:
-    stratified = "cfg.cross_validation.splitter={_target_: sklearn.model_selection.StratifiedKFold}"
-    done = mlx(digits, "train", "run", *FOLD, stratified)
-    assert done.returncode == 1
-    assert (
-        "(if the splitter needs labels or groups: Digits needs a method fold_labels or fold_groups that returns"
-        in done.stderr
-    )
-    assert not (digits / "runs" / "digits").exists()

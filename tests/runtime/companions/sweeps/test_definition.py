@@ -12,10 +12,6 @@ pytestmark = pytest.mark.pure
 STORED = Definition(("lr=1,2",), "grid", "none", "val/loss", "min", 2, parallel=2)
 
 
-def test_none_of_the_gpus_is_a_number_of_gpus() -> None:
-    assert merge(replace(STORED, gpus_per_trial=1.0), Definition(gpus_per_trial=0.0)).gpus_per_trial == 0
-
-
 def test_repeated_overrides_with_a_secret_are_no_other_space() -> None:
     typed = ("lr=1,2,3", "cfg.api_key=abcdef")
     stored = Definition.from_json(replace(STORED, overrides=typed).as_json())

@@ -48,16 +48,6 @@ def test_the_table_marks_the_best_trial(tmp_path: Path) -> None:
     ]
 
 
-def test_the_folds_of_a_trial_become_one_line(tmp_path: Path) -> None:
-    display, _ = display_of(tmp_path, "lr=1,2", folds=2)
-    for fold in (0, 1):
-        display.handle(TrialStarted(1, fold, {"lr": "1"}, f"run_00{fold + 1}"))
-        display.handle(TrialEnded(1, fold, "SUCCEEDED", (0, 1.0 + fold)))
-    assert [line.split()[:2] for line in shown(display, 80)] == [["trial", "fold"], ["1", "1/2"], ["1", "2/2"]]
-    display.handle(TrialEnded(1, None, "SUCCEEDED", (0, 1.5)))
-    assert [line.split() for line in shown(display, 80)][1:] == [["1", "mean", "1", "1", "1.5000", "SUCCEEDED", "best"]]
-
-
 def test_a_sweep_without_a_finite_value_says_so(tmp_path: Path) -> None:
     """Its trials stay in the tables."""
     runs = [store_run(str(tmp_path), {"val/loss": values}) for values in ([math.nan, math.nan], [math.inf])]

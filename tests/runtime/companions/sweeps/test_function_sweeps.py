@@ -50,10 +50,7 @@ found = {
     "command": result.command,
     "refused": [
         refused({"lr": [1, 2]}),
-        refused(["lr=1,2"]),
         refused(space, **options, folds=2),
-        refused(space, **options, scheduler="asha"),
-        refused(space, **options | {"metric": None}, monitor="output", resume="latest"),
     ],
 }
 rows = sweep(summing, {"factor": "choice(1, 2)"}, metric="total", mode="min", num_workers=1, dataset=[1, 2, 3])
@@ -105,15 +102,11 @@ def test_its_runs_are_listed_below_it_and_the_command_resumes_it(found: dict[str
 
 
 def test_what_cannot_be_tuned_is_refused(found: dict[str, Any]) -> None:
-    nothing, no_config, folds, asha, changed, edited = found["refused"]
+    nothing, folds, edited = found["refused"]
     assert nothing == (
         "no value in the config of training_func varies; write some as text, like 'choice(0.1, 0.01)' or "
         "'interval(0.01, 0.1)'. A list is one value"
     )
-    assert no_config.startswith("a function is tuned over a config, like {'lr': 'choice(0.1, 0.01)'}, not ['lr=1,2']")
     assert folds == "training_func is a function, but folds split the datasets of an experiment"
-    assert asha == "training_func is a function, but asha needs trials of cfg.num_epochs epochs"
-    other = "other overrides, which cannot change: ++cfg.mode='max' → none"
-    assert changed == f"training_func/sweep_001 was started with {other}; leave them out, or start another sweep"
     cause = "was started with another definition of training_func"
     assert edited == f"training_func/sweep_001 {cause}; undo the edits, or start a new one"

@@ -1,6 +1,5 @@
 """Parsing overrides in Hydra's sweep grammar into a search space; others are rejected with one line."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -56,14 +55,9 @@ LOG = "tag(log, interval(1e-5, 1e-1))"
     ("value", "expected"),
     [
         ("1e-3,1e-4", {"choices": ("0.001", "0.0001")}),
-        ("a,'b c',null", {"choices": ("a", "'b c'", "null")}),
         ("choice(a,'b c')", {"choices": ("a", "b\\ c")}),
-        ("[1,2],[3]", {"choices": ("[1,2]", "[3]")}),
         ("range(0,1,0.25)", {"choices": ("0.0", "0.25", "0.5", "0.75")}),
-        ("2,1,2", {"choices": ("2", "1")}),
-        ("interval(-1,2)", {"low": -1.0, "high": 2.0}),
         (LOG, {"low": 1e-5, "high": 1e-1, "log": True}),
-        ("int(interval(1,8))", {"low": 1, "high": 8, "integer": True}),
         ("tag(log,int(interval(1,8)))", {"low": 1, "high": 8, "integer": True, "log": True}),
     ],
 )
@@ -84,12 +78,7 @@ def test_other_overrides_and_options_apply_to_every_trial() -> None:
     ("overrides", "message"),
     [
         (["a=interval(3,1)"], "a=interval(3,1): an interval begins below its end, a logarithmic"),
-        (["a=tag(log,interval(0,1))"], "a=tag(log,interval(0,1)): an interval begins below its end, a logarithmic"),
-        (["a=tag(log,choice(1,2))"], "a=tag(log,choice(1,2)): the only tag is log, of an interval: "),
         (["a=range(0,1000000000000)"], "a=range(0,1000000000000): an override lists 1 to 100,000 values"),
-        (["a=range(0,1,0)"], "a=range(0,1,0): the step of a range is not 0"),
-        (["a=glob(*)"], "a=glob(*): glob() is not supported; list the values"),
-        (["~a=1,2"], "~a=1,2: a key is deleted in all trials or in none"),
         (["cfg.name=x,y"], "cfg.name=x,y: cfg.name is the same for all runs of a sweep"),
         (["a=1,2", "b=1", "a=3"], "a is given 2 times; give all its values in one override"),
         (["a=rang(1,2)"], "the override 'a=rang(1,2)' is not understood: Unknown function 'rang'"),
@@ -147,29 +136,10 @@ def project(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_a_value_may_be_missing_in_conf_yaml_if_it_varies(project: Path) -> None:
-    project.write_text(project.read_text().replace("width: 4", "width: ???"))
-    found = plan(Experiment, Definition(("models.net.width=1,2", "cfg.seed=3"), metric="val/loss", mode="min"))
-    assert (found.definition.trials, found.config.overrides) == (2, ("cfg.seed=3",))
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (Definition(("models.net.width=1,2",)), "by which metric? Pass --metric val/loss --mode min"),
-        (Definition(("cfg.seed=1,2",), metric="val/mse"), "is the best val/mse the max or the min? Pass --mode"),
-    ],
-)
-def test_what_a_definition_lacks(project: Path, asked: Definition, message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        plan(Experiment, asked)
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         (Definition(("cfg.start_workers=1,2",)), "cfg.start_workers is the same for all runs of a sweep"),
-        (Definition(("cfg.seed=1,2",), folds=2), "cfg.seed is the same for all runs of a sweep with folds"),
         (Definition(("cfg.num_epochs=1,2",), scheduler="asha"), "leave out cfg.num_epochs"),
     ],
 )
@@ -188,15 +158,3 @@ def test_values_of_all_kinds_arrive_as_typed(conf: Path) -> None:
     assert found[0] == ([1, 2], "a=b, c", 0.001)
     assert found[-1] == ([3], "x", 0.5)
     assert len(found) == 12
-
-
-def test_written_values_stay_in_the_interval() -> None:
-    dimension = Dimension("a", "", low=1.23443e-5, high=0.123456, log=True)
-    written = [dimension.format(value) for value in (1.23443e-5, 0.0123456, 0.123456)]
-    assert written == ["1.23443e-05", "0.01235", "0.123456"]
-    narrow = Dimension("a", "", low=100.00012, high=100.0011)
-    assert [narrow.format(value) for value in (100.00012, 100.00054321, 100.0011)] == [
-        "100.00012",
-        "100.0005432",
-        "100.0011",
-    ]

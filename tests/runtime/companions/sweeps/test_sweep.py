@@ -16,7 +16,6 @@ from faults import wait_for
 from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
-from mlx_runtime.companions.sweeps.scores import Trial, TrialRun
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
@@ -24,7 +23,7 @@ from mlx_runtime.storage.leases import lease
 
 pytestmark = pytest.mark.pure
 
-LR, WIDTH = "lr=1,2,3", "width=8,16"
+LR = "lr=1,2,3"
 
 
 @pytest.fixture(autouse=True)
@@ -99,17 +98,6 @@ def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
     assert [(job.trial, job.run[-7:]) for job in again.seen] == [(2, "run_002")]
 
 
-def test_a_failed_fold_ends_its_trial(tmp_path: Path) -> None:
-    def score(job: Any, epoch: int) -> float:
-        if job.trial == 1 and job.fold == 1:
-            raise ValueError("on purpose")
-        return loss(job, epoch)
-
-    engine = FakeEngine(score)
-    carry_out(plan_of(tmp_path, "lr=1,2", folds=3), engine)
-    assert [(job.trial, job.fold) for job in engine.seen] == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
-
-
 def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
     """Fold 1 of the second trial is better than that of the first one, but its mean is worse."""
 
@@ -138,18 +126,6 @@ def test_what_a_trial_trains_after_it_was_pruned_affects_no_other(tmp_path: Path
     assert [handle(1, 0, 1.0), handle(2, 0, 2.0)] == [False, True]
     assert [handle(2, epoch, 0.1) for epoch in (1, 2, 3)] == [True, True, True]
     assert [handle(1, epoch, 1.0) for epoch in (1, 2)] == [False, False]
-
-
-def test_a_resumed_sweep_prunes_no_trial_that_it_had_continued(tmp_path: Path) -> None:
-    """The second trial was the first one at a rung, and the first is better."""
-    trials = [
-        Trial(number, {"lr": str(number)}, [TrialRun(epochs={1: value, 2: value})], "val/loss", "min")
-        for number, value in ((1, {"val/loss": 1.0}), (2, {"val/loss": 2.0}))
-    ]
-    record = starting.claim(plan_of(tmp_path, LR)).record
-    sweep = Sweep(record, plan_of(tmp_path, LR, scheduler="asha", epochs=9), trials)
-    jobs = [sweep.next() for _ in trials]
-    assert not sweep.handle(jobs[1], EpochEnded(1, 9, {"val/loss": 2.0}, 0.1))
 
 
 def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path: Path) -> None:
@@ -190,16 +166,6 @@ def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_p
         carry_out(plan_of(tmp_path, LR), engine)
     assert [len(metrics(job)) for job in engine.seen] == [2]
     assert record_of(tmp_path)["status"] == "STOPPED"
-
-
-def test_a_sweep_waits_for_a_metric_of_a_stage_that_the_first_epoch_lacks(tmp_path: Path) -> None:
-    """As when the loop evaluates every so many steps, first in the second epoch."""
-    sweep = starting.claim(plan_of(tmp_path, LR))
-    job = sweep.next()
-    assert job is not None
-    for epoch, name in ((0, "train/loss"), (1, "train/loss"), (1, "val/loss"), (2, "train/loss")):
-        sweep.handle(job, EpochEnded(epoch, 3, {name: 0.1}, 0.1))
-        assert not sweep.stopping
 
 
 def test_a_second_driver_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.storage import documents
-from mlx_runtime.storage.files import join_path, size_text
+from mlx_runtime.storage.files import size_text
 
 pytestmark = pytest.mark.browser
 
@@ -138,54 +138,6 @@ class TestOfARun:
         assert page.evaluate(CURVES) == 2
         legends = page.evaluate("[...document.querySelectorAll('.legendtext')].map(item => item.textContent)")
         assert sorted(legends) == [EVIL_NAME, "train"]
-
-    def test_a_run_on_an_object_store(
-        self, browser: Browser, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlx: Mlx
-    ) -> None:
-        monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
-        storage = s3.format("report")
-        folder = claim_run(storage, "digits")
-        records.Record(folder, status="FAILED", error="the disk is on fire", monitor="loss")
-        folder.conf.write_text("cfg:\n  seed: 7\n")
-        folder.metrics.write_text(
-            '{"step": 1, "epoch": 0, "loss": 3}\n{"step": 2, "epoch": 0, "loss": 2}\n{"step": 3, "ep'
-        )
-        (folder.path / "logs").mkdir()
-        (folder.path / "logs/driver.log").write_text(
-            "".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n"
-        )
-        folder.push(folder.conf, folder.metrics, folder.path / "logs/driver.log", must=True)
-        CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 3, {"loss": 2.0}))
-        shutil.rmtree(folder.path)
-        done = mlx(tmp_path, "xp", "report", "digits", "1", MLX_STORAGE=storage)
-        assert (done.returncode, done.stdout) == (0, f"{join_path(folder.location, 'report.html')}\n"), done.stderr
-        assert not list(tmp_path.glob("*.html"))
-        (tmp_path / "page.html").write_bytes(folder.read("report.html"))
-        page = opened(browser, tmp_path / "page.html")
-        text = page.evaluate(TEXT)
-        assert page.evaluate(CURVES) == 1
-        for item in ("the disk is on fire", "seed: 7", "epoch_0001", "line 149\nred"):
-            assert item in text, item
-        assert "line 50\n" not in text
-        assert "line 51\n" in text
-
-    def test_of_which_nothing_can_be_read(self, browser: Browser, tmp_path: Path) -> None:
-        folder = claim_run(str(tmp_path), "digits")
-        folder.record.write_text('{"status"')
-        report.write(report.render_run(folder), tmp_path / "page.html")
-        text = opened(browser, tmp_path / "page.html").evaluate(TEXT)
-        for item in (
-            *("UNREADABLE", "cannot read", "No metrics were recorded yet", "No checkpoints."),
-            *("conf.yaml cannot be read", "No log was stored"),
-        ):
-            assert item in text, item
-        assert (tmp_path / "page.html").stat().st_size < 20_000
-
-    @pytest.mark.process
-    def test_where_it_cannot_be_written_is_told(self, trained: Path, mlx: Mlx) -> None:
-        done = mlx(trained.parents[2], "xp", "report", "digits", "-o", "no/such/page.html")
-        assert done.returncode == 2
-        assert done.stderr == "error: cannot write no/such/page.html: No such file or directory; choose another file\n"
 
 
 @pytest.mark.pure
