@@ -39,7 +39,6 @@ def recorded(folder: Path, name: str) -> list[float]:
     [
         ((), 2),
         (("latest", "cfg.seed=5"), 2),
-        (("runs/digits/run_001/checkpoints/epoch_0001/",), 1),
         (("--checkpoint", "epoch_0001"), 1),
         pytest.param(("1", "cfg.start_workers=2"), 2, marks=pytest.mark.local),
     ],
@@ -58,15 +57,6 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
     assert re.search(rf"^ +{epoch}  +[01]\.\d+", done.stdout, re.MULTILINE)  # no progress of training, like 2/1000
     assert f"val/accuracy        {found['metrics']['val/accuracy']:.4f}" in done.stdout
     assert len(list((trained / "runs/digits").iterdir())) == 1
-
-
-def test_checkpoints_that_are_gone(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(trained, tmp_path / "digits"))
-    shutil.rmtree(folder / "runs/digits/run_001/checkpoints")
-    for command in (["train", "eval", "1"], ["xp", "consolidate", "digits"]):
-        done = mlx(folder, *command)
-        assert done.returncode == 2
-        assert done.stderr == "error: digits/run_001 has no readable checkpoint\n"
 
 
 @pytest.mark.parametrize(
