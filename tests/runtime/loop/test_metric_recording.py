@@ -122,27 +122,6 @@ def test_values_are_those_of_one_worker(on_workers: dict[str, list[Any]]) -> Non
                 assert found[name][key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
 
 
-def _refused(rank: int, position: tuple[str, int], groups: set[str]) -> str:
-    sync = MetricSync(topology(rank))
-    sync.send(SyncMessage(position, frozenset(groups)))
-    with pytest.raises(MlxError) as told:
-        sync.receive()
-    return str(told.value)
-
-
-def _alone(rank: int) -> str:
-    return _refused(rank, ("train", 10), {"losses", "metrics"} if rank == 0 else {"losses"})
-
-
-@pytest.mark.process
-def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any]]) -> None:
-    first, second = on_workers["alone"]
-    assert first == second
-    assert first.startswith(
-        "rank 0 records losses and metrics at step 10 of train, rank 1 losses at step 10 of train; every worker must"
-    )
-
-
 class Teacher:
     def __init__(self) -> None:
         self.net = nn.BatchNorm1d(2)
@@ -179,7 +158,6 @@ def test_all_workers_evaluate_with_the_statistics_of_rank_0(on_workers: dict[str
 WORKS: dict[str, groups.Work] = {
     "evaluating": _evaluating,
     "values": _values,
-    "alone": _alone,
 }
 """The functions that run on two workers, in one group, because starting a group takes seconds."""
 
