@@ -374,7 +374,7 @@ class Checkpointer:
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
-        return [*map(len, self._context.topology.replicas)] == state["replica_sizes"]
+        return bool([*map(len, self._context.topology.replicas)] == state["replica_sizes"])
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
