@@ -41,14 +41,11 @@ class Debug(Section):
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
         overfit_batches: read only this many batches of each dataset, training datasets in the same order every epoch;
             a model that does not fit them has a bug.
-        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. On GPUs, each worker
-            also records the lines of code that allocate memory, for https://pytorch.org/memory_viz.
         stop_on_nan: check all gradients before each update, and end the run at the first NaN or infinity.
     """
 
     limit_batches: int | None = at_least(1, None)
     overfit_batches: int | None = at_least(1, None)
-    profile: bool = False
     stop_on_nan: bool = False
 
 

@@ -6,8 +6,7 @@
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,19 +27,6 @@ def cuda_survives_fork() -> bool:
     if child == 0:
         os._exit(torch.cuda._is_in_bad_fork())
     return os.waitpid(child, 0)[1] == 0
-
-
-@contextmanager
-def recorded_allocations(file: Path) -> Iterator[None]:
-    """Record allocations of GPU memory in the block, for https://pytorch.org/memory_viz, also if memory runs out."""
-    torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=100_000)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(None)
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:

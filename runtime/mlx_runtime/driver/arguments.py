@@ -12,7 +12,6 @@ from mlx_runtime.runs.folder import names_run, refuse_empty
 OPTIONS: tuple[click.Parameter, ...] = (
     click.Option(["--fast-dev-run", "fast"], is_flag=True, help="Check in seconds that the code runs; keep nothing."),
     click.Option(["--overfit"], metavar="N", type=click.IntRange(1), help="Train on the same first N batches only."),
-    click.Option(["--profile"], is_flag=True, help="Profile a few training steps, and print the slowest operations."),
     click.Option(["--prepare-batches", "make"], is_flag=True, help="Prepare the datasets first, if needed."),
     click.Option(["--no-prepared", "never"], is_flag=True, help="Read samples, even of prepared datasets."),
     click.Option(
@@ -59,7 +58,6 @@ class Request:
         resume: str | None = None,
         variants: Sequence[str] = (),
         overfit: int | None = None,
-        profile: bool = False,
         make: bool = False,
         never: bool = False,
         **fields: Any,
@@ -74,7 +72,6 @@ class Request:
             "cfg.preparation.mode=make": make,
             "cfg.preparation.mode=never": never,
             f"++cfg.debug.overfit_batches={overfit}": overfit,  # ++, because an older conf.yaml may lack it
-            "++cfg.debug.profile=true": profile,
         }
         chosen = [f"--variant={name}" for name in variants]
         given = [override for override, value in implied.items() if value]

@@ -244,8 +244,6 @@ class Checkpointer:
                 f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
             )
         self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
-        if within:
-            self._reporter.states |= state["numbers"]["states"]
         self._context.progress.interrupted = within
 
     def check_resumed(self) -> None:
@@ -364,19 +362,19 @@ class Checkpointer:
         return with_settings(part, before.get(name), now.get(name), key)
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
-        """Restore the objects whose state differs by worker, unless the number of workers has changed."""
+        """Restore the objects whose state differs by worker, unless the workers of each replica have changed."""
         topology, only = self._context.topology, {*names} & set(self._context.groups.members("per_worker"))
         if self._has_sizes_of(state):
             own = states_by_replica(state)[topology.data_parallel_rank][topology.model_parallel_rank]
             self._load("per_worker", state | {"per_worker": own["per_worker"]}, only=only)
             return
+        what = "sizes of the replicas have" if state["world_size"] == topology.world_size else "number of workers has"
         for name in sorted(only):
-            text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
-            self._reporter.notice(text)
+            self._reporter.notice(f"{name} starts over: each worker had its own state, and the {what} changed")
 
     def _has_sizes_of(self, state: State) -> bool:
         """Return True if a checkpoint was saved by the same numbers of workers in each replica."""
-        return [*map(len, self._context.topology.replicas)] == [*map(len, states_by_replica(state))]
+        return bool([*map(len, self._context.topology.replicas)] == state["replica_sizes"])
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""

@@ -8,7 +8,6 @@
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
-    profile/              traces of training steps, with `cfg.debug.profile` (see `profiling`)
     logs/driver.log       output of the driver; rank_0.log and so on, of the workers (see `logs`)
     evaluations/*.json    results of `mlx train eval`, one file each
     report.html           a page about the run, on request (see `report`)

@@ -214,19 +214,8 @@ def _run_loop(
 
 
 def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
-    """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
-    cfg, topology = session.context.cfg, session.context.topology
-    if cfg.debug.profile and topology.device.type == "cuda":
-        from mlx_runtime.distributed.torch_private import recorded_allocations
-
-        file = job.folder.path / "profile" / f"memory_rank_{topology.rank}.pickle"
-        stack.callback(job.folder.push, file)
-        stack.enter_context(recorded_allocations(file))
-    if cfg.debug.profile and topology.writes:
-        from mlx_runtime.loop.profiling import trace
-
-        notify = session.reporter.notice
-        session.step_done = stack.enter_context(trace(job.folder, topology.device, notify))
+    """Attach the watchdog and the hooks of optimizers to a session."""
+    cfg = session.context.cfg
     if (observe := getattr(session.optimization.strategy, "observe", None)) is not None:
         observe(session)
     if isinstance(sink, Direct):

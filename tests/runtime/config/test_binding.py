@@ -243,11 +243,6 @@ class TestAgainstTheFormerDefaults:
         assert "start_workers: 5" in binding.after
         assert "updated  cfg.num_epochs (to the new default)" in binding.lines()
 
-    def test_without_a_schema_every_difference_is_the_users(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path.with_name("conf.schema.json").unlink()
-        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77))
-        assert bind(Annotated, path).changes.kept == ["cfg.num_epochs"]
-
     def test_another_class_is_the_users_with_its_arguments(self, path: Path) -> None:
         text = path.read_text().replace("_target_: torch.optim.adam.Adam\n", "_target_: torch.optim.sgd.SGD\n")
         path.write_text(text)

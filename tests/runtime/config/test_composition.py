@@ -93,12 +93,6 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "conf.yaml"
 
 
-def test_what_bind_writes_loads(conf: Path) -> None:
-    config = load_config(Experiment, path=conf)
-    assert config.cfg == TrainConfig()
-    assert config.tree["models"]["other"]["width"] == 2
-
-
 def test_overrides_win_and_keep_their_types(conf: Path) -> None:
     config = load_config(Experiment, ["cfg.num_epochs=3", "optimizers.adam.lr=1e-4", "cfg.monitor=val/x"], conf)
     assert config.cfg.num_epochs == 3
@@ -128,14 +122,6 @@ def test_groups_and_their_members_have_the_order_of_their_classes(conf: Path) ->
         (
             ["cfg.precision=16"],
             "cfg.precision is 16; mlx_runtime.TrainConfig takes Literal[32, 'bf16', 'fp16']",
-        ),
-        (
-            ["cfg.strategy=zero3"],
-            "cfg.strategy is 'zero3'; write ddp, fsdp, pipeline, or an import path. Available: ddp, fsdp, pipeline.",
-        ),
-        (
-            ["cfg.sharding.offload=nvme"],
-            "cfg.sharding.offload is 'nvme'; mlx_runtime.sections.Sharding takes Literal['none', 'cpu']",
         ),
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam takes float | torch.Tensor"),
         (
@@ -174,10 +160,6 @@ def test_groups_and_their_members_have_the_order_of_their_classes(conf: Path) ->
         (
             ["tools.drawing.time=1.10"],
             "tools.drawing.time is 1.1; {here}.Drawing takes str; for text, write 'tools.drawing.time=\"1.10\"'",
-        ),
-        (
-            ["cfg.name=${nope}"],
-            r"cfg.name: Interpolation key 'nope' not found; for a literal ${, write \${",
         ),
     ],
 )

@@ -346,7 +346,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        {"_target_": "transformers.AutoModelForSequenceClassification.from_pretrained", "num_labels": 2},
         {"_target_": "transformers.AutoModelForSequenceClassification.from_pretrained", "dtype": "bfloat16"},
         {"_target_": "transformers.BertModel.from_pretrained", "weights_only": True, "use_safetensors": None},
     ],
@@ -371,14 +370,6 @@ def test_a_model_of_transformers_is_built_without_its_weights(options: dict[str,
     assert type(empty) is type(whole)
     assert empty.training is whole.training is False
     assert empty.config.to_dict() == whole.config.to_dict()
-
-
-def test_a_model_of_timm_is_built_without_its_weights(source: ModuleType) -> None:
-    node = {"_target_": "timm.create_model", "name": "tiny", "pretrained": True, "width": 3}
-    with without_weights():
-        build(node)
-    build(node)
-    assert sys.modules["timm"].made[-2:] == [("tiny", False), ("tiny", True)]
 
 
 class Adapted(nn.Module):

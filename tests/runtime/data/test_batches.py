@@ -87,25 +87,3 @@ def test_a_collate_of_the_dataset_pads_each_batch() -> None:
         assert batch["tokens"].shape[1] == max(1 + row * 7 % 5 for row in batch["label"].tolist())
         seen += batch["label"].tolist()
     assert sorted(seen) == list(range(10))
-
-
-class Graphs(Dataset):
-    """Samples of different sizes, as docs/guides/data.md stacks them: graph i has i + 1 nodes of 3 numbers."""
-
-    batch_size, shuffle = 2, False
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((index + 1, 3), index)
-
-    @staticmethod
-    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
-        return {"nodes": batch["item"], "nodes_of": [len(item) for item in batch["item"]]}
-
-
-def test_samples_of_different_sizes_are_a_list() -> None:
-    batches = list(shard(Graphs()).iter_torch_batches())
-    assert [torch.cat(batch["nodes"]).shape for batch in batches] == [(3, 3), (7, 3)]
-    assert [batch["nodes_of"].tolist() for batch in batches] == [[1, 2], [3, 4]]

@@ -60,15 +60,6 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
     assert len(list((trained / "runs/digits").iterdir())) == 1
 
 
-def test_checkpoints_that_are_gone(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(trained, tmp_path / "digits"))
-    shutil.rmtree(folder / "runs/digits/run_001/checkpoints")
-    for command in (["train", "eval", "1"], ["xp", "consolidate", "digits"]):
-        done = mlx(folder, *command)
-        assert done.returncode == 2
-        assert done.stderr == "error: digits/run_001 has no readable checkpoint\n"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

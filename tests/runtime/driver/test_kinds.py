@@ -208,25 +208,6 @@ def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, 
     assert "prepared " not in done.stdout
 
 
-@pytest.mark.local
-def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, mlx: Mlx, start: Start) -> None:
-    folder = without_streams(experiment("kinds"))
-    assert mlx(folder, "train", "bind").returncode == 0
-    both = [start(folder, "train", "prepare", "datasets.train.slow_s=0.02") for _ in range(2)]
-    for one in both:
-        out, errors = one.communicate(timeout=100)
-        assert one.returncode == 0, out + errors
-        assert "4 prepared in" in out
-    store = Store(str(folder / "runs" / ".prepared"))
-    found = store.entries()
-    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows"] * 4
-    for item in found:
-        manifest = store.find(item.name)
-        assert manifest is not None
-        files = {path.name for path in (folder / "runs" / ".prepared" / item.name).glob("*.npy")}
-        assert files == {file for file, _, _ in manifest.columns.values()}
-
-
 @pytest.mark.s3
 def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_them(
     mlx: Mlx, experiment: Make, s3: str, tmp_path: Path

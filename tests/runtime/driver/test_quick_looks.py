@@ -1,4 +1,4 @@
-"""Quick looks with the real command: `--fast-dev-run`, `--overfit` and `--profile`."""
+"""Quick looks with the real command: `--fast-dev-run`, `--overfit` and `-q`."""
 
 import json
 import re
@@ -84,38 +84,6 @@ class TestOverfit:
             assert len(rows) == 6 * size
             if name != "numbers":  # whose order is arbitrary
                 assert rows == set(range(6 * size)), name
-
-
-class TestProfile:
-    @pytest.mark.local
-    def test_a_trace_of_training_steps_also_of_a_run_that_goes_on(self, digits: Path, mlx: Mlx) -> None:
-        options = ("cfg.start_workers=2", "cfg.debug.limit_batches=4")
-        done = mlx(digits, "train", "run", "--profile", "cfg.num_epochs=2", *options)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stderr == ""
-        self.check(digits, done.stdout, 3)
-        done = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=4", *HERE)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "restored" in done.stdout
-        self.check(digits, done.stdout, 11)
-
-    @staticmethod
-    def check(digits: Path, said: str, first: int) -> None:
-        """Assert that a trace has five steps, starting with this one, and the table ten operators."""
-        file = digits / "runs" / "digits" / "run_001" / "profile" / f"step_{first:08d}.pt.trace.json"
-        lines = said.splitlines()
-        at = lines.index(f"profile   {file}; open it in https://ui.perfetto.dev")
-        assert lines[at + 2].split("  ")[-2].strip() == "# of Calls"
-        shares = [float(share) for line in lines[at + 4 : at + 14] for share in re.findall(r"([0-9.]+)%", line)[:1]]
-        assert len(shares) == 10
-        assert shares == sorted(shares, reverse=True)
-        assert lines[at + 15].startswith("Self CPU time total: ")
-        events = json.loads(file.read_text())["traceEvents"]
-        names = [event.get("name", "") for event in events]
-        steps = {name for name in names if name.startswith("ProfilerStep#")}
-        assert steps == {f"ProfilerStep#{number}" for number in range(2, 7)}
-        assert sum(name == "Optimizer.step#Adam.step" for name in names) == 5
-        assert "aten::convolution_backward" in names
 
 
 class TestQuiet:

@@ -31,7 +31,6 @@ class Plain(BaseModule):
         ("", Request()),
         ("--resume", Request(resume="latest")),
         ("--resume run_003 cfg.seed=1", Request(("cfg.seed=1",), resume="run_003")),
-        ("--resume --fast-dev-run", Request(resume="latest", fast=True)),
         ("--from=digits/run_003 --eval=s3://a/b=c", Request(origin="digits/run_003", checkpoint="s3://a/b=c")),
         ("--variant small --overfit=2", Request(("--variant=small", "++cfg.debug.overfit_batches=2"))),
         ("--prepare-batches cfg.seed=1", Request(("cfg.seed=1", "cfg.preparation.mode=make"))),

@@ -6,17 +6,14 @@ import pty
 import re
 import select
 import shlex
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import MAIN, Mlx, Start, edit, unbound
+from conftest import MAIN, Mlx, edit, unbound
 from faults import differences
 from forkserver import Commands
-from leftovers import of_session
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.process
@@ -195,27 +192,6 @@ def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(m
     assert "only this rank" in record(folder)["error"]
 
 
-@pytest.mark.local
-def test_a_stopped_run_is_marked_and_leaves_no_process(start: Start, experiment: Make) -> None:
-    folder = experiment("probe")
-    process = start(folder, "train", "run", "cfg.start_workers=2", "cfg.num_epochs=9999")
-    while not list(folder.glob("runs/probe/run_001/checkpoints/*/checkpoint.json")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    assert len(of_session(process.pid)) > 2
-    os.killpg(process.pid, signal.SIGINT)  # like a terminal, to the whole foreground group
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors == (
-        "stopped; probe run_001 is marked STOPPED and keeps its checkpoints. Resume: mlx train run --resume=run_001\n"
-    )
-    assert record(folder)["status"] == "STOPPED"
-    deadline = time.monotonic() + 60
-    while of_session(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert of_session(process.pid) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -229,8 +205,6 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(start: Start, experiment:
         ),
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
-        (["cfg.name=a/b"], "override cfg.name=a/b: cfg.name is 'a/b', which is not a valid folder name"),
-        (["datasets.train.batch_size=0"], "datasets.train.batch_size is 0; the minimum is 1"),
         (
             ["optimizers.adam.lr=nan"],
             "optimizers.adam: torch.optim.adam.Adam cannot be built: ValueError: Invalid learning",
@@ -269,11 +243,6 @@ def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None
             "Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
         ),
         ("def ray_map_batches", "def stack", "datasets.train has no ray_map_batches, and row "),
-        (
-            "    cfg: TrainConfig\n    datasets",
-            "    cfg: 3\n    datasets",
-            "Experiment: 'cfg' has no type; write cfg: TrainConfig",
-        ),
         ("return self.values[index]", "return self.values[index + 99]", "IndexError: index "),
         (
             "import mlx_runtime\n",
@@ -289,16 +258,6 @@ def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {message}")
     assert "Traceback" not in done.stderr
-
-
-def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    done = mlx(folder, "train", "run", "--verbos", *HERE)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: there is no option --verbos; see: mlx train run --help")
-    done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
-    assert done.stderr.startswith("error: there is no checkpoint at nowhere: it has no state.pt. ")
-    assert not list(folder.glob("runs/*/*"))
 
 
 @pytest.mark.local
@@ -332,17 +291,6 @@ def test_rows_that_the_workers_do_not_share_are_named(mlx: Mlx, experiment: Make
     assert done.stderr.startswith(message)
 
 
-def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    done = mlx(folder, "train", "run", *HERE, "cfg.monitor=val/nope", "cfg.keep_checkpoints=1", "cfg.num_epochs=3")
-    assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.count("cfg.monitor is 'val/nope', which is not recorded yet; the newest checkpoints are kept") == 1
-    )
-    assert re.search(r"\nbest val/nope +none: no checkpoint has a finite value of it\n", done.stdout)
-    assert [path.name for path in folder.glob("runs/probe/run_001/checkpoints/*")] == ["epoch_0003"]
-
-
 def test_a_run_that_monitors_another_metric_forgets_the_best_value_of_the_former(mlx: Mlx, digits: Path) -> None:
     folder = digits
     done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=2", "cfg.monitor=train/cross_entropy", "cfg.mode=min")
@@ -359,28 +307,6 @@ def test_debug_shows_the_traceback(mlx: Mlx, experiment: Make) -> None:
     done = mlx(experiment("probe"), "train", "run", "--debug", *HERE, "cfg.fault=early")
     assert done.returncode == 1
     assert "Traceback (most recent call last)" in done.stderr
-
-
-def test_default_networks_of_any_size_bind_in_little_memory(python: Mlx, experiment: Make) -> None:
-    """Defaults with twelve gigabytes of weights, bound in an address space that is too small for one of them."""
-    folder = experiment("probe")
-    edit(
-        folder / "src" / "experiment.py",
-        "    teacher: Net = Net()",
-        "    teacher: nn.Module = nn.Linear(40_000, 40_000)",
-    )
-    edit(folder / "src" / "experiment.py", "    first: Net = Net()", "    first: nn.Module = nn.Linear(40_000, 40_000)")
-    (folder / "script.py").write_text(
-        "import resource, sys\n"
-        f"try: {MAIN}\n"
-        "finally:\n"
-        "    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
-        "    print(max(item.ru_maxrss for item in used) * 1024, file=sys.stderr)"
-    )
-    done = python(folder, "script.py", "train", "bind")
-    assert done.returncode == 0, done.stderr
-    assert "in_features: 40000" in (folder / "src" / "conf.yaml").read_text()
-    assert int(done.stderr.split()[-1]) < 2 << 30
 
 
 def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
@@ -433,19 +359,6 @@ def test_a_terminal_gets_a_bar(commands: Commands, environment: dict[str, str], 
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown)
     assert re.search(r"epoch +[^\n]*mse .*  1/2 +\d.*  2/2 +\d", text, re.DOTALL)
     assert "\x1b[1mepoch 1 train" not in shown  # titles are bold, the bar next to them is not
-
-
-def test_a_pipe_gets_a_few_lines_per_epoch(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("probe")
-    edit(
-        folder / "src" / "experiment.py",
-        "            rows = batch",
-        "            __import__('time').sleep(0.6)\n            rows = batch",
-    )
-    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1", "datasets.test.rows=4")
-    line = r"^train \| (\d+)/14 \| [\d.]+ it/s \| \d+ s left(?:, \d+ s in all)?( \| mse [\d.]+ .*)?$"
-    found = re.findall(line, done.stdout, re.M)
-    assert 2 <= len(found) < 14, done.stdout
 
 
 def test_a_batch_of_one_row_is_named_if_its_step_fails(mlx: Mlx, experiment: Make) -> None:

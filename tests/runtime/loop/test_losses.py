@@ -1,6 +1,5 @@
 """`losses.Mean`: a plain function as a loss."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,9 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.config.binding.nodes import Description
-from mlx_runtime.config.building import build
+from mlx_runtime import MlxError
 from mlx_runtime.losses import Mean
 from mlx_runtime.runs.metric_states import compute_from, merge_states, state_of
 
@@ -81,32 +78,6 @@ def test_a_function_that_sums(function: Any) -> None:
     outputs = torch.randn(3, 5, requires_grad=True)
     nothing(outputs, torch.full((3,), -1)).backward()
     assert not outputs.grad.any()
-
-
-@dataclass
-class Losses:
-    tokens: Mean = Mean(F.cross_entropy, ignore_index=-1)
-    error: Mean = Mean(weighted_error)
-
-
-class Experiment(BaseModule):
-    cfg: TrainConfig
-    losses: Losses
-
-
-def test_it_binds() -> None:
-    tree = Description(Experiment).tree
-    function = {"_target_": "hydra_zen.funcs.get_obj", "path": "torch.nn.functional.cross_entropy"}
-    assert tree["losses"]["tokens"] == {
-        "_target_": "mlx_runtime.losses.Mean",
-        "function": function,
-        "ignore_index": -1,
-        "reduction": "mean",
-    }
-    assert tree["losses"]["error"]["function"]["path"] == f"{__name__}.weighted_error"
-    built = build(tree["losses"], "losses").tokens
-    outputs, targets = batch(3)
-    assert torch.equal(built(outputs, targets), F.cross_entropy(outputs, targets))
 
 
 def test_a_function_that_seems_to_sum() -> None:

@@ -1,7 +1,6 @@
 """Metrics over several workers have the value of a single worker with all rows, after one message."""
 
 import copy
-import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
-from mlx_runtime.loop.metric_recording import BUFFER_BYTES, MetricSync, SyncMessage
+from mlx_runtime.loop.metric_recording import MetricSync, SyncMessage
 from mlx_runtime.runs.metric_states import (
     Snapshot,
     compute_from,
@@ -123,41 +122,6 @@ def test_values_are_those_of_one_worker(on_workers: dict[str, list[Any]]) -> Non
                 assert found[name][key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
 
 
-def _large(rank: int) -> list[int] | None:
-    sync = MetricSync(topology(rank))
-    metrics = {"cat": tm.CatMetric()}
-    metrics["cat"].update(torch.arange(rank + BUFFER_BYTES, dtype=torch.float32))
-    sync.send(SyncMessage(("val", 1), frozenset({"metrics"}), snapshots=states_of(metrics)))
-    heard = sync.receive()
-    return [sum(map(len, item.snapshots["cat"][""]["states"]["value"])) for item in heard] if rank == 0 else None
-
-
-@pytest.mark.process
-def test_what_does_not_fit_comes_later(on_workers: dict[str, list[Any]]) -> None:
-    assert on_workers["large"] == [[BUFFER_BYTES, BUFFER_BYTES + 1], None]
-
-
-def _refused(rank: int, position: tuple[str, int], groups: set[str]) -> str:
-    sync = MetricSync(topology(rank))
-    sync.send(SyncMessage(position, frozenset(groups)))
-    with pytest.raises(MlxError) as told:
-        sync.receive()
-    return str(told.value)
-
-
-def _alone(rank: int) -> str:
-    return _refused(rank, ("train", 10), {"losses", "metrics"} if rank == 0 else {"losses"})
-
-
-@pytest.mark.process
-def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any]]) -> None:
-    first, second = on_workers["alone"]
-    assert first == second
-    assert first.startswith(
-        "rank 0 records losses and metrics at step 10 of train, rank 1 losses at step 10 of train; every worker must"
-    )
-
-
 class Teacher:
     def __init__(self) -> None:
         self.net = nn.BatchNorm1d(2)
@@ -194,8 +158,6 @@ def test_all_workers_evaluate_with_the_statistics_of_rank_0(on_workers: dict[str
 WORKS: dict[str, groups.Work] = {
     "evaluating": _evaluating,
     "values": _values,
-    "large": _large,
-    "alone": _alone,
 }
 """The functions that run on two workers, in one group, because starting a group takes seconds."""
 
@@ -207,9 +169,3 @@ def test_one_that_was_not_updated_has_no_value() -> None:
     metrics["mean"].update(1.0)
     with pytest.raises(MlxError, match="train/mean was updated on some workers only"):
         value_of(metrics["mean"], "train/mean", [states["mean"], states_of(metrics)["mean"]])
-
-
-def test_arrays_are_no_numbers() -> None:
-    found = numbers("val/x", {"a": torch.tensor([1.5]), "b": torch.zeros(2), "c": 2})
-    assert found == {"val/x_a": 1.5, "val/x_c": 2.0}
-    assert math.isnan(numbers("x", torch.tensor(math.nan))["x"])

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,12 +68,6 @@ def loop(tmp_path) -> Real:
     return Real(tmp_path)
 
 
-def forever(loader) -> Iterator[object]:
-    """Batches of a loader again and again, as many loops write it."""
-    while True:
-        yield from loader
-
-
 TRAIN = [("train", 1), ("train", 2), ("train", 3)]
 
 
@@ -92,13 +86,6 @@ class TestOneAfterTheOther:
         assert [loop.log() for _ in loop.val] == [("val", number)] * 2
         assert [loop.log() for _ in loop.train] == [("train", number + step) for step in (1, 2, 3)]
 
-    def test_a_loader_that_is_iterated_again_begins_a_new_pass(self, loop) -> None:
-        kept = iter(loop.train)
-        next(kept)
-        assert [loop.log() for _ in loop.train] == [("train", step) for step in (2, 3, 4)]
-        kept.close()
-        assert [loop.log() for _ in loop.val] == [("val", 4)] * 2
-
 
 class TestSideBySide:
     """Several loaders within one step: the training pass that gave its first batch first leads."""
@@ -109,23 +96,6 @@ class TestSideBySide:
         name = "train" if longer else "extra"
         assert [loop.log() for _ in zip(*pair)] == [(name, step) for step in (1, 2, 3)]  # noqa: B905
         assert [loop.log()[0] for _ in loop.train] == ["train"] * 3
-
-    @pytest.mark.parametrize("again", [itertools.cycle, forever])
-    def test_a_smaller_set_again_and_again(self, loop, again) -> None:
-        for epoch in range(2):
-            seen = [loop.log() for _ in zip(loop.extra, again(loop.train))]  # noqa: B905
-            assert seen == [("extra", 5 * epoch + step) for step in range(1, 6)]
-
-    def test_a_smaller_set_restarted_by_hand(self, loop) -> None:
-        batches, seen = iter(loop.one), []
-        for _ in loop.train:
-            try:
-                next(batches)
-            except StopIteration:
-                batches = iter(loop.one)
-                next(batches)
-            seen.append(loop.log())
-        assert seen == TRAIN
 
     def test_the_first_runs_out_and_the_loop_reads_on(self, loop) -> None:
         """`cycle` remembers the batches of a loader, and reads it only once."""
@@ -149,12 +119,6 @@ class TestNested:
                 seen += [loop.log() for _ in loop.val]
                 seen.append(loop.log())
         assert seen == [("train", 1), ("train", 2), ("val", 2), ("val", 2), ("train", 2), ("train", 3)]
-
-    def test_evaluation_of_data_that_the_runtime_does_not_know(self, loop) -> None:
-        seen = []
-        for _ in loop.train:
-            seen += [loop.log(), loop.log("val")]
-        assert seen == [("train", 1), ("val", 1), ("train", 2), ("val", 2), ("train", 3), ("val", 3)]
 
 
 def test_a_single_loader_is_unpacked_or_asked_for(loop) -> None:
@@ -234,22 +198,6 @@ class TestRecords:
         assert [item for item in recorded if item[0]] == [({"extra/mean": 1.5}, 2)]
         loop.session.metrics.flush()
         assert len([item for item in recorded if item[0]]) == 1
-
-    def test_training_counts_steps_and_evaluation_does_not(self, loop, recorded) -> None:
-        self.read(loop, [1.0, 3.0])
-        self.read(loop, [5.0])
-        self.read(loop, [4.0], stage="val")
-        self.read(loop, [6.0])
-        loop.session.end()
-        assert [item for item in recorded if item[0]] == [
-            ({"train/mean": 1.0}, 1),
-            ({"train/mean": 2.0}, 2),
-            ({"train/mean": 5.0}, 3),
-            ({"train/rows": 5.0}, 3),
-            ({"val/mean": 4.0, "val/rows": 4.0}, 3),
-            ({"train/mean": 6.0}, 4),
-            ({"train/rows": 6.0}, 4),
-        ]
 
 
 class Training:
@@ -414,12 +362,3 @@ class TestNotTraining:
                 loop.module.backward(loop.net(batch["x"].float()[:, None]).square().mean())
         loop.session.end()
         assert [text for text in loop.notices if not text.startswith("finished")] == [NO_UPDATE]
-
-    def test_an_evaluation_in_it_has_its_name(self, tmp_path: Path) -> None:
-        loop = Training(tmp_path)
-        for name in (None, "val_large"):
-            with loop.module.stage(name) if name else contextlib.nullcontext(), loop.module.evaluation():
-                for batch_idx, batch in enumerate(loop.val):
-                    loop.module.metrics.mean.update(batch["x"] + (name is not None))
-                    loop.module.save_metrics(batch_idx, 0)
-        assert loop.session.end() == {"val/mean": 0.5, "val_large/mean": 1.5}

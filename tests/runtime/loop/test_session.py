@@ -211,6 +211,16 @@ class TestStateOfEachWorker:
         text = "tools.carried starts over: each worker had its own state, and the number of workers has changed"
         assert Notice(text) in events
 
+    def test_it_starts_over_with_replicas_of_other_sizes(self, tmp_path: Path) -> None:
+        run(Carrying(), tmp_path, stop_at=7)
+        saved = CheckpointStore(RunFolder(tmp_path).checkpoints)
+        about, found = saved.newest(print)
+        saved.save(found | {"ranks": 2 * found["ranks"], "world_size": 2, "replica_sizes": [1, 1]}, about)
+        events, pipeline = Events(), Topology(0, 2, torch.device("cpu"), model_parallel_size=2)
+        attach(Carrying(), tmp_path, sink=events, topology=pipeline).begin()
+        text = "tools.carried starts over: each worker had its own state, and the sizes of the replicas have changed"
+        assert Notice(text) in events
+
 
 class Numbers(Experiment):
     """Everything that user code gives the runtime is a number of NumPy; passes have one step."""

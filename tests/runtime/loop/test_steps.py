@@ -17,7 +17,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
-from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice
 from mlx_runtime.loop import stopping
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.runs.checkpoints import groups as groups_module
@@ -157,51 +157,6 @@ class TestMaxSteps:
         run(Experiment(accumulate_grad_batches=4, max_steps=3), tmp_path / "parts")
         again, _ = run(Experiment(accumulate_grad_batches=4, max_steps=5), tmp_path / "parts")
         assert state(again) == expected
-
-    def test_metrics_of_the_unfinished_epoch_are_recorded(self, tmp_path: Path) -> None:
-        _, events = run(Experiment(max_steps=9, log_every_steps=50), tmp_path)
-        first, last = of_type(events, EpochEnded)
-        assert (first.epoch, first.epochs, last.epoch, last.epochs) == (0, 2, 1, 2)
-        assert set(last.values) == {f"train/{name}" for name in ("mean", "sum", "total", "both_one", "both_two")}
-        assert "val/mean" in first.values
-        assert last.values["train/mean"] < 12
-        assert [notice.text for notice in of_type(events, Notice)] == ["finished  step 9 of cfg.max_steps=9"]
-        steps = [(item.epoch, item.step, item.steps) for item in of_type(events, StepProgress) if item.stage == "train"]
-        assert (0, 6, 6) in steps
-        assert steps[-1] == (1, 3, 3)
-
-    def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:
-        run(Experiment(max_steps=9), tmp_path)
-        for limit in (9, 5):
-            again, events = run(Experiment(max_steps=limit, num_epochs=20), tmp_path)
-            assert again.answers == []
-            assert of_type(events, CheckpointSaved) == []
-            assert f"finished  step 9 of cfg.max_steps={limit}" in [item.text for item in of_type(events, Notice)]
-
-    def test_a_loop_may_leave_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def loop(self: Experiment, dataset_shards: DatasetShards) -> None:
-            train, val = self.generate_loaders(dataset_shards)
-            epoch = self.cfg.start_epoch
-            while epoch < self.cfg.num_epochs and self.global_step != self.cfg.max_steps:
-                for _ in train:
-                    self.backward(self.models.net(torch.ones(1, 1)).sum())
-                    self.optimizer_step()
-                    if self.every(self.cfg.max_steps):
-                        break
-                self.save_checkpoint(epoch=epoch)
-                epoch += 1
-            self.evaluate(val, epoch - 1)
-            self.after_loop = True
-
-        monkeypatch.setattr(Experiment, "worker_loop", loop)
-        experiment, events = run(Experiment(max_steps=5, accumulate_grad_batches=4), tmp_path)
-        assert experiment.after_loop
-        assert experiment.global_step == 5
-        assert [(item.step, item.finished) for item in of_type(events, CheckpointSaved)] == [
-            (2, True),
-            (4, True),
-            (5, True),
-        ]
 
 
 class World:
@@ -358,19 +313,6 @@ class TestLoopsWithoutLoaders:
         run_own(made, tmp_path)
         assert made.average.n_averaged == 3
 
-    def test_epochs_that_are_logged_without_checkpoints(self, tmp_path: Path) -> None:
-        class Silent(Own):
-            def worker_loop(self, dataset_shards: Any) -> None:
-                for epoch in range(1, 4):
-                    self.backward(self.models.actor(self.tools.world.step()).mean(), optimizer="actor")
-                    self.optimizer_step("actor")
-                    self.log({"return": 1.0}, epoch=epoch)
-
-        _, events = run_own(Silent(), tmp_path)
-        assert [item.epoch for item in of_type(events, EpochEnded)] == [1, 2, 3]
-        (notice,) = of_type(events, Notice)
-        assert notice.text.startswith("the loop begins with epoch 1, not with cfg.start_epoch=0; epochs count from 0: ")
-
     def test_settings_that_need_a_loader(self, tmp_path: Path) -> None:
         made = Own(debug=Debug(limit_batches=2), elastic=Elastic(keep_global_batch=True))
         with pytest.raises(MlxError, match=r"^cfg.elastic.keep_global_batch needs the loaders of self.generate_load"):
@@ -389,16 +331,6 @@ class TestEvery:
         experiment, _ = run(Experiment(evaluate_every_steps=2, accumulate_grad_batches=4, num_epochs=2), tmp_path)
         assert experiment.answers == [*[False] * 5, True] * 2  # updates of four and two steps
         assert experiment.evaluated == [2, 4]
-
-    def test_with_data_that_the_runtime_does_not_know(self, tmp_path: Path) -> None:
-        experiment, seen = Experiment(), []
-        attach(experiment, tmp_path)
-        for number in range(4):
-            experiment.save_metrics_and_losses(number, 0)
-            seen.append(experiment.every(2))
-            experiment.save_metrics_and_losses(0, 0, stage="val")
-            assert not experiment.every(2)
-        assert seen == [False, True, False, True]
 
     def test_steps_below_one_are_refused(self, tmp_path: Path) -> None:
         experiment = Experiment()
@@ -467,33 +399,6 @@ class TestEvaluationWithinAnEpoch:
         names = [name for name in expected if "/mean" in name]
         assert {name: recorded[name] for name in names} == {name: expected[name] for name in names}
 
-    @pytest.mark.parametrize("evaluates", [None, 3])
-    def test_averages_are_recorded_of_each_interval_as_well(
-        self, tmp_path: Path, recorded: dict[str, Any], evaluates: int | None
-    ) -> None:
-        """A resumed run records the same: the interval in which it was interrupted is not cut in two."""
-        settings: dict[str, Any] = {"log_every_steps": 4, "num_epochs": 2, "evaluate_every_steps": evaluates}
-        run(Experiment(**settings), tmp_path / "whole")
-        expected, means = recorded["train/mean_interval"], recorded["train/mean"]
-        steps = [4, 6, 10, 12] if evaluates is None else [3, 4, 6, 9, 10, 12]
-        assert [step for step, _ in expected] == [step for step, _ in means] == steps
-        lengths = torch.tensor(steps).diff(prepend=torch.tensor([0]))
-        values = torch.tensor([value for _, value in expected])
-        assert values.unique().numel() == len(values)  # other than means since the epoch began, they differ
-        assert (lengths * values).view(2, -1).sum(1).div(6).tolist() == pytest.approx([5.5, 5.5])
-        assert [value for step, value in means if step % 6 == 0] == [5.5, 5.5]
-        assert [value for _, value in recorded["train/sum_interval"]] == (2 * lengths * values).tolist()
-        assert not any(name.startswith("val") for name in recorded if "interval" in name)
-        assert not any("total" in name for name in recorded if "interval" in name)  # it keeps rows
-        recorded.clear()
-        for limit in (5, 11):
-            run(Experiment(max_steps=limit, **settings), tmp_path / f"{limit}")
-            first = [item for item in recorded.pop("train/mean_interval") if item[0] < limit]  # the rest is rewound
-            resumed, _ = run(Experiment(**settings), tmp_path / f"{limit}")
-            again = recorded.pop("train/mean_interval")
-            assert first + again == expected
-            assert "train/mean_interval" not in session_of(resumed).reporter.latest
-
     def test_a_checkpoint_in_the_same_step(
         self, tmp_path: Path, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -548,12 +453,6 @@ class TestTheBestWithinAnEpoch:
         settings = {"evaluate_every_steps": 4, "checkpoint_every_steps": 5, "monitor": "val/x", **settings}
         _, events = run(self.Scored(**settings), folder)
         return {Path(item.path).name: item.metrics.get("val/x") for item in of_type(events, CheckpointSaved)}
-
-    def test_a_value_belongs_to_the_first_checkpoint_after_it(self, tmp_path: Path) -> None:
-        found = self.saved(tmp_path)
-        steps = {4: 5.0, 5: None, 8: 1.0, 10: None, 15: None, 16: 1.5}
-        ends = {"epoch_0001": 4.0, "epoch_0002": 3.0, "epoch_0003": 2.0}
-        assert found == {f"epoch_{(step - 1) // 6 + 1:04d}_step_{step:08d}": steps[step] for step in steps} | ends
 
     @pytest.mark.parametrize("mode", ["min", "max"])
     @pytest.mark.parametrize("limit", [None, 9])
@@ -618,15 +517,6 @@ class TestCallbacks:
         }
         run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
         assert "".join(heard.calls) == "train[1]train[2(val[2]val[2])](val[2]val[2])"
-
-    def test_one_that_fails_is_reported_once(self, tmp_path: Path) -> None:
-        heard = SimpleNamespace(on_batch_end=lambda *_: 1 / 0)
-        experiment, events = run(Experiment(callbacks={"heard": heard}), tmp_path)
-        assert experiment.global_step == 18
-        (notice,) = of_type(events, Notice)
-        assert notice.text.startswith(
-            "cfg.callbacks.heard failed in on_batch_end, the run continues: ZeroDivisionError"
-        )
 
 
 @pytest.mark.local

@@ -13,7 +13,7 @@ from mlx_runtime.companions.jobs import contents
 from mlx_runtime.companions.jobs.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.driver import request
-from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.checkpoints import store
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.folder import claim_run, find_run, list_runs, named_run
@@ -43,14 +43,6 @@ def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
         find_run(str(tmp_path), "digits", "7")
     with pytest.raises(UsageError, match=r"no runs of 'digit' in .*\. Did you mean 'digits'\?"):
         find_run(str(tmp_path), "digit")
-
-
-def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        StorageError, match=r"file: (Not a directory|File exists)\. Choose another folder with cfg.storage_path"
-    ):
-        claim_run(str(tmp_path / "file"), "digits")
 
 
 @pytest.mark.process

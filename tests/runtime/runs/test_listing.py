@@ -20,8 +20,7 @@ from conftest import Mlx
 from mlx_runtime.cli import mlx as mlx_command
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.sweeps import listing as sweeps
-from mlx_runtime.companions.views import difference
-from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import records, tables
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import CheckpointStore
@@ -130,23 +129,6 @@ class TestLs:
         done = mlx(trained, "xp", "ls", "--status", "failed")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", f"no run in {trained / 'runs'} is FAILED\n")
 
-    def test_a_broken_conf_names_no_storage(self, made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        made()
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delenv("MLX_STORAGE")
-        Path("src").mkdir()
-        for words in (["ls"], ["rm", "digits", "1", "-y"]):
-            for content, why in [
-                ("[", " in "),
-                ("{storage_path: [a]}", "cfg.storage_path is ['a'], which is not text"),
-            ]:
-                Path("src/conf.yaml").write_text(f"cfg: {content}")
-                done = CliRunner().invoke(mlx_command, ["xp", *words])
-                assert done.exit_code == 1
-                [line] = done.stderr.splitlines()
-                assert line.startswith("error: cannot read src/conf.yaml: ")
-                assert why in line
-
     def test_every_status(self, storage: str, made: Made) -> None:
         here, elsewhere = leases.this_process(), leases.this_process() | {"boot": "elsewhere"}
         for status in ("SUCCEEDED", "FAILED", "PRUNED", "STOPPED"):
@@ -252,13 +234,6 @@ class TestLs:
         assert order("max", "loss") == [1, 2, 4, 3]  # no run defines which is best: smallest first
         assert order("max", "loss", "max") == [4, 2, 1, 3]
 
-    def test_epochs_count_from_one(self, made: Made) -> None:
-        made(epoch=2, epochs=10)
-        made(latest={"epoch": 2, "path": "", "value": None})
-        made(latest={"epoch": 2, "path": "", "value": None, "step": 70})
-        made()
-        assert [row.cells()["epoch"] for row in listing.list_rows()] == ["3/10", "3", "2", "-"]
-
     def test_age_is_that_of_the_first_attempt_and_work_that_of_all(self, made: Made) -> None:
         first = {"start": ago(10_000), "end": ago(9_000)}
         made(start=ago(100), end=ago(40), attempts=[first, {"start": ago(5_000), "end": None}])
@@ -337,18 +312,6 @@ class TestDiff:
         assert lines["optimizers.adam.lr"] == ["0.003", "1e-05"]
         assert "val/accuracy" in lines
         assert not {"cfg.seed", "seed", "status", "optimizers.adam.eps"} & set(lines)
-
-    def test_what_cannot_be_compared_is_told(self, trained: Path, mlx: Mlx, made: Made) -> None:
-        for arguments, message in [
-            (["1", "9"], "error: digits has no run '9'. Did you mean 'run_00"),
-            (["1", "digit/2"], "error: no runs of 'digit' in .* Did you mean 'digits'?"),
-        ]:
-            done = mlx(trained, "xp", "diff", *arguments)
-            assert done.returncode == 2
-            assert re.search(message, done.stderr), done.stderr
-        first, second = made(), made()
-        with pytest.raises(StorageError, match=r"cannot read .*run_001/conf\.yaml"):
-            difference.difference(first, second)
 
 
 class TestBest:

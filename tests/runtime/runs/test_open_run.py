@@ -109,14 +109,6 @@ def test_a_copy_names_its_own_checkpoints(run: Path, tmp_path: Path) -> None:
         assert found[name] == original[name] | {"path": str(copy / "checkpoints" / checkpoint)}
 
 
-def test_its_models_give_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(run.parents[2])
-    models = open_run("digits/run_001").load_models()
-    assert models.net.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
-    weights = open_run("digits/run_001").state()["models"]["net"]
-    assert all(torch.equal(item, weights[name]) for name, item in models.net.state_dict().items())
-
-
 def test_its_stored_code_runs_anywhere_but_only_for_those_who_trust_it(
     run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.storage.files import LocalStorage, Storage, storage_at
+from mlx_runtime.storage.files import LocalStorage, Storage
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
 pytestmark = pytest.mark.pure
@@ -147,15 +147,3 @@ def test_an_error_takes_back_what_was_written(storage: Storage) -> None:
     assert published(storage) == b"old"
     assert len(storage.names("data")) == 2
     assert storage.names() == ["data"]
-
-
-def test_of_several_in_place_the_first_counts(tmp_path: Path) -> None:
-    storage = storage_at(str(tmp_path))
-    with Publication(storage, "data", MARKER, in_place=True) as slow:
-        slow.create(slow.unique("a.bin")).close()
-        with Publication(storage, "data", MARKER, in_place=True) as fast:
-            fast.create(fast.unique("a.bin")).close()
-            assert fast.commit_first(b"fast")
-        assert not slow.commit_first(b"slow")
-    assert storage.read("data", MARKER) == b"fast"
-    assert storage.names("data") == sorted([fast.unique("a.bin"), MARKER])

@@ -1,13 +1,7 @@
 """The display of a run on a terminal and in a pipe, and its estimate of the remaining time."""
 
 import io
-import os
-import pty
 import re
-import threading
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,44 +56,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "time", CLOCK)
 
 
-def draw(display: Display, pause_s: float = 0.0) -> None:
-    """Display the beginning and one epoch of a run, as its driver does.
-
-    Args:
-        display: the display.
-        pause_s: seconds after each step; a bar is redrawn ten times a second by a real clock.
-    """
+def draw(display: Display) -> None:
+    """Display the beginning and one epoch of a run, as its driver does."""
     display.print("workers   2")
     display.print("folder    /runs/run_001", always=True)
     for number in (1, 20, 60):
         display.handle(step(number))
         CLOCK.now += SECONDS_PER_LINE / 2 + 0.1
-        time.sleep(pause_s)
     display.handle(Notice("a notice"))
     display.handle(PreparationProgress("train", 5, 10))
     display.handle(ended(0, 12.0))
     display.close()
-
-
-def on_a_terminal(act: Callable[[Display], None], **options: Any) -> str:
-    """Return the output to a terminal, including cursor movements, but without colors."""
-    here, there = pty.openpty()
-    said = bytearray()
-
-    def read() -> None:
-        try:
-            while piece := os.read(here, 4096):
-                said.extend(piece)
-        except OSError:  # the other end is closed
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with os.fdopen(there, "w") as stream:
-        act(Display(stream, **options))
-    reader.join()
-    os.close(here)
-    return re.sub(r"\x1b\[[\d;]*m", "", said.decode())
 
 
 class TestTimeLeft:
@@ -120,16 +87,6 @@ class TestPipe:
         assert (first, folder) == ("workers   2", "folder    /runs/run_001")
         assert re.fullmatch(r"train \| 60/100 \| 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", train)
         assert rest == ["a notice", "      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
-
-
-class TestTerminal:
-    def test_a_bar_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "120")
-        text = on_a_terminal(partial(draw, pause_s=0.5), epochs=5)
-        assert re.search(r"epoch 1 train .*━.* 60/100 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", text)
-        assert "  1/5   0.2500   12 s\r\n" in text
-        assert "prepare train" in text
-        assert text.endswith("\x1b[2K")  # its line is erased
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import Mlx, edit
 
-from mlx_runtime.workers.worker import ignore_breakpoints
-
 pytestmark = pytest.mark.process
 
 IGNORED = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0\n"
@@ -56,14 +54,3 @@ def test_workers_say_so_once_and_go_on(broken: Path, mlx: Mlx) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(IGNORED) == 1
     assert "(Pdb)" not in done.stdout
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(("chosen", "ignored"), [("", 1), ("ray.util.pdb.set_trace", 1), ("some.debugger", 0)])
-def test_what_a_worker_ignores(monkeypatch: pytest.MonkeyPatch, chosen: str, ignored: int) -> None:
-    monkeypatch.setenv("PYTHONBREAKPOINT", chosen)
-    started, notices = [], []
-    monkeypatch.setattr(sys, "breakpointhook", lambda *_: started.append(1))
-    ignore_breakpoints(notices.append)
-    breakpoint()
-    assert (len(notices), len(started)) == (ignored, 1 - ignored)

@@ -298,16 +298,6 @@ class TestOutput:
         assert "rank 0: by libc" in done.stdout.splitlines()
         assert "rank 1: by libc" in log_of(acts, 1).splitlines()
 
-    @pytest.mark.s3
-    def test_logs_of_ranks_arrive_at_an_object_store(self, s3: str, mlx: Mlx, acts: Path, tmp_path: Path) -> None:
-        storage = s3.format(f"acts-{tmp_path.name}")
-        place = {"MLX_STORAGE": storage, "MLX_CACHE": str(tmp_path / "cache")}
-        done = mlx(acts, "train", "run", "cfg.act=print_everything", **place)
-        assert done.returncode == 0, done.stderr
-        for rank in range(2):
-            stored = run_folder(storage, "acts", "run_001").read(f"logs/rank_{rank}.log")
-            assert f"rank {rank}: by libc\n".encode() in stored
-
 
 @pytest.mark.kills
 class TestNothingIsLeft:
@@ -384,20 +374,17 @@ class TestInterrupt:
             "workers train": lambda: seen(folder),
         }
 
-    @pytest.mark.parametrize(("later_s", "times"), [(0.0, 1), (0.3, 2)], ids=["once", "later, and twice"])
     @pytest.mark.parametrize(
-        "moment",
+        ("moment", "later_s", "times"),
         [
-            *("torch is imported", "workers are there"),
-            pytest.param("workers train", marks=pytest.mark.local),
+            ("torch is imported", 0.0, 1),
+            ("workers are there", 0.3, 2),
+            pytest.param("workers train", 0.3, 2, marks=pytest.mark.local),
         ],
     )
     def test_it_ends_the_run(self, moment: str, later_s: float, times: int, start: Start, acts: Path) -> None:
         new = {"PYTHONUNBUFFERED": "1"} if moment == "torch is imported" else {}  # for a new interpreter
         process = start(acts, *TestNothingIsLeft.WAITING, **new)
-        self.check(process, moment, later_s, times, acts)
-
-    def check(self, process: Started, moment: str, later_s: float, times: int, acts: Path) -> None:
         wait_for(self.moments(process, acts)[moment], 60, every_s=0.005)
         time.sleep(later_s)
         assert of_session(process.pid)
@@ -426,11 +413,6 @@ class TestRefusals:
                 ["cfg.engine=local", "cfg.elastic.min_workers=1"],
                 "cfg.engine=local cannot train this: cfg.elastic.min_workers=1 lets",
             ),
-            (
-                ["cfg.engine=local", STREAM],
-                "cfg.engine=local cannot train this: datasets.train is an unprepared stream",
-            ),
-            (["cfg.engine=ray", "cfg.start_workers=0"], "cfg.engine=ray needs workers, but cfg.start_workers=0"),
             (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.start_workers=20 needs 20 GPUs"),
         ],
         ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -442,13 +424,6 @@ class TestRefusals:
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)
         assert begun(done.stdout) == []
         assert not (folder / "runs").exists()
-
-    def test_a_clusters_job_has_no_local_engine(self, mlx: Mlx, acts: Path) -> None:
-        done = mlx(acts, "train", "run", "cfg.engine=local", MLX_IN_JOB="1")
-        line = "cfg.engine=local cannot train this: its workers are processes of one machine, not of a cluster"
-        assert (done.returncode, done.stderr) == (1, f"error: {line}; use cfg.engine=auto\n")
-        assert begun(done.stdout) == []
-        assert not (acts / "runs").exists()
 
 
 class TestAuto:

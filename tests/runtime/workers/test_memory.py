@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import Mlx
 
-from mlx_runtime.distributed.torch_private import recorded_allocations
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.workers.worker import SAVE_MEMORY, loop_errors, out_of_memory
 
@@ -43,16 +42,6 @@ class TestErrors:
         assert "tried to allocate" in first
         assert first.endswith("(raised on rank 1)")
         assert ways == SAVE_MEMORY
-
-
-@pytest.mark.pure
-def test_allocations_on_a_gpu_are_stored_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded, file = list[Any](), tmp_path / "profile" / "memory_rank_1.pickle"
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(f"{recorded}"))
-    with pytest.raises(torch.OutOfMemoryError), recorded_allocations(file):
-        raise torch.OutOfMemoryError
-    assert (file.read_text(), recorded) == ("['all']", ["all", None])
 
 
 @pytest.mark.process

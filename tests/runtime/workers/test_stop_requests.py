@@ -9,16 +9,6 @@ from mlx_runtime.workers.stop_requests import StopRequests, Terminated
 pytestmark = pytest.mark.pure
 
 
-def test_before_workers_train_a_request_ends_the_run_at_once() -> None:
-    interrupts: list[bool] = []
-    stop = StopRequests(lambda: interrupts.append(True))
-    stop.check()
-    stop.request("mlx xp stop")
-    assert interrupts == [True]
-    with pytest.raises(Terminated):
-        stop.check()
-
-
 def test_workers_that_train_have_time_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts: list[bool] = []
     stop = StopRequests(lambda: interrupts.append(True))
