@@ -10,12 +10,14 @@ from typing import Any
 
 from mlx_runtime.companions.hub.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.companions.hub.contents import StagedRun, latest_step, stage_run
-from mlx_runtime.companions.hub.remote import MAX_FILES, MirroredRun
+from mlx_runtime.companions.hub.detection import refuse_secrets
+from mlx_runtime.companions.hub.remote import CONF, MAX_FILES, MirroredRun
 from mlx_runtime.companions.hub.repository import Address, OutdatedError, Repository
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.leases import heartbeat
@@ -177,7 +179,8 @@ class Mirror:
         if len(state.files) > MAX_FILES:
             raise UsageError(f"the run has {len(state.files):,} files; {self.uri} may have {MAX_FILES:,}")
         if not self._checked:
-            state.refuse_secrets(self.uri)
+            for name in state.files & {CONF, CODE}:
+                refuse_secrets(state.target / name, self.uri)
             self._checked = True
 
     def _announcement(self, files: Mapping[str, Path]) -> str:
