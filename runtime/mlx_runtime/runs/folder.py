@@ -1,6 +1,6 @@
 """The folder of a run: its paths, its number, and the driver that owns it.
 
-<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip, logs/driver.log and folds.npz
+<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip and logs/driver.log
     run.json              status, versions, command, best metrics (see `records`)
     conf.yaml             the resolved config
     examples.pt           example rows, if the experiment has `predict` (see `examples`)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome, read_record
 from mlx_runtime.companions.sweeps.definition import FIXED, Definition, SweepPlan, differences, merge, plan
@@ -29,9 +27,6 @@ from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.redaction import HIDDEN
-
-FOLDS = "folds.npz"
-"""File of a sweep with the row numbers of each fold."""
 
 
 def find_sweep(name: str = "latest", root: str | None = None, experiment: str | None = None) -> RunFolder:
@@ -196,8 +191,5 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
     snapshots.store(project, folder)
     if plan.rows:
         facts["fold_rows"] = rows_digest(plan.rows)
-        file = folder.path / FOLDS
-        np.savez_compressed(file, *(fold.held_out for fold in plan.rows))
-        folder.push(file)
     record = records.Record(folder, before, **facts, attempt=attempt)
     return Sweep(record, plan, trials, listeners)
