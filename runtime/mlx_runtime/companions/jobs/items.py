@@ -16,7 +16,7 @@ from mlx_runtime.errors import DataJobError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.snapshots import Upload
+from mlx_runtime.runs.snapshots import code_digest
 from mlx_runtime.storage.documents import TEXT, Kind, from_json, list_of, stays_below
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 
@@ -128,14 +128,9 @@ def interrupted(config: Config, output: str) -> RunFolder | None:
 
 def fingerprints(config: Config) -> dict[str, str]:
     """Return the digests of the code in `src`, and of the settings that determine the effect of an item."""
-    code = hashlib.sha256()
-    for path, _ in sorted(Upload.of(Path.cwd()).files):  # without ignored files, which a cluster does not get
-        if path.parts[0] == "src" and path.suffix == ".py":
-            content = path.read_bytes()
-            code.update(f"{path} {len(content)} ".encode() + content)
     cfg = {name: value for name, value in config.shown["cfg"].items() if name not in FREE_SETTINGS}
     settings = hashlib.sha256(to_json({**config.shown, "cfg": cfg}).encode())
-    return {"code": code.hexdigest(), "settings": settings.hexdigest()}
+    return {"code": code_digest(Path.cwd()), "settings": settings.hexdigest()}
 
 
 def _read(folder: RunFolder) -> dict[str, Finished]:
