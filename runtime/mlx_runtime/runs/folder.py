@@ -201,15 +201,19 @@ def read_errors(run: RunFolder, name: str) -> Iterator[None]:
         raise StorageError(f"cannot read {join_path(run.location, name)}: {why}") from error
 
 
-def read_rows(content: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield the lines of metrics.jsonl with their values, or None for a damaged one.
+ROW = {"step": COUNT, "epoch": COUNT}
+"""Fields that every line of metrics.jsonl has."""
+
+
+def read_rows(content: bytes, shape: Mapping[str, Kind] = ROW) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield the lines of metrics.jsonl, or of another file of JSON lines, with their values, or None for a damaged one.
 
     An incomplete last line is left out, because the run may be writing it.
     """
     for line in content.splitlines(keepends=True):
         row = None
         with contextlib.suppress(ValueError):
-            row = from_json(line, {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
+            row = from_json(line, shape, needs=tuple(shape))
         if row is not None or line.endswith(b"\n"):
             yield line, row
 

@@ -4,6 +4,7 @@ An item is kept if `DataJob.map` was given its key, its result is the same after
 its files were written by methods of `Output`, which are atomic. Any other item is repeated.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,10 @@ from mlx_runtime.companions.jobs.filling import JOBS, RECORD, Output
 from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import DataJobError, UsageError
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, list_runs
+from mlx_runtime.runs.folder import RunFolder, list_runs, read_rows
 from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.snapshots import code_digest
-from mlx_runtime.storage.documents import TEXT, Kind, from_json, list_of, stays_below
+from mlx_runtime.storage.documents import TEXT, Kind, list_of, stays_below
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 
 ITEMS = "logs/items.jsonl"
@@ -30,7 +31,7 @@ FREE_SETTINGS = (
 """Settings of `cfg` that may differ when a job is resumed."""
 
 PATHS = list_of(Kind("a path below the output", stays_below))
-SHAPE: dict[str, Kind] = {"key": TEXT, "files": PATHS}
+SHAPE = {"key": TEXT, "files": PATHS, "result": Kind("a value", lambda value: True)}
 
 
 class Finished(NamedTuple):
@@ -134,16 +135,8 @@ def fingerprints(config: Config) -> dict[str, str]:
 
 
 def _read(folder: RunFolder) -> dict[str, Finished]:
-    """Return the stored items. The last line may be incomplete."""
-    items = {}
-    try:
-        lines = folder.read(ITEMS).splitlines()
-    except FileNotFoundError:
-        return {}
-    for line in lines:
-        try:
-            found = from_json(line, SHAPE, needs=(*SHAPE, "result"))
-        except ValueError:
-            continue
-        items[found["key"]] = Finished(found["result"], frozenset(found["files"]))
-    return items
+    """Return the stored items."""
+    with contextlib.suppress(FileNotFoundError):
+        found = [item for _, item in read_rows(folder.read(ITEMS), SHAPE) if item is not None]
+        return {item["key"]: Finished(item["result"], frozenset(item["files"])) for item in found}
+    return {}
