@@ -12,8 +12,8 @@ digits_run_003_epoch_0018/
 """
 
 import platform
+import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,14 +198,9 @@ def _write_code(staged: Path, folder: RunFolder) -> None:
         unpacked = snapshots.unpack(folder)
     except UsageError:
         return
-    archive = staged / snapshots.CODE
-    with zipfile.ZipFile(archive, "w") as packed:
-        for file in sorted(unpacked.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                packed.write(file, file.relative_to(unpacked))
+    code = shutil.copytree(unpacked, staged / "code", ignore=shutil.ignore_patterns("__pycache__"))
+    archive = Path(shutil.make_archive(str(code), "zip", code))
     refuse_secrets(archive, "the export")
-    with zipfile.ZipFile(archive) as packed:
-        packed.extractall(staged / "code")
     archive.unlink()
 
 
