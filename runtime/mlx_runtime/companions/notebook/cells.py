@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.local import write_atomic
 
@@ -34,8 +35,7 @@ def register(shell: Any) -> None:
             raise UsageError(f"%%mlx {name:.100}: write %%mlx, or %%mlx NAME for a module src/NAME.py")
         module = CellModule(name, Path.cwd())
         module = modules.setdefault(module.path, module)
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, here)
+        add_to_path(Path.cwd())
         try:
             loaded = module.run(text)
         except NameError as error:

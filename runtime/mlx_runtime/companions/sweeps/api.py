@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from mlx_runtime.companions.sweeps.starting import checked_plan, drive, find_swe
 from mlx_runtime.config.composition import parse_overrides
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.loop.experiment import BaseModule
 from mlx_runtime.runs import records
 from mlx_runtime.storage.files import storage_root
@@ -93,8 +93,7 @@ def sweep(
         compared = {"monitor": metric, "mode": mode} if metric and mode else {}  # also selects the checkpoints to keep
         words = function_overrides(experiment, overrides, {**compared, **settings})
         cls, given["experiment"] = FunctionExperiment, FUNCTIONS
-        if (here := str(Path.cwd())) not in sys.path:  # trials import the function by its path from here
-            sys.path.insert(0, here)
+        add_to_path(Path.cwd())  # trials import the function by its path from here
     else:
         module, qualname = importable(experiment)
         assert isinstance(experiment, type), "it is no function"
