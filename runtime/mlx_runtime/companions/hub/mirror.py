@@ -42,19 +42,15 @@ class SupersededError(UsageError):
 class Allowance:
     """Limits commits, so that a run that saves often uploads only its newest state."""
 
-    def __init__(self, burst: int = BURST, interval_s: float = INTERVAL_S) -> None:
-        self._burst, self._interval_s = burst, interval_s
-        self._left, self._counted = float(burst), time.monotonic()
+    def __init__(self) -> None:
+        self._used_until = time.monotonic()  # by commits of `INTERVAL_S` each
 
     def wait_s(self) -> float:
         """Return the time until the next commit is allowed, in seconds."""
-        present = time.monotonic()
-        self._left = min(self._burst, self._left + (present - self._counted) / self._interval_s)
-        self._counted = present
-        return max(0.0, (1 - self._left) * self._interval_s)
+        return max(0.0, self._used_until - (BURST - 1) * INTERVAL_S - time.monotonic())
 
     def take(self, commits: int = 1) -> None:
-        self._left -= commits
+        self._used_until = max(self._used_until, time.monotonic()) + commits * INTERVAL_S
 
 
 class Mirror:
