@@ -28,7 +28,6 @@ from mlx_runtime.companions.serving.exports.evidence import CHECK_S, collect, pr
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.stored_code import project_of
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch
@@ -125,13 +124,13 @@ def _fill(
     schema, examples = parts.predictor.schema, dict(parts.predictor.schema.examples)
     about = _description(parts, wanted)
     consolidate(parts.folder, parts.checkpoint.name, staged / "weights.safetensors")
-    project, evidence = project_of(type(parts.experiment)), None
+    evidence = None
     if wanted:
         report("reading   held-out rows")
-        evidence = collect(parts.experiment, parts.nodes, parts.predictor, project)
+        evidence = collect(parts.experiment, parts.nodes, parts.predictor)
         schema, (examples, outputs) = evidence.schema, evidence.cases[0]
         report("tracing   predict")
-        exported = programs.trace(parts.experiment, schema, project)
+        exported = programs.trace(parts.experiment, schema)
         if "pt2" in wanted:
             torch.export.save(exported, staged / PROGRAMS["pt2"])
         if "onnx" in wanted:
