@@ -201,6 +201,7 @@ class TestSlots:
     @pytest.fixture(autouse=True)
     def cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.cpu_count", lambda: 8)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     @pytest.mark.parametrize(
@@ -215,6 +216,13 @@ class TestSlots:
         room = slots(TrainConfig(**cfg), parallel)
         assert room.environments == ({"CUDA_VISIBLE_DEVICES": ""},) * fitting
         assert room.gpus == 0
+
+    def test_a_job_that_may_use_some_of_the_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As many trials as fit on these by default, but as many as the user asks for."""
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
+        assert len(slots(TrainConfig(start_workers=1)).environments) == 3
+        assert len(slots(TrainConfig(start_workers=4)).environments) == 1
+        assert len(slots(TrainConfig(start_workers=1), 5).environments) == 5
 
     @pytest.mark.parametrize(
         ("workers", "gpus_per_trial", "parallel", "devices"),
