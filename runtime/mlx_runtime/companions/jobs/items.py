@@ -17,7 +17,7 @@ from mlx_runtime.errors import DataJobError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs, read_rows
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.snapshots import code_digest
+from mlx_runtime.runs.sources import code_digest
 from mlx_runtime.storage.documents import TEXT, Kind, list_of, stays_below
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 

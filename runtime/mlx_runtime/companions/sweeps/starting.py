@@ -17,7 +17,7 @@ from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import drivers, records, snapshots
+from mlx_runtime.runs import drivers, records, snapshots, sources
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_runs, named_run, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently
@@ -85,7 +85,7 @@ def checked_plan(
     found = plan(experiment, definition, **how)
     load_function(found.config.cfg)  # the files that it imports are compared
     changes = [f"{name}: {text}" for name, text in differences(stored, found.definition).items()]
-    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
+    changes += [f"{file} differs" for file in sources.changed_files(Path.cwd(), folder)]
     if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
         changes.append("the folds have other rows")
     if changes and not force:

@@ -19,7 +19,7 @@ from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.events import RunInfo
 from mlx_runtime.loop.job import Cluster, Job
 from mlx_runtime.runs.folder import attempt_name, run_folder
-from mlx_runtime.runs.snapshots import file_digest, sources
+from mlx_runtime.runs.sources import file_digest, source_files
 from mlx_runtime.storage.files import join_path, storage_root
 
 PACKAGES = {
@@ -46,7 +46,7 @@ class Offer:
 
     @classmethod
     def of(cls, job: Job, backend: str, timeout_s: float, gpus: float) -> "Offer":
-        needs = PACKAGES | {name: file_digest(job.project / name) for name in sources(job.project)}
+        needs = PACKAGES | {name: file_digest(job.project / name) for name in source_files(job.project)}
         return cls(job, backend, timeout_s, gpus, needs, _claim_of(job))
 
     def encode(self) -> bytes:

@@ -27,7 +27,7 @@ from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, WorkerLostError, printable, short_message
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.queries.reader import open_run
-from mlx_runtime.runs.snapshots import code_digest
+from mlx_runtime.runs.sources import code_digest
 from mlx_runtime.runs.tables import format_duration, plural
 from mlx_runtime.settings import Settings
 from mlx_runtime.workers.fork_server import ForkServer, exit_reason
