@@ -1,4 +1,4 @@
-"""Imports without repeated garbage collection, imports on first use, and hooks that run after an import."""
+"""Imports of projects, without repeated garbage collection, or on first use, and hooks that run after an import."""
 
 import atexit
 import contextlib
@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,12 @@ def many_imports() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def add_to_path(folder: Path) -> None:
+    """Let this process import the modules of a folder."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def exit_quickly() -> None:

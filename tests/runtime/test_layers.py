@@ -89,7 +89,7 @@ HOMES = {
     "mlflow": {"companions.services.mlflow"},
     "onnxruntime": {"companions.serving.exports.proof"},
     "omegaconf": {"config", "storage.documents"},
-    "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
+    "optuna": {"companions.sweeps.report", "companions.sweeps.study"},
     "orjson": {"companions.serving.http.bodies"},
     "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},

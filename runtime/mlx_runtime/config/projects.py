@@ -1,14 +1,13 @@
 """Project folders: experiments and data jobs, each with its code and its conf.yaml in `src/`."""
 
 import importlib
-import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from mlx_runtime.errors import USER_ERRORS, MlxError, UsageError, raised_in, short_message
-from mlx_runtime.importing import many_imports
+from mlx_runtime.importing import add_to_path, many_imports
 
 CONF = Path("src/conf.yaml")
 """The config, relative to the project folder."""
@@ -63,8 +62,7 @@ def main_class(kind: Kind, folder: Path) -> type:
 
 def project_module(name: str, folder: Path) -> ModuleType:
     """Import a module of a project, like `src.experiment`. Errors name the line that raised them."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    add_to_path(folder)
     try:
         with many_imports():
             return importlib.import_module(name)

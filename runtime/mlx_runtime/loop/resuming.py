@@ -27,7 +27,7 @@ from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError, MlxError, RunFinished, StorageError
 from mlx_runtime.loop.options import TrainConfig
-from mlx_runtime.runs import drivers, snapshots
+from mlx_runtime.runs import drivers, sources
 from mlx_runtime.runs.checkpoints.groups import State, state_of
 from mlx_runtime.runs.checkpoints.index import best_first, list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, read_errors
@@ -70,7 +70,7 @@ def change_lines(run: RunFolder, project: Path, found: Sequence[Change]) -> Iter
     for change in found:
         yield f"changed   {change}{'' if change.key.startswith('cfg.') else ', set once its state is restored'}"
     with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
-        files = snapshots.changed_files(project, run)
+        files = sources.changed_files(project, run)
         if files := [name for name in files if not name.endswith(".yaml")]:
             yield f"changed   {', '.join(files)}, since the run stored its code"
 

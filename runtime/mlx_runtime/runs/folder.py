@@ -1,6 +1,6 @@
 """The folder of a run: its paths, its number, and the driver that owns it.
 
-<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip, logs/driver.log and folds.npz
+<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip and logs/driver.log
     run.json              status, versions, command, best metrics (see `records`)
     conf.yaml             the resolved config
     examples.pt           example rows, if the experiment has `predict` (see `examples`)
@@ -200,15 +200,19 @@ def read_errors(run: RunFolder, name: str) -> Iterator[None]:
         raise StorageError(f"cannot read {join_path(run.location, name)}: {why}") from error
 
 
-def read_rows(content: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield the lines of metrics.jsonl with their values, or None for a damaged one.
+ROW = {"step": COUNT, "epoch": COUNT}
+"""Fields that every line of metrics.jsonl has."""
+
+
+def read_rows(content: bytes, shape: Mapping[str, Kind] = ROW) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield the lines of metrics.jsonl, or of another file of JSON lines, with their values, or None for a damaged one.
 
     An incomplete last line is left out, because the run may be writing it.
     """
     for line in content.splitlines(keepends=True):
         row = None
         with contextlib.suppress(ValueError):
-            row = from_json(line, {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
+            row = from_json(line, shape, needs=tuple(shape))
         if row is not None or line.endswith(b"\n"):
             yield line, row
 

@@ -9,7 +9,6 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -182,21 +181,6 @@ def unpack(folder: RunFolder) -> Path:
             raise StorageError(f"{join_path(folder.location, CODE)} is damaged: {short_message(error)}") from error
         _unpacked[digest] = temporary  # removed when this process exits
     return Path(_unpacked[digest].name)
-
-
-def changed_files(project: Path, folder: RunFolder) -> list[str]:
-    """Return the files in `src` of a project, and its imported scripts, that differ from the stored code of a run."""
-    stored, below = unpack(folder), f"{project.resolve()}{os.sep}"
-    imported = [str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]]
-    scripts = {Path(file.removeprefix(below)) for file in imported if file.startswith(below)}
-    files = {path for path, size in Upload.of(project).files if path.parts[0] == "src" and size <= FILE_BYTES}
-    files |= {path.relative_to(stored) for path in (stored / "src").rglob("*") if path.is_file()}
-    files |= {path for path in scripts if (stored / path).is_file()}
-    return sorted(str(path) for path in files if _content(stored / path) != _content(project / path))
-
-
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
 
 
 _unpacked: "dict[str, tempfile.TemporaryDirectory[str]]" = {}

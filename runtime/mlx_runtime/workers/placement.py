@@ -107,6 +107,14 @@ def check_room(cfg: "TrainConfig", cpus: float, gpus: float, *, cluster: bool) -
         raise ConfigError(lacking)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use. Some containers and jobs have fewer than their machine.
+
+    Only for numbers that users have not given: what they ask for may outnumber these cores.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def this_machine(cfg: "TrainConfig", why: str = "") -> Cluster:
     """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1

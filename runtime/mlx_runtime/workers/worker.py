@@ -31,7 +31,7 @@ from mlx_runtime.errors import (
     user_traceback,
 )
 from mlx_runtime.events import Event, LoopEnded, Notice, WorkerPosition, WorkersStarted
-from mlx_runtime.importing import after_import
+from mlx_runtime.importing import add_to_path, after_import
 from mlx_runtime.loop.assembly import build_experiment, dataset_shards
 from mlx_runtime.loop.context import Groups, RunContext
 from mlx_runtime.loop.examples import ExampleRecorder
@@ -66,8 +66,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
     """Build the experiment on this worker and run its loop."""
     if not job.project.is_dir():  # on another machine, Ray has unpacked the project into the working directory
         job = replace(job, project=Path.cwd())
-    if str(job.project) not in sys.path:
-        sys.path.insert(0, str(job.project))
+    add_to_path(job.project)
     with contextlib.ExitStack() as stack:
         stack.enter_context(topology.entered())
         if not job.cluster.captures_output:

@@ -11,7 +11,7 @@ import torch
 from conftest import Mlx, edit
 
 from mlx_runtime import MlxError, open_run
-from mlx_runtime.companions.hub import card
+from mlx_runtime.companions.hub.contents import card
 from mlx_runtime.companions.views import report
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.queries import listing
@@ -98,7 +98,7 @@ def test_all_views_agree_on_the_best_checkpoint(run: Path, monkeypatch: pytest.M
     page = report.render_run(row.folder)
     assert f"{monitor} {value:.4f} (epoch 1, step 8)" in page
     assert re.search(r"epoch_0001_step_00000008</td>\s*<td[^>]*>best</td>", page)
-    assert f"Best `{monitor}`: {value:.4f}, in epoch 1, step 8." in card.text(record, row.folder.conf)
+    assert f"Best `{monitor}`: {value:.4f}, in epoch 1, step 8." in card(record, row.folder.conf)
 
 
 def test_a_copy_names_its_own_checkpoints(run: Path, tmp_path: Path) -> None:

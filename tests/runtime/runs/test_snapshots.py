@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import MlxError
-from mlx_runtime.runs import snapshots
+from mlx_runtime.runs import snapshots, sources
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.snapshots import Upload
 
@@ -149,12 +149,12 @@ def test_files_of_src_that_differ_from_the_stored_ones_are_named(tmp_path: Path,
     put(here, *SOURCE, "notes.txt")
     snapshots.store(here, run)
     assert snapshots.unpack(run) == snapshots.unpack(run)
-    assert snapshots.changed_files(here, run) == []
+    assert sources.changed_files(here, run) == []
     put(here, "src/more.py")
     (here / "src/sizes.py").write_text("WIDTH = 4")
     (here / "src/experiment.py").unlink()
     (here / "notes.txt").unlink()
-    assert snapshots.changed_files(here, run) == ["src/experiment.py", "src/more.py", "src/sizes.py"]
+    assert sources.changed_files(here, run) == ["src/experiment.py", "src/more.py", "src/sizes.py"]
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "has no stored code"), (b"no zip", "code.zip is damaged")])

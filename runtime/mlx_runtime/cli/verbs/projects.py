@@ -18,6 +18,7 @@ from mlx_runtime import __version__
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.driver.arguments import Request, refuse_options
 from mlx_runtime.errors import BindError, MlxError, RunStopped, UsageError, suggest
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.workers.placement import JOB_FLAG
 from mlx_runtime.workers.stop_requests import DRIVER_SIGNALS, StopRequests, Terminated, sigterm_stops
@@ -199,7 +200,7 @@ def run(kind: Kind, request: Request) -> None:
         main = folder / "main.py"
         if not main.is_file():
             raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-        sys.path.insert(0, str(folder))
+        add_to_path(folder)
         function = runpy.run_path(str(main), run_name="main").get("main")
         if not callable(function):
             raise UsageError(f"{main} has no function main(overrides); write one like that of a new {kind.title}")

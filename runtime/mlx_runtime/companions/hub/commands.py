@@ -1,10 +1,11 @@
 """Commands for mirrors."""
 
+from functools import partial
+
 import click
 
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import say, word
-from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.runs.queries import lookup
 
@@ -17,11 +18,7 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
     """Complete the mirror of a RUN (run_003, 3 or latest) of NAME; by default, all unfinished mirrors."""
     from mlx_runtime.companions.hub import pushing
 
-    def announce(text: str) -> None:
-        say(text, err=True)
-
-    if run is not None and is_remote(run):
-        raise UsageError(f"{run} is no run; write: mlx xp push {name} --to {run}")
+    announce = partial(say, err=True)
     if name is None:
         folders = pushing.unfinished_runs(lookup.storage_root())
         if to is not None:

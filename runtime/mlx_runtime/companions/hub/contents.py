@@ -1,4 +1,4 @@
-"""The files of a run folder to mirror, and the resulting changes to a repository.
+"""The files of a run folder to mirror, its model card, and the resulting changes to a repository.
 
 README.md             model card
 mirror.json           claim of the driver that writes to the repository (see `claims`)
@@ -10,24 +10,24 @@ checkpoints/epoch_0004/…   the kept checkpoints, unchanged
 
 import contextlib
 import hashlib
+import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.hub import card
 from mlx_runtime.companions.hub.claims import FILE
-from mlx_runtime.companions.hub.detection import refuse_secrets
-from mlx_runtime.companions.hub.remote import CARD, CHECKPOINTS, CONF, WEIGHTS
+from mlx_runtime.companions.hub.remote import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.companions.hub.repository import File
-from mlx_runtime.errors import MlxError, StorageError
+from mlx_runtime.errors import MlxError, StorageError, printable
 from mlx_runtime.loop.examples import EXAMPLES
 from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoints.index import ABOUT, list_checkpoints
+from mlx_runtime.runs.checkpoints.index import ABOUT, list_checkpoints, position
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
-from mlx_runtime.runs.snapshots import CODE
+from mlx_runtime.runs.tables import format_number
 from mlx_runtime.storage.files import Storage, storage_at, to_json
 
 STAGED = ".mirror"
@@ -35,6 +35,11 @@ STAGED = ".mirror"
 
 NOT_MIRRORED = ("report.html", EXAMPLES, CARD, FILE, WEIGHTS)
 """Files of a run folder that are not mirrored, such as rows of the data, or rewritten for the mirror."""
+
+NOT_REPEATED = ("cfg.hub.mirror=", "cfg.storage_path=", "--resume")
+"""Beginnings of overrides that are left out of the command in the model card."""
+
+TAGS = ("mlx-runtime", "pytorch")
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,6 @@ class StagedRun:
         files = {path for path in self.files if path.rpartition("/")[0] not in gone}
         added = {path: self.target / path for path in files if path.rpartition("/")[0] not in same}
         return added, [path for path in present if path.startswith(f"{CHECKPOINTS}/") and path not in files]
-
-    def refuse_secrets(self, repository: str) -> None:
-        """Raise a UsageError if the config or the code of the run holds likely secrets."""
-        for name in self.files & {CONF, CODE}:
-            refuse_secrets(self.target / name, repository)
 
     def _same(self, folder: str, present: Mapping[str, File]) -> bool:
         """Return True if a checkpoint is in the repository. Its description has the checksums of its other files."""
@@ -115,11 +115,14 @@ def stage_run(folder: RunFolder, *, weights: bool) -> Iterator[StagedRun]:
                 _copy(storage, path, target)
         record = {name: value for name, value in records.load_record(folder).items() if name != "mirror"}
         (target / folder.record.name).write_text(to_json(record))
-        (target / CARD).write_text(card.text(record, target / folder.conf.name), encoding="utf-8")
+        (target / CARD).write_text(card(record, target / folder.conf.name), encoding="utf-8")
         files |= {folder.record.name, CARD}
         if weights and step >= 0:
             with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
-                _write_weights(folder, record, target / WEIGHTS)
+                from mlx_runtime.companions.sharding.consolidation import consolidate
+
+                best = (record.get("best") or {}).get("value") is not None
+                consolidate(folder, "best" if best else "latest", target / WEIGHTS)
                 files.add(WEIGHTS)
         yield StagedRun(storage, target, frozenset(files), max(0, step), latest)
     finally:
@@ -164,14 +167,57 @@ def _copy(storage: Storage, path: str, folder: Path) -> None:
             lines.truncate(content.rfind(b"\n") + 1)
 
 
-def _write_weights(folder: RunFolder, record: Mapping[str, Any], target: Path) -> None:
-    from mlx_runtime.companions.sharding.consolidation import consolidate
-
-    which = "best" if (record.get("best") or {}).get("value") is not None else "latest"
-    consolidate(folder, which, target)
-
-
 def _hashes(content: bytes) -> tuple[str, str]:
     """Return the hashes that a file with this content has in a repository: in LFS, and in git."""
     git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
     return hashlib.sha256(content).hexdigest(), git.hexdigest()
+
+
+def card(record: Mapping[str, Any], conf: Path) -> str:
+    """Return the card of a run, in Markdown, with metadata for the Hub."""
+    lines = ["---", f"tags: {json.dumps(list(TAGS))}", "---", ""]
+    lines += [f"# {_plain(record.get('experiment'))} {_plain(record.get('run'))}", ""]
+    epochs = f" after epoch {record['epoch'] + 1} of {record.get('epochs')}" if record.get("epoch") is not None else ""
+    parameters = f" {record['parameters']:,} parameters." if record.get("parameters") else ""
+    lines += [f"Status: {_plain(record.get('status'))}{epochs}.{parameters}", ""]
+    best = record.get("best") or {}
+    if best.get("value") is not None:
+        name, value = _plain(record.get("monitor")), format_number(best["value"])
+        lines += [f"Best `{name}`: {value}, in {position(best)}.", ""]
+    if metrics := record.get("metrics"):
+        lines += ["| metric | last value |", "|---|---|"]
+        lines += [f"| `{_plain(name)}` | {format_number(value)} |" for name, value in sorted(metrics.items())] + [""]
+    lines += ["## Reproduce", "", *_commands(record), ""]
+    versions = {"python": record.get("python"), **(record.get("packages") or {})}
+    known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    machine = f"{record.get('workers')} workers, {_plain(record.get('device'))}"
+    lines += [f"Seed {record.get('seed')}, {machine}; {_plain(known)}.", ""]
+    lines += ["`code.zip` contains the code, and `conf.yaml` the whole config:", ""]
+    with contextlib.suppress(OSError, ValueError):
+        lines += _block("yaml", *conf.read_text(encoding="utf-8").splitlines())
+    return "\n".join(lines) + "\n"
+
+
+def _commands(record: Mapping[str, Any]) -> list[str]:
+    """Return commands that repeat the run, or Python code if its class is not the experiment of the project."""
+    commit = (record.get("git") or {}).get("commit")
+    checkout = [f"git checkout {_plain(commit)}"] if commit else []
+    chosen = [item for item in record.get("overrides") or [] if not item.lstrip("+").startswith(NOT_REPEATED)]
+    if path := record.get("experiment_class"):
+        module, _, name = _plain(path).rpartition(".")
+        call = f"run({name}, {_plain(json.dumps(chosen))}).result()"
+        lines = ["from mlx_runtime import run", f"from {module} import {name}", "", call]
+        return [*(_block("sh", *checkout) if checkout else []), *_block("python", *lines)]
+    return _block("sh", *checkout, _plain(shlex.join(["mlx", "train", "run", *chosen])))
+
+
+def _block(language: str, *lines: str) -> list[str]:
+    fence = "```"
+    while any(fence in line for line in lines):
+        fence += "`"
+    return [f"{fence}{language}", *lines, fence]
+
+
+def _plain(value: Any) -> str:
+    """Return a text from a record, escaped for one line of Markdown."""
+    return printable(str(value), one_line=True).replace("`", "'").replace("|", "/")

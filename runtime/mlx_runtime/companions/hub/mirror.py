@@ -10,12 +10,14 @@ from typing import Any
 
 from mlx_runtime.companions.hub.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.companions.hub.contents import StagedRun, latest_step, stage_run
-from mlx_runtime.companions.hub.remote import MAX_FILES, MirroredRun
+from mlx_runtime.companions.hub.detection import refuse_secrets
+from mlx_runtime.companions.hub.remote import CONF, MAX_FILES, MirroredRun
 from mlx_runtime.companions.hub.repository import Address, OutdatedError, Repository
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import plural
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.leases import heartbeat
@@ -40,19 +42,15 @@ class SupersededError(UsageError):
 class Allowance:
     """Limits commits, so that a run that saves often uploads only its newest state."""
 
-    def __init__(self, burst: int = BURST, interval_s: float = INTERVAL_S) -> None:
-        self._burst, self._interval_s = burst, interval_s
-        self._left, self._counted = float(burst), time.monotonic()
+    def __init__(self) -> None:
+        self._used_until = time.monotonic()  # by commits of `INTERVAL_S` each
 
     def wait_s(self) -> float:
         """Return the time until the next commit is allowed, in seconds."""
-        present = time.monotonic()
-        self._left = min(self._burst, self._left + (present - self._counted) / self._interval_s)
-        self._counted = present
-        return max(0.0, (1 - self._left) * self._interval_s)
+        return max(0.0, self._used_until - (BURST - 1) * INTERVAL_S - time.monotonic())
 
     def take(self, commits: int = 1) -> None:
-        self._left -= commits
+        self._used_until = max(self._used_until, time.monotonic()) + commits * INTERVAL_S
 
 
 class Mirror:
@@ -177,7 +175,8 @@ class Mirror:
         if len(state.files) > MAX_FILES:
             raise UsageError(f"the run has {len(state.files):,} files; {self.uri} may have {MAX_FILES:,}")
         if not self._checked:
-            state.refuse_secrets(self.uri)
+            for name in state.files & {CONF, CODE}:
+                refuse_secrets(state.target / name, self.uri)
             self._checked = True
 
     def _announcement(self, files: Mapping[str, Path]) -> str:

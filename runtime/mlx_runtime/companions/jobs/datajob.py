@@ -5,7 +5,6 @@ import errno
 import itertools
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from mlx_runtime.errors import (
     short_message,
     user_errors,
 )
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.runs import drivers
 from mlx_runtime.runs.folder import claim_run, named_run
 from mlx_runtime.runs.logs import Log
@@ -339,9 +339,7 @@ def _task_result(ref: Any, title: str) -> tuple[Any, list[str] | None]:
 
 def _call(project: str, function: bytes, item: bytes, title: str) -> tuple[Any, list[str] | None, MlxError | None]:
     """Call a pickled function in a process of Ray. Return its result and files, or the error for the user."""
-    folder = Path.cwd() if Path("src").is_dir() else Path(project)  # each node of a cluster has its own copy
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    add_to_path(Path.cwd() if Path("src").is_dir() else Path(project))  # each node of a cluster has its own copy
     from ray import cloudpickle
 
     try:

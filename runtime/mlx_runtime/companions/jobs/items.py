@@ -4,6 +4,7 @@ An item is kept if `DataJob.map` was given its key, its result is the same after
 its files were written by methods of `Output`, which are atomic. Any other item is repeated.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,10 @@ from mlx_runtime.companions.jobs.filling import JOBS, RECORD, Output
 from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import DataJobError, UsageError
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, list_runs
+from mlx_runtime.runs.folder import RunFolder, list_runs, read_rows
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.snapshots import Upload
-from mlx_runtime.storage.documents import TEXT, Kind, from_json, list_of, stays_below
+from mlx_runtime.runs.sources import code_digest
+from mlx_runtime.storage.documents import TEXT, Kind, list_of, stays_below
 from mlx_runtime.storage.files import join_path, storage_at, storage_root, to_json
 
 ITEMS = "logs/items.jsonl"
@@ -30,7 +31,7 @@ FREE_SETTINGS = (
 """Settings of `cfg` that may differ when a job is resumed."""
 
 PATHS = list_of(Kind("a path below the output", stays_below))
-SHAPE: dict[str, Kind] = {"key": TEXT, "files": PATHS}
+SHAPE = {"key": TEXT, "files": PATHS, "result": Kind("a value", lambda value: True)}
 
 
 class Finished(NamedTuple):
@@ -128,27 +129,14 @@ def interrupted(config: Config, output: str) -> RunFolder | None:
 
 def fingerprints(config: Config) -> dict[str, str]:
     """Return the digests of the code in `src`, and of the settings that determine the effect of an item."""
-    code = hashlib.sha256()
-    for path, _ in sorted(Upload.of(Path.cwd()).files):  # without ignored files, which a cluster does not get
-        if path.parts[0] == "src" and path.suffix == ".py":
-            content = path.read_bytes()
-            code.update(f"{path} {len(content)} ".encode() + content)
     cfg = {name: value for name, value in config.shown["cfg"].items() if name not in FREE_SETTINGS}
     settings = hashlib.sha256(to_json({**config.shown, "cfg": cfg}).encode())
-    return {"code": code.hexdigest(), "settings": settings.hexdigest()}
+    return {"code": code_digest(Path.cwd()), "settings": settings.hexdigest()}
 
 
 def _read(folder: RunFolder) -> dict[str, Finished]:
-    """Return the stored items. The last line may be incomplete."""
-    items = {}
-    try:
-        lines = folder.read(ITEMS).splitlines()
-    except FileNotFoundError:
-        return {}
-    for line in lines:
-        try:
-            found = from_json(line, SHAPE, needs=(*SHAPE, "result"))
-        except ValueError:
-            continue
-        items[found["key"]] = Finished(found["result"], frozenset(found["files"]))
-    return items
+    """Return the stored items."""
+    with contextlib.suppress(FileNotFoundError):
+        found = [item for _, item in read_rows(folder.read(ITEMS), SHAPE) if item is not None]
+        return {item["key"]: Finished(item["result"], frozenset(item["files"])) for item in found}
+    return {}

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.loop.job import backend_of
 from mlx_runtime.loop.options import TrainConfig
 from mlx_runtime.workers.placement import WORKER_FLAG
@@ -114,7 +114,7 @@ class ActorWorker:
         self._project = project if project.is_dir() else Path.cwd()  # Ray unpacks it in the working directory
         self._store: Any = None
         self._entered = contextlib.ExitStack()  # until this process ends
-        sys.path.insert(0, str(self._project))
+        add_to_path(self._project)
 
     def address(self, serves: bool) -> tuple[str, int]:
         """Return the address of this node, and the port of the group's store if this worker serves it, otherwise 0."""

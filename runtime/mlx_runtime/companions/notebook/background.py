@@ -30,6 +30,7 @@ from mlx_runtime.driver.request import RunConfig, load_config
 from mlx_runtime.driver.terminal import fit
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event, RunEnded
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.settings import prepare_fork
 from mlx_runtime.workers.fork_server import EXIT_S, ForkServer, exit_reason
 from mlx_runtime.workers.local import cool_down, warm_up
@@ -159,9 +160,8 @@ class BackgroundRun(RunProcess):
     """
 
     def __init__(self, job: RunJob) -> None:
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, here)
-        key = (here, tuple(sys.path), tuple(sorted(os.environ.items())))
+        add_to_path(here := Path.cwd())
+        key = (str(here), tuple(sys.path), tuple(sorted(os.environ.items())))
         with _lock:
             for other, server in list(_servers.items()):
                 if server.is_idle() and not (other == key and server.fork_server.alive):

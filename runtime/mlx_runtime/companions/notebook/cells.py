@@ -5,13 +5,15 @@ import importlib
 import keyword
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.local import write_atomic
 
@@ -33,8 +35,7 @@ def register(shell: Any) -> None:
             raise UsageError(f"%%mlx {name:.100}: write %%mlx, or %%mlx NAME for a module src/NAME.py")
         module = CellModule(name, Path.cwd())
         module = modules.setdefault(module.path, module)
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, here)
+        add_to_path(Path.cwd())
         try:
             loaded = module.run(text)
         except NameError as error:
@@ -55,11 +56,11 @@ class Block:
 
     text: str
     is_import: bool
-    names: frozenset[str]  # that it defines
+    names: frozenset[str]  # that it defines; none of an import
     uses: frozenset[str]  # names in it
     needs: frozenset[str]  # those that it uses when it is executed, and not only in bodies of functions
     always: frozenset[str]  # those of `names` that it defines whatever its conditions are
-    binds: frozenset[str]  # `names`, and those of an import
+    binds: frozenset[str]  # `names`, or those of an import
 
 
 class CellModule:
@@ -164,14 +165,17 @@ def _split(text: str) -> Iterator[Block]:
     for group in groups:
         begin, end = end, group[-1].end_lineno or 0
         walked = [item for node in group for item in ast.walk(node)]
+        is_import = all(isinstance(node, ast.Import | ast.ImportFrom) for node in group)
+        binds = frozenset(bound_names(group, set.union))
+        names = frozenset() if is_import else binds
         yield Block(
             "\n".join(lines[begin:end]).strip(),
-            is_import=all(isinstance(node, ast.Import | ast.ImportFrom) for node in group),
-            names=frozenset(names := {name for node in group for name in defined_names(node)}),
+            is_import,
+            names,
             uses=frozenset(item.id for item in walked if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Load)),
             needs=frozenset(name for node in group for name in needed_names(node)),
-            always=frozenset(names & _always(group)),
-            binds=frozenset(names | _always(group)),
+            always=names & bound_names(group, set.intersection),
+            binds=binds,
         )
 
 
@@ -179,7 +183,7 @@ def _belongs(node: ast.stmt, group: Sequence[ast.stmt]) -> bool:
     """Return True unless both define names: a statement that defines none belongs to a definition next to it."""
     if any(isinstance(item, ast.Import | ast.ImportFrom) for item in (node, *group)):
         return False
-    return not ([*defined_names(node)] and any([*defined_names(item)] for item in group))
+    return not (bound_names([node], set.union) and bound_names(group, set.union))
 
 
 def needed_names(node: ast.AST) -> Iterator[str]:
@@ -199,38 +203,23 @@ def needed_names(node: ast.AST) -> Iterator[str]:
             yield part.id
 
 
-def defined_names(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement defines: a class, a function, variables, or those of its branches."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        yield node.name
-    if isinstance(node, ast.If | ast.Try | ast.With):
-        inside = [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
-        inside += [part for handler in getattr(node, "handlers", ()) for part in handler.body]
-        for part in inside:
-            yield from defined_names(part)
-            yield from _imported(part)
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    for item in [item for target in targets for item in ast.walk(target)]:
-        if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
-            yield item.id
-
-
-def _imported(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-
-
-def _always(statements: Sequence[ast.stmt]) -> set[str]:
-    """Return the names that statements define or import whatever their conditions are."""
-    found = set[str]()
+def bound_names(statements: Sequence[ast.stmt], combine: Callable[..., set[str]]) -> set[str]:
+    """Return the names that statements define or import: those of any branch, with `set.union`, or of all branches."""
+    found, inside = set[str](), partial(bound_names, combine=combine)
     for node in statements:
-        if isinstance(node, ast.If):
-            found |= _always(node.body) & _always(node.orelse)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.If):
+            found |= combine(inside(node.body), inside(node.orelse))
         elif isinstance(node, ast.Try):
-            ways = [_always([*node.body, *node.orelse]), *(_always(handler.body) for handler in node.handlers)]
-            found |= set.intersection(*ways) | _always(node.finalbody)
+            handled = [inside(handler.body) for handler in node.handlers]
+            found |= combine(inside([*node.body, *node.orelse]), *handled) | inside(node.finalbody)
         elif isinstance(node, ast.With):
-            found |= _always(node.body)
-        else:
-            found |= {*defined_names(node), *_imported(node)}
+            found |= inside(node.body)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = [part for target in targets for part in ast.walk(target)]
+            found |= {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
     return found

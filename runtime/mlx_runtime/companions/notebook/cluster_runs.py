@@ -47,6 +47,9 @@ JOB = f"{__package__}.cluster_job"
 
 LAUNCH = "launch"
 
+LAUNCH_S = 1800.0
+"""Time in which a run has to be launched from a cluster, whose nodes may have to start first."""
+
 SENT = Path("runs", "sent")
 """Folder of an upload with what a launch from the cluster needs: `inputs`, and `ASKED`. No job gets a folder `runs`."""
 
@@ -160,14 +163,10 @@ class _FollowedError(Exception):
 
 
 class Lines:
-    """Finds the lines and files that a job has sent as frames in its log.
-
-    Attributes:
-        reader: reads the frames.
-    """
+    """Finds the lines and files that a job has sent as frames in its log."""
 
     def __init__(self, key: str) -> None:
-        self.reader, self._rest = part("ray.frames").Reader(key), b""
+        self._reader, self._rest = part("ray.frames").Reader(key), b""
 
     def feed(self, text: str, files: dict[str, bytes]) -> Iterator[bytes]:
         """Yield the lines that a part of the log completes, and add files to `files`.
@@ -175,7 +174,7 @@ class Lines:
         Raises:
             ClusterError: a frame is damaged, or there is too much of them.
         """
-        for frame in self.reader.feed(text):
+        for frame in self._reader.feed(text):
             if frame.kind == "file":
                 files[frame.text] = files.get(frame.text, b"") + frame.data
             if sum(map(len, files.values())) > MOST_BYTES:
@@ -282,13 +281,7 @@ def launch_there(
     command = ["python", "-u", "-m", JOB, LAUNCH]
     metadata = part("ray.jobs").command_metadata()
     spec = part("ray.jobs").JobSpec(command, upload, environment, metadata, added=added)
-    name, lines, answers = f"mlx-launch-{uuid.uuid4().hex[:8]}", Lines(key), list[bytes]()
-    dashboard.submit(name, spec)
-    dashboard.forget_ended("mlx-launch-", metadata)
-    state = dashboard.follow(name, lambda text: answers.extend(lines.feed(text, {})))
-    if not answers:
-        raise ClusterError(f"the launch on {where.url} failed: {lines.reader.other or state.reason}")
-    match from_json(answers[-1], {}):
+    match dashboard.ask("mlx-launch", spec, marker=f"{key} ", timeout_s=LAUNCH_S):
         case {"job": str(submitted), "key": str(key), "folder": str(run)}:
             return ClusterRun(dashboard, submitted, key, run, job.function)
         case {"error": str(text), "hint": str(hint)}:

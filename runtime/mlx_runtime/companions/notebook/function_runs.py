@@ -32,7 +32,7 @@ from mlx_runtime.runs.queries.reader import Run, open_run
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.sections import Elastic, Section
 from mlx_runtime.storage.files import join_path
-from mlx_runtime.workers.placement import JOB_FLAG, engine_for, uses_gpus
+from mlx_runtime.workers.placement import JOB_FLAG, engine_for, usable_cores, uses_gpus
 
 Results = list[dict[str, Any]]
 """Reports of all workers, by rank."""
@@ -180,7 +180,7 @@ class Trainer:
                     part = getattr(value, item.name)
                     _check_type(f"{name}.{item.name}", part, item.annotation, type(value).__name__)
         settings |= {} if backend == "torch" else {"backend": backend}
-        own_cores = (os.cpu_count() or 1) // max(1, settings.get("cpus_per_worker", 1))
+        own_cores = usable_cores() // max(1, settings.get("cpus_per_worker", 1))
         room = MOST_WORKERS if address is not None or JOB_FLAG in os.environ else own_cores
         workers, elastic = sizes(num_workers, settings.get("elastic", Elastic()), room)
         self.settings = {"start_workers": workers, **settings, **({} if elastic == Elastic() else {"elastic": elastic})}

@@ -91,7 +91,7 @@ class FunctionShard(IterableDataset[Any]):
     """
 
     def __init__(self, shard: DatasetShard, position: Mapping[str, Any] | None, session: Any) -> None:
-        self._shard, self._position, self._observer = shard, position, _Observer(session)
+        self._shard, self._position, self.session = shard, position, session
         self._loaders: dict[tuple[Any, ...], ShardLoader] = {}  # by their arguments
         self.loader: ShardLoader | None = None  # whose pass has begun last
 
@@ -143,7 +143,6 @@ class FunctionShard(IterableDataset[Any]):
         key = *asked, samples
         if key not in self._loaders:
             self._loaders[key] = ShardLoader(self, shard, asked, samples=samples)
-            self._loaders[key].observer = self._observer
         return self._loaders[key]
 
 
@@ -166,12 +165,16 @@ class ShardLoader(Loader):
 
     def _begin(self) -> WorkerPass:
         self._owner.begin(self)
-        return super()._begin()
+        part = super()._begin()
+        self._owner.session.checkpoints.resume(self.shard.name)  # restores random numbers before the first pass
+        return part
 
     def _read(self) -> Iterator[Any]:
         with contextlib.closing(cast("Generator[Batch]", super()._read())) as batches:
             for batch in batches:
+                self._owner.session.beat()
                 yield self._decode(batch)
+                self._owner.session.beat()
 
     def _decode(self, batch: Batch) -> Any:
         if self.shard.stream is not None:
@@ -214,28 +217,3 @@ class _Rows(AdoptedDataset, Dataset[Any]):
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-class _Observer:
-    """Restores random numbers when the first pass of a resumed function begins, and reports signs of progress."""
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-
-    def loader_iterated(self, loader: Loader) -> None:
-        pass
-
-    def advances(self, loader: Loader) -> bool:
-        return True
-
-    def pass_begins(self, loader: Loader, part: WorkerPass) -> None:
-        self._session.checkpoints.resume(loader.shard.name)
-
-    def batch_given(self, item: None, batch: Batch) -> None:
-        self._session.beat()
-
-    def step_finished(self, item: None, batch: Batch) -> None:
-        self._session.beat()
-
-    def pass_left(self, item: None) -> None:
-        pass

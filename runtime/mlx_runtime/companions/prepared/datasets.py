@@ -38,40 +38,37 @@ def prepare(config: RunConfig) -> None:
         stack.callback(display.close)
         if stream_names(config.tree):
             stack.enter_context(start_ray(config.cfg))
-        sets = prepare_datasets(config, Path.cwd(), display.handle, stack)
+        sets = _make(config, Path.cwd(), display.handle)
     if sets:
         display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")
     else:
         display.print("nothing was prepared")
 
 
-def prepare_datasets(
+def sets_of_run(
     config: RunConfig, project: Path, emit: Callable[[Event], None], stack: contextlib.ExitStack
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets to read instead of samples, and make them first if `cfg.preparation.mode` is `make`.
 
-    If rows of a stream must be compared with prepared ones, Ray runs until the stack is closed.
+    They are announced, and protected from removal until the stack is closed.
 
     Raises:
         DatasetError: a dataset cannot be prepared.
         StorageError: the store cannot be written.
     """
-    cfg = config.cfg
-    if cfg.preparation.mode == "never":
+    mode, cache_bytes = config.cfg.preparation.mode, config.cfg.preparation.max_gb * 1e9
+    if mode == "never":
         return {}
-    if cfg.preparation.mode == "auto":
-        sets = _find(config, project, lambda text: emit(Notice(text)), lambda: stack.enter_context(start_ray(cfg)))
+    if mode == "auto":
+        found = _find(config, project, lambda text: emit(Notice(text)), stack)
     else:
-        sets = _make(config, project, emit)
-    return {name: dataclasses.replace(item, cache_bytes=cfg.preparation.max_gb * 1e9) for name, item in sets.items()}
-
-
-def sets_of_run(
-    config: RunConfig, project: Path, emit: Callable[[Event], None], stack: contextlib.ExitStack
-) -> dict[str, PreparedSet]:
-    """Return the prepared datasets of a run, protected from removal until the stack is closed, and announce them."""
-    found = prepare_datasets(config, project, emit, stack)
-    sets = {name: item for name, item in found.items() if stack.enter_context(mark_used(item))}
+        found = _make(config, project, emit)
+    sets = {}
+    for name, item in found.items():
+        store = Store(item.root)
+        stack.enter_context(store.mark_used(item.manifest.name))
+        if store.find(item.manifest.name) is not None:  # it was not removed before
+            sets[name] = dataclasses.replace(item, cache_bytes=cache_bytes)
     if sets:
         names = {name: item.manifest.name for name, item in sets.items()}
         created = max(item.manifest.created for item in sets.values())
@@ -86,8 +83,11 @@ def cluster_for_streams(config: RunConfig, cluster: Cluster, project: Path) -> I
     Raises:
         ConfigError: `cfg.engine` cannot read them.
     """
+    streams = stream_names(config.tree)
     with contextlib.ExitStack() as stack:
-        streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
+        if streams and config.cfg.preparation.mode != "never":
+            prepared = _find(config, project, lambda _: None, stack)
+            streams = [name for name in streams if name not in prepared]
         if streams:
             why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
             if config.cfg.engine != "auto":
@@ -99,32 +99,17 @@ def cluster_for_streams(config: RunConfig, cluster: Cluster, project: Path) -> I
         yield cluster
 
 
-def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:
-    """Return the names of the streams of Ray Data for which no prepared dataset is used.
-
-    Calls `ray_needed`, which must start Ray unless it is running, before comparing rows with prepared ones.
-    """
-    streams = stream_names(config.tree)
-    if not streams or config.cfg.preparation.mode == "never":
-        return streams
-    prepared = _find(config, project, lambda _: None, ray_needed)
-    return [name for name in streams if name not in prepared]
-
-
 def _find(
-    config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object]
+    config: RunConfig, project: Path, notify: Callable[[str], None], stack: contextlib.ExitStack
 ) -> dict[str, PreparedSet]:
-    """Return existing prepared datasets that match the config; `notify` is called with a line per stale one."""
+    """Return existing prepared datasets that match the config; `notify` is called with a line per stale one.
+
+    If rows of a stream must be compared with prepared ones, Ray runs until the stack is closed.
+    """
     candidates, _ = _preparable(config, project)
-    return preparation.find(candidates, config.prepared_root, notify, ray_needed)
-
-
-@contextlib.contextmanager
-def mark_used(item: PreparedSet) -> Iterator[bool]:
-    """Protect a prepared dataset from removal within the block. Yield False if it was already removed."""
-    store = Store(item.root)
-    with store.mark_used(item.manifest.name):
-        yield store.find(item.manifest.name) is not None
+    return preparation.find(
+        candidates, config.prepared_root, notify, lambda: stack.enter_context(start_ray(config.cfg))
+    )
 
 
 def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:

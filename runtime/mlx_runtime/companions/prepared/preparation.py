@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from mlx_runtime.data.batches import Batch, BatchReader, dataset_error, rows_of
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import LOADER_ARGUMENTS, ShardPlan, WorkerPass
 from mlx_runtime.errors import USER_ERRORS, DatasetError, MlxError, short_message
+from mlx_runtime.workers.placement import usable_cores
 
 CALL_BYTES = 8 << 20
 """Approximate size of the batches that are written."""
@@ -132,8 +132,7 @@ def _write(candidate: Candidate, dataset: Any, store: Store, name: str, progress
                 _check(sample, candidate, dataset, rows)
             row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
             per_call = max(1, min(CALL_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            processes = min(cores, int(expected_s / NOT_WORTH_A_PROCESS_S))
+            processes = min(usable_cores(), int(expected_s / NOT_WORTH_A_PROCESS_S))
             kind = IterableReader if streamed else MapReader
             # Processes would share the positions in files that `dataset` has opened by now.
             unread = candidate.make() if processes else dataset

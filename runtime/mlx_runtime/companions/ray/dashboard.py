@@ -7,7 +7,6 @@ API: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/r
 import asyncio
 import contextlib
 import itertools
-import json
 import re
 import shlex
 import sys
@@ -24,6 +23,7 @@ from mlx_runtime.companions.ray.addresses import DASHBOARD_PORT, Address
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.errors import ClusterError, printable, short_message
 from mlx_runtime.runs.logs import last_lines
+from mlx_runtime.storage.documents import from_json
 
 if TYPE_CHECKING:
     import requests
@@ -93,7 +93,7 @@ class Dashboard:
                 raise ClusterError(f"{self.address.url} rejected the job: {_reason(answer)}")
             time.sleep(1)
 
-    def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
+    def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> dict[str, Any]:
         """Run a short job that prints its answer as one line of JSON after a marker. Its id begins with `name`.
 
         Raises `ClusterError` if the job prints no answer, or if the cluster does not answer for `SILENCE_S`.
@@ -110,7 +110,8 @@ class Dashboard:
         log = self.log(job)
         for line in log.splitlines():
             if line.startswith(marker):
-                return json.loads(line.removeprefix(marker))
+                with contextlib.suppress(ValueError):  # damaged
+                    return from_json(line.removeprefix(marker).encode(), {})
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise ClusterError(f"the job {job} failed: {reason}")
 

@@ -4,7 +4,6 @@ Ray is imported only for streams, because other runs do not need it.
 """
 
 import inspect
-import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mlx_runtime.config.building import build
 from mlx_runtime.data.batches import Batch, dataset_error
 from mlx_runtime.data.definitions import adopt_dataset, construction
 from mlx_runtime.errors import DatasetError, MlxError
+from mlx_runtime.importing import add_to_path
 
 Part = tuple[Any, int, int]
 """Rows of a block: (reference to the block, first row, row after the last)."""
@@ -23,8 +23,8 @@ Part = tuple[Any, int, int]
 
 def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -> Any:
     """Construct the dataset of a node in conf.yaml, in any process of the cluster."""
-    if project.is_dir() and str(project) not in sys.path:
-        sys.path.insert(0, str(project))
+    if project.is_dir():
+        add_to_path(project)
     with construction(node, seed):
         return adopt_dataset(build(node, f"datasets.{name}"), name, node)
 

@@ -1,5 +1,6 @@
 """`Predictor`: answers rows and batches with the `predict` of an experiment, or with an exported program."""
 
+import os
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,12 @@ Outputs = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")
 
-LIBRARIES = (str(Path(torch.__file__).parents[1]), str(Path(mlx_runtime.__file__).parent), "<frozen")
+LIBRARIES = (
+    str(Path(os.__file__).parent),
+    str(Path(torch.__file__).parents[1]),
+    str(Path(mlx_runtime.__file__).parent),
+    "<frozen",
+)
 """Folders with code that users do not edit."""
 
 

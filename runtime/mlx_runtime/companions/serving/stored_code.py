@@ -22,12 +22,6 @@ from mlx_runtime.config.constructors.declarations import SourceLoader
 PREFIX = "_mlx_code_"
 
 
-def project_of(cls: type) -> Path:
-    """Return the folder of a class's project: the unpacked code of a run, or the working directory."""
-    package = sys.modules.get(cls.__module__.partition(".")[0])
-    return Path(package.__path__[0]) if package is not None and package.__name__.startswith(PREFIX) else Path.cwd()
-
-
 def private(tree: Any, project: Path) -> Any:
     """Return a config whose `_target_`s in `src` name the modules of a project, even if `src` is another one here."""
     prefix = PREFIX + hashlib.sha256(str(project.resolve()).encode()).hexdigest()[:16]

@@ -1,6 +1,5 @@
 """The command that runs a sweep."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.errors import UsageError
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.settings import prepare_fork
 
@@ -95,7 +95,7 @@ def _function_experiment(resume: str | None) -> type | None:
 
     if open_sweep(resume).definition.get("experiment") != FUNCTIONS:
         return None
-    sys.path.insert(0, str(Path.cwd()))
+    add_to_path(Path.cwd())
     return FunctionExperiment
 
 

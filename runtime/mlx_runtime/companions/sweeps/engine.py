@@ -65,6 +65,7 @@ def slots(cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float |
     cores, total = os.cpu_count() or 1, torch.cuda.device_count()
     if lacking := placement.shortage(cfg, cores, total, cluster=False):
         raise ConfigError(lacking)
+    cores = cores if parallel else placement.usable_cores()
     number, gpus = room(cfg, cores, total, parallel, gpus_per_trial, cluster=False)
     if not gpus:
         return Slots(({"CUDA_VISIBLE_DEVICES": ""},) * number, 0)

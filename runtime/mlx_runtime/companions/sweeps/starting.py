@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome, read_record
 from mlx_runtime.companions.sweeps.definition import FIXED, Definition, SweepPlan, differences, merge, plan
@@ -19,7 +17,7 @@ from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import drivers, records, snapshots
+from mlx_runtime.runs import drivers, records, snapshots, sources
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_runs, named_run, run_folder
 from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.queries.listing import map_concurrently
@@ -29,9 +27,6 @@ from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.redaction import HIDDEN
-
-FOLDS = "folds.npz"
-"""File of a sweep with the row numbers of each fold."""
 
 
 def find_sweep(name: str = "latest", root: str | None = None, experiment: str | None = None) -> RunFolder:
@@ -90,7 +85,7 @@ def checked_plan(
     found = plan(experiment, definition, **how)
     load_function(found.config.cfg)  # the files that it imports are compared
     changes = [f"{name}: {text}" for name, text in differences(stored, found.definition).items()]
-    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
+    changes += [f"{file} differs" for file in sources.changed_files(Path.cwd(), folder)]
     if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
         changes.append("the folds have other rows")
     if changes and not force:
@@ -196,8 +191,5 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
     snapshots.store(project, folder)
     if plan.rows:
         facts["fold_rows"] = rows_digest(plan.rows)
-        file = folder.path / FOLDS
-        np.savez_compressed(file, *(fold.held_out for fold in plan.rows))
-        folder.push(file)
     record = records.Record(folder, before, **facts, attempt=attempt)
     return Sweep(record, plan, trials, listeners)

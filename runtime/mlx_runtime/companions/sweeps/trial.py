@@ -109,12 +109,6 @@ def _captured(log: LogFile) -> Iterator[None]:
         log.close()
 
 
-def gpus_of_worker(gpus: float, workers: int) -> float:
-    """Return the number of whole GPUs for each worker of a trial, or the share of one."""
-    each = gpus / workers
-    return each if each < 1 else each // 1
-
-
 def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests) -> None:
     """Train like `mlx train run`, after the import of the experiment."""
     experiment = main_class(AN_EXPERIMENT, Path.cwd()) if not job.experiment else object_at(job.experiment)
@@ -124,7 +118,8 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     load_function(config.cfg)  # its errors come before the run begins
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
-        own = gpus_of_worker(job.gpus, max(1, config.cfg.start_workers))
+        own = job.gpus / max(1, config.cfg.start_workers)  # whole GPUs, or the share of one
+        own = own if own < 1 else own // 1
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpus_per_worker=own)
         with contextlib.ExitStack() as stack:
             # `ray job stop` signals all processes of a job, and the sweep asks its trials to stop as well.

@@ -19,7 +19,7 @@ from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.events import RunInfo
 from mlx_runtime.loop.job import Cluster, Job
 from mlx_runtime.runs.folder import attempt_name, run_folder
-from mlx_runtime.runs.snapshots import FILE_BYTES, Upload
+from mlx_runtime.runs.sources import file_digest, source_files
 from mlx_runtime.storage.files import join_path, storage_root
 
 PACKAGES = {
@@ -46,9 +46,7 @@ class Offer:
 
     @classmethod
     def of(cls, job: Job, backend: str, timeout_s: float, gpus: float) -> "Offer":
-        files = [path for path, size in Upload.of(job.project).files if size <= FILE_BYTES]
-        names = [str(path) for path in files if path.parts[0] == "src" or path.suffix == ".py"]
-        needs = {name: _version_of(job.project, name) for name in (*PACKAGES, *names)}
+        needs = PACKAGES | {name: file_digest(job.project / name) for name in source_files(job.project)}
         return cls(job, backend, timeout_s, gpus, needs, _claim_of(job))
 
     def encode(self) -> bytes:
@@ -79,7 +77,7 @@ class Offer:
     def problem(self, local_world_size: int) -> str:
         """Return what keeps this machine from taking part, or nothing."""
         for name, version in self.needs.items():
-            if (own := _version_of(Path.cwd(), name)) != version:
+            if (own := PACKAGES.get(name) or file_digest(Path.cwd() / name)) != version:
                 versions = f"{own:.12} instead of {version:.12}"
                 return f"has a different {name} than rank 0 ({versions}); use the same checkout and packages"
         if self.gpus and (count := torch.cuda.device_count()) < self.gpus * local_world_size:
@@ -95,15 +93,6 @@ class Offer:
         cluster = dataclasses.replace(self.job.cluster, captures_output=False, shares_storage=shared)
         elsewhere = join_path(storage_root(self.job.tree["cfg"]["storage_path"]), ELSEWHERE)
         return dataclasses.replace(self.job, cluster=cluster, root=self.job.root if sees else elsewhere)
-
-
-def _version_of(project: Path, name: str) -> str:
-    """Return the version of a package, or the digest of a file."""
-    if name in PACKAGES:
-        return PACKAGES[name]
-    with contextlib.suppress(OSError):
-        return hashlib.sha256((project / name).read_bytes()).hexdigest()
-    return "none"
 
 
 def _claim_of(job: Job) -> str:

@@ -13,6 +13,7 @@ from mlx_runtime.config.interpolation import parse_config, unset_variables
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import USER_ERRORS, ConfigError, MlxError, StorageError, UsageError, full_message, located
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoints import groups
 from mlx_runtime.runs.checkpoints.groups import State
@@ -257,8 +258,7 @@ def importable(folder: RunFolder, title: str, tree: Any, *, trust: bool) -> Any:
     loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
     if str(here / "src") not in map(str, loaded):  # another experiment's `src` is loaded
         return companions.part("serving.stored_code").private(tree, here)
-    if str(here) not in sys.path:
-        sys.path.insert(0, str(here))
+    add_to_path(here)
     return tree
 
 

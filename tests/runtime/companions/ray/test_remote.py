@@ -159,3 +159,29 @@ def test_what_is_wrong_is_named(experiment: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UsageError, match="Pass --on http://HEAD:8265"):
         remote.run(["xp", "ls"], "")
+
+
+class Printed(Dashboard):
+    """A cluster whose jobs have ended, and have printed a line."""
+
+    line = ""
+
+    def submit(self, job: str, spec: JobSpec) -> None: ...
+
+    def forget_ended(self, prefix: str, metadata: Mapping[str, str]) -> None: ...
+
+    def state(self, job: str, deadline: float = 0.0) -> JobState:
+        return JobState("SUCCEEDED")
+
+    def log(self, job: str) -> str:
+        return f"of Ray\n{self.line}\n"
+
+
+def test_the_answer_of_a_short_job_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, spec = Printed(Address(URL, "--on"), "2.60", {}, None, 0.0), JobSpec([], None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Printed, "line", 'mlx-key {"job": "job-1"}')
+    assert cluster.ask("mlx-launch", spec, marker="mlx-key ", timeout_s=1) == {"job": "job-1"}
+    for damaged in ('mlx-key {"job"', "mlx-key [1]", "error: no room"):
+        monkeypatch.setattr(Printed, "line", damaged)
+        with pytest.raises(ClusterError, match=r"^the job mlx-launch-\w{8} failed: (mlx-key|error: no room)"):
+            cluster.ask("mlx-launch", spec, marker="mlx-key ", timeout_s=1)

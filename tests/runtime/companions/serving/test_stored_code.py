@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime.companions.serving.stored_code import private, project_of
+from mlx_runtime.companions.serving.stored_code import private
 from mlx_runtime.config.building import build
 
 pytestmark = pytest.mark.pure
@@ -53,4 +53,3 @@ def test_two_experiments_are_open_at_once(tmp_path: Path) -> None:
     assert [net.late() for net in nets] == [3, 5]
     assert type(nets[0]) is not type(nets[1])
     assert sys.modules.get("src") is before
-    assert project_of(type(nets[1])) == tmp_path / "5"

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.pure
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -33,6 +34,15 @@ def test_each_trial_has_its_gpus(workers: int, gpus_per_trial: float | None, dev
     room = slots(TrainConfig(start_workers=workers), None, gpus_per_trial)
     assert [item["CUDA_VISIBLE_DEVICES"] for item in room.environments] == devices
     assert bool(room.gpus) == bool(devices[0])
+
+
+def test_a_job_that_may_use_some_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many trials as fit on these by default, but as many as the user asks for."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
+    settings = {"use_gpu": False}
+    assert len(slots(TrainConfig(start_workers=1, **settings)).environments) == 3
+    assert len(slots(TrainConfig(start_workers=4, **settings)).environments) == 1
+    assert len(slots(TrainConfig(start_workers=1, **settings), 5).environments) == 5
 
 
 @pytest.mark.parametrize(

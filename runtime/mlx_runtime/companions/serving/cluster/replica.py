@@ -6,7 +6,6 @@ which has the error for the user, if there is one. Only replicas import torch, w
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime.companions.serving.http.access import LOOPBACK, Access
 from mlx_runtime.companions.serving.http.limits import Limits
 from mlx_runtime.errors import MlxError, full_message, short_message
+from mlx_runtime.importing import add_to_path
 from mlx_runtime.runs.queries import lookup
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ class Replica:
         from mlx_runtime.runs.queries.reader import open_run
 
         spec = Spec(**document)
-        if (folder := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, folder)
+        add_to_path(Path.cwd())
         device = "cuda" if spec.gpus else "cpu"  # without GPUs, Ray may not hide those of the node
         predictor = open_run(spec.run).predictor(spec.checkpoint, device=device, trust=spec.stored)
         access = Access(spec.digest, None if spec.public else LOOPBACK)

@@ -12,8 +12,8 @@ digits_run_003_epoch_0018/
 """
 
 import platform
+import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from mlx_runtime.companions.serving.exports.evidence import CHECK_S, collect, pr
 from mlx_runtime.companions.serving.exports.exported import EXPORT, PROGRAMS, VERSION, is_export, sha256_of
 from mlx_runtime.companions.serving.loading import choose_checkpoint, load_parts
 from mlx_runtime.companions.serving.predictor import Predictor
-from mlx_runtime.companions.serving.stored_code import project_of
 from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.data.batches import Batch
@@ -125,13 +124,13 @@ def _fill(
     schema, examples = parts.predictor.schema, dict(parts.predictor.schema.examples)
     about = _description(parts, wanted)
     consolidate(parts.folder, parts.checkpoint.name, staged / "weights.safetensors")
-    project, evidence = project_of(type(parts.experiment)), None
+    evidence = None
     if wanted:
         report("reading   held-out rows")
-        evidence = collect(parts.experiment, parts.nodes, parts.predictor, project)
+        evidence = collect(parts.experiment, parts.nodes, parts.predictor)
         schema, (examples, outputs) = evidence.schema, evidence.cases[0]
         report("tracing   predict")
-        exported = programs.trace(parts.experiment, schema, project)
+        exported = programs.trace(parts.experiment, schema)
         if "pt2" in wanted:
             torch.export.save(exported, staged / PROGRAMS["pt2"])
         if "onnx" in wanted:
@@ -198,14 +197,9 @@ def _write_code(staged: Path, folder: RunFolder) -> None:
         unpacked = snapshots.unpack(folder)
     except UsageError:
         return
-    archive = staged / snapshots.CODE
-    with zipfile.ZipFile(archive, "w") as packed:
-        for file in sorted(unpacked.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                packed.write(file, file.relative_to(unpacked))
+    code = shutil.copytree(unpacked, staged / "code", ignore=shutil.ignore_patterns("__pycache__"))
+    archive = Path(shutil.make_archive(str(code), "zip", code))
     refuse_secrets(archive, "the export")
-    with zipfile.ZipFile(archive) as packed:
-        packed.extractall(staged / "code")
     archive.unlink()
 
 

@@ -55,7 +55,7 @@ class Evidence:
         return sum(rows_in(batch) for batch, _ in self.cases[1:])
 
 
-def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predictor, project: Path) -> Evidence:
+def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predictor) -> Evidence:
     """Read held-out rows, and call `predict` on them.
 
     Raises:
@@ -70,7 +70,7 @@ def collect(experiment: BaseModule, nodes: Mapping[str, Any], predictor: Predict
             with temporary_seed(0):
                 outputs = predictor.predict(batch, rows)
         except PredictError as error:
-            raise fault_of_rows(error, rows, project) from error
+            raise fault_of_rows(error, rows) from error
         for name, value in outputs.items():
             if value.numel() and not value.isfinite().any():
                 raise ExportError(

@@ -1,7 +1,6 @@
 """The line of a project at which torch.export gave up, and its cure."""
 
 import linecache
-import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
+from mlx_runtime.companions.serving.predictor import LIBRARIES
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
@@ -39,26 +39,24 @@ class ExportError(MlxError):
     """The program of an experiment cannot be exported, or its outputs differ from those of `predict`."""
 
 
-def fault_of(
-    error: BaseException, program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
-) -> ExportError:
+def fault_of(error: BaseException, program: nn.Module, batch: Batch, varying: Mapping[str, Any]) -> ExportError:
     """Return the error to report for an exception of torch.export."""
     if isinstance(error, GuardOnDataDependentSymNode):
-        return _error("a condition or a size depends on values of tensors", _line_of(error, project), BRANCHES)
+        return _error("a condition or a size depends on values of tensors", _line_of(error), BRANCHES)
     if isinstance(error.__context__, ConstraintViolationError):
-        line, fixed = _draft(program, batch, varying, project)
+        line, fixed = _draft(program, batch, varying)
         for column, axis, size in fixed:
             if axis:
                 return _error(f"dimension {axis} of {column!r}, which varies, is fixed to {size}", line, FIXED_LENGTH)
         return _error("the number of rows is fixed", line, FIXED)
     recurrent = any(frame.filename == nn.modules.rnn.__file__ for frame in traceback.extract_tb(error.__traceback__))
     cure = PACKED if recurrent else NOT_TORCH
-    return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error, project), cure)
+    return _error(f"{type(error).__name__}: {short_message(error)}", _line_of(error), cure)
 
 
-def fault_of_rows(error: BaseException, rows: int, project: Path) -> ExportError:
+def fault_of_rows(error: BaseException, rows: int) -> ExportError:
     """Return the error to report if `predict` fails for a number of rows."""
-    line = _line_of(error.__cause__ or error, project)
+    line = _line_of(error.__cause__ or error)
     problem = f"it fails with {rows} row{'s' * (rows != 1)}: {short_message(error.__cause__ or error)}"
     return _error(problem, line, FIXED)
 
@@ -76,13 +74,13 @@ def _error(problem: str, line: str | None, cure: str) -> ExportError:
     return ExportError(f"predict cannot be exported: {problem}{f' at {line}' if line else ''}\n{cure}")
 
 
-def _line_of(error: BaseException, project: Path) -> str | None:
+def _line_of(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
-    return _last([(frame.filename, frame.lineno or 0) for frame in frames], project)
+    return _last([(frame.filename, frame.lineno or 0) for frame in frames])
 
 
 def _draft(
-    program: nn.Module, batch: Batch, varying: Mapping[str, Any], project: Path
+    program: nn.Module, batch: Batch, varying: Mapping[str, Any]
 ) -> tuple[str | None, list[tuple[str, int, str]]]:
     """Return the line that a draft export, which continues after problems, reports first.
 
@@ -95,8 +93,8 @@ def _draft(
         stacks = [item.get("user_stack") or item.get("stack") or [] for item in found]
         names = report.str_to_filename
     except USER_ERRORS as error:
-        return _line_of(error, project), []
-    lines = (_last([(names.get(item["filename"], ""), item["line"]) for item in stack], project) for stack in stacks)
+        return _line_of(error), []
+    lines = (_last([(names.get(item["filename"], ""), item["line"]) for item in stack]) for stack in stacks)
     sizes = [(name, axis, str(shape[axis])) for name, shape in shapes_of(draft).items() for axis in varying[name]]
     return next(filter(None, lines), None), [item for item in sizes if item[2].isdecimal()]  # others are symbols
 
@@ -109,14 +107,10 @@ def shapes_of(exported: ExportedProgram) -> dict[str, Sequence[Any]]:
     return {name: node.meta["val"].shape for name, node in zip(names, nodes, strict=True)}
 
 
-def _last(frames: list[tuple[str, int]], project: Path) -> str | None:
-    """Format the innermost frame of a project, or else of another library than torch, as `file:line: code`."""
-    libraries = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])
-    files = [(Path(file).resolve(), number) for file, number in frames if Path(file).is_file()]
-    own = [item for item in files if item[0].is_relative_to(project.resolve()) and "site-packages" not in str(item[0])]
-    rest = [item for item in files if not any(map(item[0].is_relative_to, libraries))]
-    if not (chosen := own or rest):
+def _last(frames: list[tuple[str, int]]) -> str | None:
+    """Format the innermost frame outside of libraries as `file:line: code`, or return None if there is none."""
+    own = [(file, number) for file, number in frames if not file.startswith(LIBRARIES) and Path(file).is_file()]
+    if not own:
         return None
-    file, number = chosen[-1]
-    shown = os.path.relpath(file, project.resolve()) if own else file
-    return f"{shown}:{number}: {linecache.getline(str(file), number).strip()}"
+    file, number = own[-1]
+    return f"{'/'.join(Path(file).parts[-2:])}:{number}: {linecache.getline(file, number).strip()}"

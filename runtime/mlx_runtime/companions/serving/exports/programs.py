@@ -51,7 +51,7 @@ def refuse_strings(schema: Schema) -> None:
         )
 
 
-def trace(experiment: BaseModule, schema: Schema, project: Path) -> ExportedProgram:
+def trace(experiment: BaseModule, schema: Schema) -> ExportedProgram:
     """Export `predict` with a variable number of rows, and with the dimensions that vary in the schema.
 
     Raises:
@@ -69,7 +69,7 @@ def trace(experiment: BaseModule, schema: Schema, project: Path) -> ExportedProg
         try:
             exported = torch.export.export(program, (batch,), dynamic_shapes=(varying,))
         except USER_ERRORS as error:
-            raise fault_of(error, program, batch, varying, project) from error
+            raise fault_of(error, program, batch, varying) from error
     refuse_few_rows(exported)
     return exported
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mlx_runtime.companions.serving.loading import choose_checkpoint, refuse_function
-from mlx_runtime.companions.serving.predictions.parts import Parts, code_digest, part_name
+from mlx_runtime.companions.serving.predictions.parts import Parts, part_name
 from mlx_runtime.companions.serving.predictions.results import join, table_of, write_part
 from mlx_runtime.companions.serving.predictions.sources import Selection, select
 from mlx_runtime.companions.serving.predictions.tables import Rows
@@ -27,6 +27,7 @@ from mlx_runtime.distributed.randomness import temporary_seed
 from mlx_runtime.errors import MlxError, RunStopped, StorageError, UsageError, WorkerLostError, printable, short_message
 from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.runs.queries.reader import open_run
+from mlx_runtime.runs.sources import code_digest
 from mlx_runtime.runs.tables import format_duration, plural
 from mlx_runtime.settings import Settings
 from mlx_runtime.workers.fork_server import ForkServer, exit_reason

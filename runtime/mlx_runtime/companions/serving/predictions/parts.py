@@ -1,7 +1,6 @@
 """The parts of an unfinished output: blocks of rows in a folder next to it, from which the same command continues."""
 
 import fcntl
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -77,12 +76,3 @@ class Parts:
 def part_name(number: int, rows: int) -> str:
     """Return the name of the file of a block."""
     return f"{number:08d}-{rows}.arrow"
-
-
-def code_digest(project: Path) -> str:
-    """Return the SHA-256 of the Python files in `src` of a project."""
-    digest = hashlib.sha256()
-    for path in sorted((project / "src").rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(project)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
