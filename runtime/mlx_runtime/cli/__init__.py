@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import io
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,20 +110,6 @@ def new(context: click.Context, name: str, output: str) -> None:
     from mlx_runtime.cli import train
 
     context.invoke(train.group.commands["new"], name=name, output=output)
-
-
-@mlx.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
-    """Check this machine and the experiment in the working directory."""
-    checks = []
-    for check in companions.part("ray.doctor").checks():
-        checks.append(check)
-        if not as_json:
-            click.echo(check.line())
-    if as_json:
-        click.echo(json.dumps([vars(check) for check in checks], indent=2))
-    sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
 def main() -> None:
