@@ -34,8 +34,8 @@ def plan(
 ) -> Plan:
     """Return the plan with the most batches per second, among the plans with the shortest step by number of clusters.
 
-    For up to 8 machines, no other clusters, orders and cuts have a shorter step; for more, they are chosen greedily.
-    Machines that would slow down the others stay idle.
+    For up to 8 machines, no other clusters, orders and cuts have a shorter step. For more, clusters are chosen
+    greedily, and in those with more than 8 machines, orders, too. Machines that would slow down the others stay idle.
 
     Args:
         blocks: in the order of their execution.
@@ -150,6 +150,11 @@ class Exact:
                     left ^= own
                 yield self._costs.plan(sorted(clusters))
 
+    def fastest(self) -> Cluster:
+        """Return the fastest cluster of all machines, without those that stay idle."""
+        step, used = self._best[-1]
+        return (step, *self._pipeline(used)) if step < float("inf") else (step, [], [])
+
     def _with_another(self, table: Mapping[int, tuple[float, float, int]]) -> dict[int, tuple[float, float, int]]:
         """Return the best clusters of each set of machines, given those with one cluster less."""
         found: dict[int, tuple[float, float, int]] = {}
@@ -178,7 +183,7 @@ class Exact:
 
 
 class Greedy:
-    """Deals machines out to clusters, and sorts those of each; cuts are optimal for the order.
+    """Deals machines out to clusters. Those of a large one are sorted, and cuts are optimal for their order.
 
     Of the traits by which machines can be sorted, the one with the fastest plan is used.
     """
@@ -217,6 +222,12 @@ class Greedy:
 
     def _pipeline(self, own: list[int]) -> Cluster:
         """Return the fastest pipeline of some machines, without those that are too small, or slow the others down."""
+        if len(own) <= EXACT_MACHINES:
+            costs, own = self._costs, sorted(own)
+            machines, collected = [costs.machines[item] for item in own], 0.0 if own[0] else costs.collected
+            exact = Exact(Costs(costs.blocks, machines, costs.microbatches, collected), self._all_nodes)
+            step, order, starts = exact.fastest()
+            return step, [own[item] for item in order], starts
         found = self._ordered(own)
         if self._all_nodes:
             return found
