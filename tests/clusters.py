@@ -140,16 +140,12 @@ class RayCluster:
         environment: Mapping[str, str] | None = None,
         *,
         gpus: int = 0,
-        labels: Mapping[str, str] | None = None,
-        **resources: float,
     ) -> None:
         """Start a raylet. Its GPUs are only numbers, which Ray assigns to workers."""
-        given, folder = json.dumps(resources), self.folder / str(len(self.raylets))
+        folder = self.folder / str(len(self.raylets))
         self.raylets.append(
             self._start(
                 *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"),
-                f"--resources={given}",
-                *([f"--labels={','.join(f'{name}={value}' for name, value in labels.items())}"] if labels else []),
                 f"--temp-dir={folder}",  # in that of the head, each of them would forward all logs
                 environment=environment or {},
             )
@@ -222,9 +218,9 @@ def _members(mark: str) -> set[int]:
 
 @contextlib.contextmanager
 def cluster(environment: Mapping[str, str], token: str | None = None, raylets: int = 2) -> Iterator[RayCluster]:
-    """Yield a cluster of a head and raylets with two CPUs each, and one custom resource and one label per raylet."""
+    """Yield a cluster of a head and raylets with two CPUs each."""
     with RayCluster(environment, token) as made:
         for number in range(raylets):
-            made.add(cpus=2, labels={"node": f"node_{number}", "bandwidth": "100"}, **{f"node{number}": 1.0})
+            made.add(cpus=2)
             made.wait(number + 1)
         yield made

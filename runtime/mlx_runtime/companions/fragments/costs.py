@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-TRAITS = ("memory", "bandwidth", "speed")
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -31,7 +29,6 @@ class Block:
     sends: int = 0  # to the next block, in the forward pass; of the last block, outputs to each other stage
     returns: int = 0  # from the next block, in the backward pass
     seconds: float = 0  # of the forward and backward pass, at speed 1
-    source: str = ""  # class of the module, and its line
     crossing: int = 0  # memory that the next block needs for what this one sends, if another machine has it
 
     @property
@@ -157,7 +154,7 @@ class Costs:
         self, blocks: Sequence[Block], machines: Sequence[Machine], microbatches: int, collected: float
     ) -> None:
         self.blocks, self.machines, self.microbatches = blocks, machines, microbatches
-        self._collected = collected  # bytes that the first machine needs besides those of its stage
+        self.collected = collected  # bytes that the first machine needs besides those of its stage
         self._memory = np.cumsum([0.0, *(block.memory for block in blocks)])
         self._seconds = np.cumsum([0.0, *(block.seconds for block in blocks)])
         self._crossing = np.array([0.0, *(block.crossing for block in blocks)])
@@ -167,7 +164,7 @@ class Costs:
     def compute(self, machine: int) -> Floats:
         """Return the seconds of `[first, after)` on a machine, (blocks, blocks + 1)."""
         kind = self.machines[machine]
-        key = (kind.memory, kind.speed, 0.0 if machine else self._collected)
+        key = (kind.memory, kind.speed, 0.0 if machine else self.collected)
         if key not in self._of_kind:
             total = self._memory[None, :] - self._memory[:-1, None] + self._crossing[:-1, None]
             seconds = (self._seconds[None, :] - self._seconds[:-1, None]) / kind.speed
@@ -215,7 +212,7 @@ class Costs:
         stages = []
         for order, starts in clusters:
             found = stages_of(self.blocks, [self.machines[item] for item in order], starts)
-            extra = [0.0 if item else self._collected for item in order]
+            extra = [0.0 if item else self.collected for item in order]
             stages.append(tuple(replace(own, memory=own.memory + more) for own, more in zip(found, extra, strict=True)))
         used = {stage.machine.name for item in stages for stage in item}
         idle = tuple(item for item in self.machines if item.name not in used)

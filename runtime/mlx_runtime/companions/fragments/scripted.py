@@ -52,7 +52,6 @@ class OpenedModule(nn.Module):
     """Runs the graph of a ScriptModule from Python, if it has submodules and no branches; otherwise, calls it.
 
     Attributes:
-        name: class of the module that was scripted or traced.
         steps: nodes of its graph.
         is_open: True if it runs the graph, and for lists of modules, which have none.
     """
@@ -60,7 +59,6 @@ class OpenedModule(nn.Module):
     def __init__(self, script: ScriptModule) -> None:
         super().__init__()
         self._script = (script,)  # in a tuple, so that its tensors are not registered twice
-        self.name = str(script.original_name)
         for name, child in script.named_children():
             self.add_module(name, OpenedModule(child))  # type: ignore[arg-type]
         self._parameters.update(script.named_parameters(recurse=False))

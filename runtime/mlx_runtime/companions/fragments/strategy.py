@@ -85,12 +85,6 @@ class Pipeline(DDP):
             raise ConfigError(f"cfg.fragments.stages is {stages}; it must divide the {workers} workers")
         return stages
 
-    @staticmethod
-    def nodes_of(cfg: Any) -> list[str]:
-        """Return the names of the nodes for which a plan is made; none without a plan."""
-        plan = _plan(cfg)
-        return plan.nodes if plan is not None else []
-
     def __init__(self, cfg: Any, topology: Topology) -> None:
         from mlx_runtime.companions.fragments.planfile import layout_of
 

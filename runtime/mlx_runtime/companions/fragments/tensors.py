@@ -7,7 +7,7 @@ residual connections, several tensors, masks. Shapes are computed once per kind 
 
 import copy
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,27 +51,19 @@ class ValueDependentError(MlxError):
     """The shapes of a result depend on values, so they are not known before it is computed."""
 
 
-class Runner(Protocol):
-    """The pass in which stage tensors exist."""
-
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operation on at least one stage tensor."""
-        ...
-
-
 class StageTensor(torch.Tensor):
     """A tensor whose value is on `stages`; `value` is None on others.
 
     To torch, it is a tensor on the meta device, so an operation that misses `__torch_function__` fails.
     """
 
-    runner: Runner
+    runner: "Execution"  # the pass in which it exists
     spec: Spec
     stages: set[int]
     value: torch.Tensor | None
 
     @classmethod
-    def make(cls, runner: Runner, spec: Spec, stage: int, value: torch.Tensor | None) -> "StageTensor":
+    def make(cls, runner: "Execution", spec: Spec, stage: int, value: torch.Tensor | None) -> "StageTensor":
         with torch._C.DisableTorchFunctionSubclass():
             made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").as_subclass(cls)
             made.requires_grad_(spec.requires_grad)  # so that an autograd.Function, which is not seen, can be detected
@@ -251,6 +243,7 @@ class Execution:
         self._current = 0  # stage of the last operation
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation on at least one stage tensor."""
         leaves = [item for item in tree_leaves((args, kwargs)) if isinstance(item, StageTensor)]
         check_traceable(leaves)
         title = getattr(func, "__name__", "an operation")

@@ -170,24 +170,8 @@ def _line(error: BaseException) -> str:
     frames = [item for item in frames if "site-packages" not in item.filename] or frames
     if not frames:
         return ""
-    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}: "
-
-
-def _short(file: str) -> str:
-    relative = os.path.relpath(file)
-    return file if relative.startswith("..") else relative
-
-
-def _source(module: nn.Module) -> str:
-    """Return the class of a module, and its line unless it is one of torch."""
-    kind = type(module)
-    if isinstance(module, OpenedModule):
-        return f"ScriptModule {module.name}"
-    with contextlib.suppress(OSError, TypeError):  # defined in a session
-        file = inspect.getsourcefile(kind) or ""
-        if not file.startswith(OURS):
-            return f"{kind.__name__}, {_short(file)}:{inspect.getsourcelines(kind)[1]}"
-    return kind.__name__
+    file = os.path.relpath(frames[-1].filename)
+    return f"{frames[-1].filename if file.startswith('..') else file}:{frames[-1].lineno}: "
 
 
 def _groups(model: nn.Module, found: Recorded) -> tuple[list[list[str]], list[str]]:
@@ -220,7 +204,7 @@ def _sized(
 ) -> list[Block]:
     """Return a block for each name, with the parameters that it is the first to use."""
     counts: list[Counter[str]] = [Counter() for _ in found.names]
-    params, modules = dict(model.named_parameters()), dict(model.named_modules())
+    params = dict(model.named_parameters())
     for name, tensor in (*params.items(), *model.named_buffers()):
         users = found.users.get(name) or {_owner(name, found.names)}
         count, size = counts[min(users)], tensor.numel() * tensor.element_size()
@@ -243,7 +227,6 @@ def _sized(
             sends,
             returns,
             time_s,
-            _source(modules[name]),
             crossing,
         )
         for name, count, activations, sends, returns, time_s, crossing in facts
@@ -322,18 +305,15 @@ def _has_gradient(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.requires_grad
 
 
-class _unchanged:  # noqa: N801 - a context manager
-    """Restores the buffers of a model, like running statistics, at the end of the block."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(item, item.detach().clone()) for item in model.buffers()]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model, like running statistics, at the end of the block."""
+    buffers = [(item, item.detach().clone()) for item in model.buffers()]
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for buffer, before in self._buffers:
+            for buffer, before in buffers:
                 buffer.copy_(before)
 
 

@@ -77,7 +77,7 @@ class Checks:
             cure = f"Edit {CONF}, or pass overrides" if isinstance(error, ConfigError) else f"See: {commands()} show"
             self.add(Check("config", str(error), cure))
             raise self.failure() from error
-        self.add(valid_config())
+        self.add(Check("config", f"{CONF} fits the code"))
         return config
 
 
@@ -89,15 +89,10 @@ def require(check: Check) -> None:
 
 def refuse_engine(cfg: "TrainConfig") -> None:
     """Raise ConfigError if the engine of a run cannot train in a job; no other check matters then."""
-    if cfg.engine in ENGINES and (reason := engine_class(cfg.engine).refusal(cfg, in_job=True)):
-        raise ConfigError(
-            f"cfg.engine={cfg.engine} cannot train this: {reason}; use cfg.engine=auto, or train here: {commands()} run"
-        )
-
-
-def valid_config() -> Check:
-    """Report a valid config."""
-    return Check("config", f"{CONF} fits the code")
+    engine = "ray" if cfg.engine == "auto" else cfg.engine
+    if engine in ENGINES and (reason := engine_class(engine).refusal(cfg, in_job=True)):
+        cure = "" if cfg.engine == "auto" else "use cfg.engine=auto, or "
+        raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; {cure}train here: {commands()} run")
 
 
 def check_secrets(config: "Config") -> Check:

@@ -1,7 +1,6 @@
 """Data jobs: parallel work, on a cluster or on this machine, that fills one folder in the storage."""
 
 import contextlib
-import errno
 import itertools
 import os
 import shlex
@@ -357,9 +356,6 @@ def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
     """Convert exceptions of user code to a `DataJobError` with the user's frames."""
 
     def translate(error: BaseException, summary: str, trace: str) -> DataJobError:
-        translated = DataJobError(f"{summary} (in {during})\n{trace}".rstrip())
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            translated.hint = "Free space on that disk; if it holds the storage, set another: cfg.storage_path=FOLDER"
-        return translated
+        return DataJobError(f"{summary} (in {during})\n{trace}".rstrip())
 
     return user_errors(Path.cwd(), translate)

@@ -52,7 +52,6 @@ class Dashboard:
     ray_version: str
     headers: Mapping[str, str]  # sent with each request
     token_source: str | None  # None if the cluster requires no token
-    latency_s: float  # of the first request
 
     @classmethod
     def connect(cls, address: Address) -> "Dashboard":
@@ -60,7 +59,6 @@ class Dashboard:
         import requests
 
         where = f"{address.url} (from {address.source})"
-        started = time.monotonic()
         try:
             answer, headers, token_source = _authorized_get(f"{address.url}/api/version", ANSWER_S)
             if answer.status_code in UNAUTHORIZED:
@@ -72,7 +70,7 @@ class Dashboard:
         except requests.RequestException as error:
             hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
             raise ClusterError(f"{where} {_problem(error, ANSWER_S)}", hint) from error
-        return cls(address, version, headers, token_source, time.monotonic() - started)
+        return cls(address, version, headers, token_source)
 
     def unused_id(self, wanted: str) -> str:
         """Return a job id that the cluster does not use yet: the wanted id, or that id with a number appended."""

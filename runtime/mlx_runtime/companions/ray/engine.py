@@ -3,11 +3,14 @@
 Methods import Ray when they need it, because `launch` only calls `refusal`, and must be quick.
 """
 
+import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.ray.start import on_ray
+from mlx_runtime.errors import ConfigError
 from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked
+from mlx_runtime.workers.placement import JOB_FLAG
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.group import RayGroup
@@ -18,10 +21,14 @@ class OnRay:
 
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> str | None:
+        if in_job and cfg.fragments.plan is not None:
+            return "cfg.fragments.plan is for machines that run `mlx train join`; Ray chooses the nodes of a cluster"
         return None
 
     @staticmethod
     def connect(cfg: Any, why: str) -> AbstractContextManager[Cluster]:
+        if reason := OnRay.refusal(cfg, in_job=JOB_FLAG in os.environ):
+            raise ConfigError(reason)
         return on_ray(cfg, why)
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:

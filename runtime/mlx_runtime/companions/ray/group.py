@@ -5,7 +5,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,12 @@ import ray
 from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 
 from mlx_runtime.companions.ray import autoscaler
-from mlx_runtime.companions.ray.node_names import nodes_with_names, selectors
-from mlx_runtime.companions.ray.reservation import Reservation, needed_by_runs
+from mlx_runtime.companions.ray.reservation import Reservation
 from mlx_runtime.companions.ray.worker import RayWorker, Seat
 from mlx_runtime.errors import MlxError, full_message, short_message
 from mlx_runtime.events import Notice
 from mlx_runtime.loop.job import Cluster, Handle, Job, StopAsked, backend_of
 from mlx_runtime.loop.options import strategy_class
-from mlx_runtime.workers.local import NODE_NAME
 from mlx_runtime.workers.placement import JOB_FLAG, WORKER_FLAG
 from mlx_runtime.workers.recovery import RestartingGroup, WorkerDied
 
@@ -29,9 +27,6 @@ RESIZE_S = 10.0
 
 START_S = 20.0
 """Time for workers to start, after which Ray is asked whether their resources are still reserved."""
-
-LOOK_S = 2.0
-"""Interval for looking for the nodes of a plan while workers wait for them."""
 
 SETTLE_S = 2.0
 """Time to wait for room for more workers than the smallest group has, before it starts."""
@@ -73,11 +68,6 @@ class RayGroup(RestartingGroup):
         self._grows = JOB_FLAG in os.environ and autoscaler.room().grows
         self._wait_s = cfg.elastic.wait_s if self._grows else 0.0  # for all workers, at the first start
         self._failed_starts = 0
-        nodes_of: Callable[[Any], list[str]] = getattr(strategy_class(cfg.strategy), "nodes_of", lambda _: [])
-        self._nodes = nodes_of(cfg)  # of a plan, whose stages are each for a node of its own
-        self._places: list[dict[str, str]] = []
-        if most == len(self._nodes):  # a node may be gone when another driver resumes the run
-            self._places = selectors(self._nodes, ray.nodes(), least=least, patient=job.run.attempt > 1)
         self._start()
 
     def poll(self) -> bool:
@@ -86,8 +76,6 @@ class RayGroup(RestartingGroup):
             room = self._reservation.strategies()
             if room and self._is_enough(len(room)) and self._reservation.is_held():
                 self._begin(room)
-            elif self._places and time.monotonic() > self._looked_at + LOOK_S:
-                self._look()
             return True
         self._collect(attempt)
         if attempt.errors:
@@ -109,12 +97,10 @@ class RayGroup(RestartingGroup):
         if self._attempt is not None:
             return None
         try:
-            if not (lacking := self._lacking(ray.available_resources())):
-                return None
-            others = [*self._others([group for group in needed_by_runs() if group[0] != self._title])]
+            lacking = self._lacking(ray.available_resources())
         except Exception:  # of various types; `poll` reports a lost cluster
             return None
-        return "; ".join([lacking, *others, *["the autoscaler was asked for them"] * self._grows])
+        return f"{lacking}; the autoscaler was asked for them" if lacking and self._grows else lacking or None
 
     def close(self) -> None:
         if self._attempt is not None and (self._attempt.errors or not self._attempt.calls):
@@ -124,25 +110,7 @@ class RayGroup(RestartingGroup):
     def _start(self) -> None:
         """Reserve resources; `poll` starts the workers once there is room."""
         self._attempt: Attempt | None = None
-        self._reserve()
-
-    def _reserve(self) -> None:
-        self._looked_at = time.monotonic()
-        if self._places:  # if all nodes are lost, these are waited for
-            self._places = self._places_now() or self._places
-        self._reservation = Reservation(
-            self._title, self._resources, *self._sizes, self._places, spread=bool(self._nodes)
-        )
-
-    def _look(self) -> None:
-        """Reserve resources anew if nodes of the plan were lost or replaced, or if two runs wait for each other."""
-        self._looked_at, reservation = time.monotonic(), self._reservation
-        if self._places_now() not in ([], self._places) or reservation.is_stuck() or not reservation.is_held():
-            self._reservation.release()
-            self._reserve()
-
-    def _places_now(self) -> list[dict[str, str]]:
-        return selectors(self._nodes, ray.nodes(), least=self._sizes[0], patient=True)
+        self._reservation = Reservation(self._title, self._resources, *self._sizes)
 
     def _kill(self) -> None:
         self._kill_workers()
@@ -181,7 +149,6 @@ class RayGroup(RestartingGroup):
         seats: dict[int, Seat] = attempt.values
         hosts = [*dict.fromkeys(seats[number].host for number in sorted(seats))]
         order = sorted(seats, key=lambda number: (hosts.index(seats[number].host), number))
-        names = {facts["NodeID"]: name for name, facts in nodes_with_names(ray.nodes())}
         workers, calls = [attempt.workers[number] for number in order], {}
         for rank, (worker, number) in enumerate(zip(workers, order, strict=True)):
             here = [rank for rank, other in enumerate(order) if seats[other].host == seats[number].host]
@@ -195,7 +162,6 @@ class RayGroup(RestartingGroup):
                 "MASTER_ADDR": seats[0].host,
                 "MASTER_PORT": seats[0].port,
                 WORKER_FLAG: "1",
-                NODE_NAME: names.get(seats[number].node, ""),
             }
             if not self._cluster.use_gpu:
                 variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides only those of workers that it assigns others
@@ -247,22 +213,9 @@ class RayGroup(RestartingGroup):
             return f"{wanted} workers, room for {fit}; begins with fewer after {self._wait_s:g} s" if waits else ""
         needed = {name: amount * workers for name, amount in self._resources.items()}
         missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
-        absent = {*self._nodes} - {name for name, _ in nodes_with_names(ray.nodes())} if self._places else ()
-        if absent and len(absent) > len(self._nodes) - workers:
-            return f"{' and '.join(sorted(absent))} of the plan"
         if not missing:  # the cluster has enough CPUs in total, but no node has
             return f"{self._cfg.cpus_per_worker} CPUs on one node"
         return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing)
-
-    def _others(self, groups: Sequence[tuple[str, str, Mapping[str, float]]]) -> Iterator[str]:
-        """Yield the shares of other jobs in the needed resources, and the jobs that also wait."""
-        for owner in sorted({owner for owner, state, _ in groups if state in ("CREATED", "PENDING")}):
-            mine = [(state, held) for other, state, held in groups if other == owner]
-            for name in self._resources:
-                if amount := sum(held.get(name, 0) for state, held in mine if state == "CREATED"):
-                    yield f"{owner} holds {amount:g} {name}s"
-            if any(state == "PENDING" for state, _ in mine):
-                yield f"{owner} also waits"
 
 
 def failure_of(rank: int, error: RayError) -> MlxError | WorkerDied:

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 class Seat(NamedTuple):
-    """The address of a worker's machine, its GPUs, the port of its store, or 0 if it has none, and Ray's id."""
+    """The address of a worker's machine, its GPUs, and the port of its store, or 0 if it has none."""
 
     host: str
     gpus: list[str]
     port: int
-    node: str
 
 
 class RayWorker:
@@ -44,8 +43,7 @@ class RayWorker:
             self._job: Job = pickle.loads(job)
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if serves else None
-        port, node = self._store.port if self._store is not None else 0, ray.get_runtime_context().get_node_id()
-        return Seat(host, [*map(str, ray.get_gpu_ids())], port, node)
+        return Seat(host, [*map(str, ray.get_gpu_ids())], self._store.port if self._store is not None else 0)
 
     def train(self, rank: int, variables: Mapping[str, str], **options: Any) -> bytes:
         """Train as one of the workers; see `WorkerJob` for options. Return the pickled error of its loop, or None."""

@@ -32,8 +32,6 @@ from mlx_runtime.storage.publishing import HashingWriter, Publication
 PIECE_BYTES = 8 << 20
 """Maximum size of a piece with more than one row. A worker reads and verifies only the pieces that it needs."""
 
-_SHARED = "all machines must share cfg.storage_path; name a shared folder or an object store"
-
 
 class Parts:
     """The sharded tensors in plain values, replaced by placeholders. Every worker must make the same calls.
@@ -148,11 +146,7 @@ def _write(
     ]
     if not pieces:
         return tensors, 0
-    try:
-        stream = HashingWriter(storage.create(folder, file))
-    except FileNotFoundError as error:
-        raise StorageError(f"{error.filename or folder} is missing on this machine: {_SHARED}") from error
-    with stream:
+    with HashingWriter(storage.create(folder, file)) as stream:
         titles = [f"{name}@{','.join(map(str, offsets))}" for name, offsets, _ in pieces]
         entries = {title: (piece.shape, piece.dtype) for title, (_, _, piece) in zip(titles, pieces, strict=True)}
         starts = tensor_files.write_header(stream, entries)
@@ -193,7 +187,10 @@ def _with_index(
             )
     for file, (_, size) in written.items():
         if size and storage.size_bytes(publication.folder, file) != size:
-            raise StorageError(f"{file}, which another worker has written, is not in the storage: {_SHARED}")
+            raise StorageError(
+                f"{file}, which another worker has written, is not in the storage: all machines must share "
+                "cfg.storage_path; name a shared folder or an object store"
+            )
     tensors = {
         name: {**item, "pieces": [piece for part in parts for piece in part[name]["pieces"]]}
         for name, item in parts[0].items()

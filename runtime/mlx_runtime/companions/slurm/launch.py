@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.companions.jobs.checks import Check, Checks, check_secrets
+from mlx_runtime.companions.jobs.checks import Check, Checks, check_secrets, refuse_engine
 from mlx_runtime.companions.jobs.launching import ClaimingLaunch, SubmittedJob, pending, typed_name
 from mlx_runtime.companions.slurm import script
 from mlx_runtime.companions.slurm.queue import SCHEME, Queue, run
 from mlx_runtime.errors import ClusterError, ConfigError, UsageError
-from mlx_runtime.loop.options import ENGINES
 from mlx_runtime.runs.folder import RunFolder, next_name, run_folder
 from mlx_runtime.runs.snapshots import Upload
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at, storage_root
-from mlx_runtime.workers.placement import changing_size, engine_class
+from mlx_runtime.workers.placement import changing_size
 
 if TYPE_CHECKING:
     from mlx_runtime.driver.request import RunConfig
@@ -164,9 +163,9 @@ def prepare(
         raise UsageError(f"the storage is {root!r:.300}; Slurm cannot use a folder with {odd[0]!r} in its name")
     if nodes > 1 and cfg.start_workers == 0:
         raise ConfigError(f"--nodes={nodes} needs workers, but cfg.start_workers=0 starts none")
-    if nodes > 1 and cfg.engine in ENGINES and (why := engine_class(cfg.engine).refusal(cfg, in_job=True)):
-        raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes: {why}; use cfg.engine=auto")
-    if nodes > 1 and not sweep:
+    if nodes > 1 and sweep:
+        refuse_engine(cfg)
+    elif nodes > 1:
         if cfg.engine != "auto":
             raise ConfigError(f"cfg.engine={cfg.engine} cannot train on {nodes} nodes of Slurm; use cfg.engine=auto")
         if cfg.start_workers % nodes:

@@ -80,14 +80,6 @@ def test_nodes_without_a_size_are_refused(content: Any, problem: str, tmp_path: 
         assert problem in str(caught.value)
 
 
-@pytest.mark.pure
-def test_a_node_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "nodes.json"
-    file.write_text('{"0": {"IP": "10.0.0.1"}, "0": {"IP": "10.0.0.2"}}')
-    with pytest.raises(ConfigError, match="the key '0' occurs twice"):
-        machines_of(file)
-
-
 @pytest.mark.process
 def test_the_command_plans_an_experiment(bound: Path, mlx: Mlx, tmp_path: Path) -> None:
     """Rows come from its loader, states from its optimizer; nothing is trained or stored."""

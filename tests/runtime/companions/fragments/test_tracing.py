@@ -1,8 +1,6 @@
 """Blocks of a model, and what each of them needs."""
 
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mlx_runtime.companions.fragments.scripted import opened
-from mlx_runtime.companions.fragments.tracing import states_after_step, trace
+from mlx_runtime.companions.fragments.tracing import trace
 from mlx_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -36,11 +33,6 @@ class Net(nn.Module):
         return result
 
 
-class Stubborn(SGD):
-    def __init__(self, params: Any, lr: float, *, must: int) -> None:
-        super().__init__(params, lr, momentum=0.9)
-
-
 def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
     net, x = Net(), torch.rand(ROWS, 8)
     first, second = trace(net, (x,), optimizers=[Adam(net.parameters())]).blocks
@@ -54,34 +46,6 @@ def test_blocks_are_in_order_of_execution_with_exact_sizes() -> None:
     assert second.activations == FLOAT * ROWS * (16 + 3)  # with the outputs, which the loss needs
     assert (second.sends, second.returns) == (FLOAT * ROWS * 3, 0)
     assert (first.crossing, second.crossing) == (first.sends, 0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "per_parameter"),
-    [(Adam, 2), (SGD, 0), (partial(SGD, momentum=0.9), 1), (partial(Stubborn, must=1), 0)],
-)
-def test_states_are_those_after_a_step(kind: Callable[..., Any], per_parameter: int) -> None:
-    """None is counted by hooks. An optimizer that cannot be copied counts what it has."""
-    layer, seen = nn.Linear(100, 50), []
-    optimizer = kind(layer.parameters(), lr=0.1)
-    hook = register_optimizer_step_post_hook(lambda *_: seen.append(1))
-    before = states_after_step(optimizer)
-    hook.remove()
-    assert not seen
-    assert sum(before.values()) // FLOAT // 5050 == per_parameter
-    if per_parameter:
-        layer(torch.ones(3, 100)).sum().backward()
-        optimizer.step()
-        stored = {param: sum(item.nbytes for item in state.values()) for param, state in optimizer.state.items()}
-        assert before == states_after_step(optimizer) == stored
-
-
-def test_what_crosses_a_cut_is_compressed_and_outputs_are_not() -> None:
-    sizes = {None: 4 * 16, "bf16": 2 * 16, "fp16": 2 * 16}
-    for traffic, size in sizes.items():
-        first, second = trace(Net(), (torch.rand(ROWS, 8),), traffic=traffic).blocks
-        assert (first.sends, first.returns, first.crossing) == (ROWS * size, ROWS * size, FLOAT * ROWS * 16)
-        assert (second.sends, second.returns, second.crossing) == (FLOAT * ROWS * 3, 0, 0)
 
 
 class Tied(nn.Module):
@@ -147,17 +111,6 @@ def test_the_model_stays_as_it_is() -> None:
     assert all(torch.equal(item, before[name]) for name, item in net.state_dict().items())
     assert not net[0]._forward_pre_hooks
     assert not net[0]._forward_hooks
-
-
-def test_a_model_without_memory_has_estimated_times() -> None:
-    with torch.device("meta"):
-        net = nn.Sequential(*(nn.Linear(2**14, 2**14, bias=False) for _ in range(3)))
-    found = trace(net, (torch.empty(ROWS, 2**14, device="meta"),), optimizers=[Adam(net.parameters())])
-    assert [block.weights for block in found.blocks] == [FLOAT * 2**28] * 3
-    assert len({block.seconds for block in found.blocks}) == 1
-    assert found.blocks[0].seconds > 0
-    [note] = found.notes
-    assert note.startswith("times are estimated from FLOPs")
 
 
 class Selecting(Net):

@@ -66,13 +66,7 @@ TEMPLATE = yaml.safe_load("""
 metadata:
   labels: {kueue.x-k8s.io/queue-name: team}
 spec:
-  activeDeadlineSeconds: 3600
-  shutdownAfterJobFinishes: null
-  ttlSecondsAfterFinished: null
-  deletionStrategy:
-    deletionRules:
-    - {policy: DeleteCluster, condition: {jobStatus: SUCCEEDED, ttlSeconds: 300}}
-    - {policy: DeleteCluster, condition: {jobStatus: FAILED, ttlSeconds: 86400}}
+  backoffLimit: 5
   rayClusterSpec:
     headGroupSpec:
       template:
@@ -89,7 +83,6 @@ EVERYTHING = {"namespace": "team", "claim": "runs", "secret": ("keys", "more-key
     [
         TrainConfig(),
         TrainConfig(start_workers=0),
-        TrainConfig(use_gpu=True, gpus_per_worker=2, cpus_per_worker=4),
         TrainConfig(start_workers=4, elastic=Elastic(min_workers=2, max_workers=8)),
         TrainConfig(runtime_env={"pip": ["einops"], "env_vars": {"NCCL_DEBUG": "INFO"}}),
     ],

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.pure
     ("given", "url", "notice"),
     [
         ("http://head:8265", "http://head:8265", ""),
-        ("https://ray.example.com/cluster/", "https://ray.example.com/cluster", ""),
         ("head", "http://head:8265", "has no port"),
         ("head:6379", "http://head:8265", "Ray's own port"),
         ("ray://head:10001", "http://head:8265", "Ray Client"),
@@ -59,22 +58,6 @@ def test_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_password_is_refused() -> None:
     with pytest.raises(UsageError, match="RAY_AUTH_TOKEN"):
         Address.parse("http://me:secret@head:8265")
-
-
-def test_a_port_without_http_is_told_apart_from_a_closed_one() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = Address(f"http://127.0.0.1:{server.getsockname()[1]}", "here")
-
-        def hang_up() -> None:
-            connection, _ = server.accept()
-            connection.recv(1)
-            connection.close()
-
-        threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(ClusterError, match=r"\(from here\) closes the connection"):
-            Dashboard.connect(address)
-    with pytest.raises(ClusterError, match=r"does not answer \(nothing listens there\)"):
-        Dashboard.connect(address)
 
 
 class Asked(HTTPServer):
@@ -151,14 +134,6 @@ def test_one_that_the_user_has_named_gets_it(server: Asked, monkeypatch: pytest.
     assert server.sent == [None, "Bearer the-token"]
 
 
-def test_one_that_this_command_runs_on_gets_it(server: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`mlx --on URL xp ls` is a job of that cluster."""
-    monkeypatch.setenv("MLX_JOB", "mlx-command")
-    monkeypatch.setenv("MLX_JOB_ADDRESS", server.url)
-    listing.list_rows(ask=job_statuses)
-    assert server.sent == [None, "Bearer the-token"]
-
-
 def test_a_slow_cluster_is_not_one_without_jobs(
     server: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +142,7 @@ def test_a_slow_cluster_is_not_one_without_jobs(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         assert job_statuses({(url, "job-1")}) == {}
-        dashboard = Dashboard(Address(url, "here"), "2.60", {}, None, 0.0)
+        dashboard = Dashboard(Address(url, "here"), "2.60", {}, None)
         with pytest.raises(ClusterError, match=r"did not answer within 0\.2 s"):
             dashboard.unused_id("job-1")
     assert f"note: {url} did not answer within 0.2 s" in capsys.readouterr().err
@@ -180,7 +155,4 @@ def test_a_file_of_the_token_that_cannot_be_read_is_named(
     file = tmp_path / "token"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
     with pytest.raises(ClusterError, match=rf"cannot read RAY_AUTH_TOKEN_PATH={file}: .*No such file"):
-        Dashboard.connect(Address(server.url, "here"))
-    file.write_text("\n")
-    with pytest.raises(ClusterError, match=rf"RAY_AUTH_TOKEN_PATH={file} is an empty file"):
         Dashboard.connect(Address(server.url, "here"))

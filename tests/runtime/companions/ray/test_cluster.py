@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,15 +68,6 @@ class TestOneRun:
         assert re.search(r"^ *3/3 ", launched.stdout, re.MULTILINE)
         assert launched.stderr == ""
 
-    def test_its_record_names_the_job_and_where_the_code_came_from(
-        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
-    ) -> None:
-        record = user.record()
-        assert (record["status"], record["epoch"], record["epochs"]) == ("SUCCEEDED", 2, 3)
-        assert record["job"] == {"id": "digits-run_001", "address": ray_cluster.url}
-        assert "train launch" in record["command"]
-        assert record["overrides"] == ["cfg.num_epochs=3"]
-
     def test_no_secret_shows(
         self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
     ) -> None:
@@ -87,14 +77,6 @@ class TestOneRun:
         assert len(files) >= 5  # the record, the config, the driver's log and the workers'
         for text in (entry, log, *(file.read_text() for file in files)):
             assert TOKEN not in text
-
-    def test_the_log_is_kept(self, launched: "subprocess.CompletedProcess[str]", user: User) -> None:
-        kept = (user.folder / "runs/digits/run_001/logs/driver.log").read_text()
-        assert re.search(r"^ *3/3 ", kept, re.MULTILINE)
-        assert user.types("xp", "logs", "digits", "--tail", "2").stdout.splitlines()[-1].startswith("TensorBoard")
-        done = user.types("xp", "logs", "digits", "run_001", "--rank", "7")
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: digits/run_001 has no stored logs/rank_7.log; it is ")
 
     def test_the_job_runs_the_runtime_that_was_uploaded(
         self, launched: "subprocess.CompletedProcess[str]", user: User, ray_cluster: RayCluster, monkeypatch: Any
@@ -214,110 +196,6 @@ def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayClus
     assert "retry" not in done.stderr.replace("retries", "")  # it would fail again
     assert "AssertionError: not here" in done.stderr
     assert "FAILED" in other.types("xp", "ls", "digits").stdout
-
-
-REMOTE = """
-import json, sys, time
-
-import torch
-
-from mlx_runtime import MlxError, Trainer, accelerate, load_checkpoint, reattach, report, world_rank
-from mlx_runtime.companions.ray import dashboard
-
-url, action = sys.argv[1:]
-
-
-def train(config):
-    for epoch in range(config["epochs"]):
-        report(loss=epoch + world_rank())
-        time.sleep(config["pause_s"])
-
-
-def train_net(config):
-    model = accelerate(torch.nn.Linear(2, 1)).module
-    with torch.no_grad():
-        model.weight.copy_(load_checkpoint()["net"]["weight"] + 1)
-    return model.state_dict()
-
-
-def refused(call):
-    try:
-        call()
-    except MlxError as error:
-        return [type(error).__name__, str(error), error.hint]
-    return None
-
-
-found = {}
-if action == "launch":
-    found["folder"] = Trainer(address=url, name="remote").launch(train, {"epochs": 1000, "pause_s": 0.2})
-elif action == "follow":
-    running = reattach("remote/run_001", address=url)
-    for count, results in enumerate(running):
-        if count == 3:
-            break
-    found["status"] = running.status
-elif action == "model":
-    start = torch.nn.Linear(2, 1)
-    states = Trainer(2, address=url, name="models").run(train_net, checkpoint={"net": start})
-    with torch.no_grad():
-        start.weight += 1
-    found["same"] = [torch.equal(state["weight"], start.weight) for state in states]
-elif action == "lose":
-    dashboard.RECONNECT_S = 2.0
-    running = reattach("remote/run_001", address=url)
-    found["lost"] = refused(lambda: [print("reported", file=sys.stderr, flush=True) for _ in running])
-    found["status"] = running.status
-print(json.dumps(found))
-"""
-
-
-class TestFunctionsFromAnotherMachine:
-    """Training functions of a script that is not a job of the cluster."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def calls(cls, user: User, ray_cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Any:
-        folder = tmp_path_factory.mktemp("remote")
-        (folder / "remote.py").write_text(REMOTE)
-
-        def call(action: str, url: str = ray_cluster.url, **settings: str) -> Any:
-            environment = user.environment | settings
-            return subprocess.Popen(
-                [sys.executable, "remote.py", url, action],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-
-        return call
-
-    def test_a_state_arrives_at_the_function_and_comes_back(self, calls: Any) -> None:
-        out, err = calls("model").communicate(timeout=500)
-        assert json.loads(out.splitlines()[-1])["same"] == [True, True], out + err
-
-    def test_a_detached_run_outlives_its_script_and_a_lost_connection(
-        self, calls: Any, ray_cluster: RayCluster
-    ) -> None:
-        out, err = calls("launch").communicate(timeout=500)
-        assert json.loads(out.splitlines()[-1])["folder"].endswith("/runs/remote/run_001"), out + err
-        proxy = Proxy(ray_cluster.dashboard)
-        losing = calls("lose", f"http://127.0.0.1:{proxy.port}")
-        assert losing.stderr.readline() == "reported\n"
-        proxy.close()
-        out, err = losing.communicate(timeout=500)
-        print(out, err[-3000:])
-        found = json.loads(out.splitlines()[-1])
-        kind, text, hint = found["lost"]
-        assert (kind, found["status"]) == ("ClusterError", "LOST")
-        assert text.startswith("cannot follow remote/run_001, which may still train: http://127.0.0.1:")
-        assert hint.startswith('Follow it again: reattach("remote/run_001", address="http://127.0.0.1:')
-        out, err = calls("follow").communicate(timeout=500)
-        print(out, err)
-        found = json.loads(out.splitlines()[-1])
-        assert found["status"] == "STOPPED"
 
 
 def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) -> None:

@@ -189,14 +189,3 @@ class TestAFolderOfTheCluster:
         finally:
             server.terminate()
             server.communicate()
-
-    def test_what_is_wrong_is_named(self, far: Any, hidden: Path, ray_cluster: RayCluster) -> None:
-        missing = far("xp", "ls", MLX_STORAGE=f"{hidden}/none")
-        assert (missing[0], f"error: the cluster has no folder {hidden}/none" in missing[2]) == (2, True)
-        local = far("train", "eval", f"{hidden}/runs/digits/run_001")
-        assert (local[0], f"error: this machine lacks {hidden}/runs/digits/run_001; if" in local[2]) == (1, True)
-        elsewhere = far("--on", ray_cluster.url, "train", "run")
-        assert (elsewhere[0], "error: mlx train run does not support --on; mlx xp" in elsewhere[2]) == (2, True)
-        unknown = far("data", "show", "digist")
-        assert unknown[0] == 2
-        assert "runs/digist; mlx data show lists the storage" in unknown[2]

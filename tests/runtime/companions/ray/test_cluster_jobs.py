@@ -1,12 +1,10 @@
-"""Jobs on a real cluster: a plan for its nodes, drivers that come back, and data jobs."""
+"""Jobs on a real cluster: drivers that come back, and data jobs."""
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,47 +14,6 @@ from conftest import Mlx, edit
 from faults import differences, final_state
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-
-
-def test_a_plan_for_the_nodes_of_the_cluster(
-    user: User, ray_cluster: RayCluster, make_in: Callable[[str, Path], Path], tmp_path: Path
-) -> None:
-    """Each stage trains on the node that the plan names, in another order than Ray's. If one is lost, the run waits for
-    a node with the same name."""
-    at = User(make_in("faults", tmp_path / "runs"), user.environment, user.commands)
-    stages = [{"node": f"node_{(number + 2) % 3}", "first": number, "last": number} for number in range(3)]
-    plan = {"model": "net", "blocks": ["layers.0", "layers.1", "layers.3"], "clusters": [{"stages": stages}]}
-    (at.folder / "src" / "fragments.json").write_text(json.dumps(plan))
-    line = "        self.models.net = prepare_model(self.models.net)\n"
-    code = """\
-        held = [name.split(".")[1] for name, item in self.models.net.named_parameters() if not item.is_meta]
-        print("on", ray.get_runtime_context().get_node_labels()["node"], "are", *dict.fromkeys(held))
-"""
-    edit(at.folder / "src" / "experiment.py", line, code + line)
-    words = ("cfg.strategy=pipeline", "cfg.fragments.plan=src/fragments.json", "cfg.start_workers=3")
-    words += ("cfg.num_epochs=2", "cfg.checkpoint_every_steps=5", "cfg.pause_s=10", "cfg.pause_from=6")
-    ray_cluster.add(cpus=2, labels={"node": "node_2"})
-    try:
-        ray_cluster.wait(3)
-        options = ("--name=patient", *words, f"cfg.out={tmp_path / 'patient'}")
-        done = at.types("train", "launch", "--ray-address", ray_cluster.url, *options)
-        assert done.returncode == 0, done.stdout + done.stderr
-        until(lambda: at.record(name="patient").get("latest"))
-        logs = [(at.folder / f"runs/patient/run_001/logs/rank_{rank}.log").read_text() for rank in range(3)]
-        found = {tuple(re.findall(r"^on (\w+) are (\d)", log, re.MULTILINE)) for log in logs}
-        assert found == {(("node_2", "0"),), (("node_0", "1"),), (("node_1", "3"),)}
-        ray_cluster.remove()
-        until(lambda: str(at.record(name="patient").get("waits_for")).startswith("node_2 of the plan"))
-        (tmp_path / "patient" / "hurry").touch()
-        assert re.search(r"patient +run_001 +WAITING .* for node_2 of the plan", at.types("xp", "ls").stdout)
-        ray_cluster.add(cpus=2, labels={"node": "node_2"})
-        ray_cluster.wait(3)
-        until(lambda: at.record(name="patient")["status"] == "SUCCEEDED")
-        log = at.folder / "runs/patient/run_001/logs/driver.log"
-        assert "workers   3: restarted\nrestored  " in log.read_text()
-    finally:
-        while len(ray_cluster.raylets) > 2:
-            ray_cluster.remove()
 
 
 def test_a_killed_driver_resumes_as_if_nothing_had_happened(trained: Path, user: User, ray_cluster: RayCluster) -> None:

@@ -81,15 +81,3 @@ def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"error: Ray {ray.__version__} lacks a part of the private API of Ray 2.60: ")
     assert done.stderr.endswith('; type: pip install "ray==2.60.*"\n')
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.process
-def test_it_is_prepared_within_the_import_of_ray_train(tmp_path: Path) -> None:
-    script = (
-        "from mlx_runtime.companions.ray.private import enter_ray_train\n"
-        "from mlx_runtime.importing import after_import\n"
-        "after_import('ray.train', lambda: enter_ray_train('digits', None, quiet=True))\n"
-        "from ray import train\nimport ray.train\nprint(ray.train.get_context().get_experiment_name())"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "digits\n"), done.stderr

@@ -6,7 +6,6 @@ import subprocess
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -139,18 +138,6 @@ def test_folders_of_the_cluster_are_found_in_an_experiment_with_a_storage_of_its
     assert "MLX_STORAGE" not in cluster.spec.environment
     with pytest.raises(UsageError, match=r"the storage \.\./runs is a folder on this machine"):
         remote.run(["xp", "ls"], URL)
-
-
-def test_an_interrupted_launch_tells_that_its_job_keeps_running(
-    experiment: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def follow(*_: Any, **__: Any) -> JobState:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cluster, "follow", follow)
-    assert remote.run(["train", "launch", "-f"], URL) == 130
-    assert cluster.stopped
-    assert capsys.readouterr().err == "\nif the job was submitted, it keeps running\n"
 
 
 def test_what_is_wrong_is_named(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

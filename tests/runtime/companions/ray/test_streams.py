@@ -172,12 +172,3 @@ def test_what_goes_wrong_is_told_to_every_worker(arguments: dict, message: str) 
         shard = DatasetShard("train", group, worker, stream=StreamReader(assigner, "train"))
         with pytest.raises(DatasetError, match=message):
             list(shard.iter_torch_batches())
-
-
-def test_something_else_than_a_dataset_of_ray_is_told() -> None:
-    from mlx_runtime.companions.ray.streams import stream_of
-
-    with pytest.raises(
-        DatasetError, match=r"datasets.val: SimpleNamespace.to_ray\(\) returned list; it must return a ray.data"
-    ):
-        stream_of(SimpleNamespace(to_ray=lambda: [1]), "val")

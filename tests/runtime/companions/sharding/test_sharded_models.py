@@ -69,10 +69,6 @@ def test_views_may_be_changed_in_place() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_lines_give_sizes_in_fitting_units() -> None:
-    assert built(Views, "fsdp")[1] == ("net: fsdp over 1, 2 blocks; 160 bytes of 160 bytes each",)
-
-
 def test_whole_weights_are_loaded() -> None:
     model, whole_model = built(Views, "fsdp")[0], Views()
     model(torch.ones(3, 4))  # after which its own parameters are gathered
