@@ -37,8 +37,8 @@ def build_experiment(job: Job, topology: Topology, cfg: Any, strategy: "DDP") ->
     """
     cls = object_at(job.experiment)
     if cfg.use_gpu and topology.device.type == "cpu":
-        problem = f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use"
-        raise ConfigError(f"{problem}; cfg.use_gpu=null uses GPUs only if there are any")
+        hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
+        raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
     if topology.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # `fp32_precision` would break torch.compile in torch 2.13
     if cfg.deterministic:

@@ -365,7 +365,7 @@ class TestSettingsThatInheritNothing:
 def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, asked: bool | None) -> None:
     tree = load_config(Experiment, path=conf).tree
     job, cfg = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree), TrainConfig(use_gpu=asked)
-    refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; cfg.use_g")
+    refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; mlx doctor")
     alone = Topology(0, 1, torch.device("cpu"))
     with refused if asked else contextlib.nullcontext():
         build_experiment(cast(Any, job), alone, cfg, DDP(cfg, alone))
