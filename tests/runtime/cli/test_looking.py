@@ -1,5 +1,6 @@
 """Read-only commands: what they print about an experiment."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,16 @@ def test_settings_are_explained_with_those_of_sections(digits: Path, mlx: Mlx) -
         2,
         "error: there is no setting 'shard_size'. Did you mean 'sharding.shard_size'?\n",
     )
+
+
+def test_the_doctor_checks_the_machine_and_the_experiment(digits: Path, mlx: Mlx) -> None:
+    checked = mlx(digits, "doctor")
+    assert checked.returncode == 0
+    assert "config     src/conf.yaml fits the code" in checked.stdout
+    conf = digits / "src" / "conf.yaml"
+    conf.write_text(conf.read_text().replace("num_epochs: 30", "num_epochs: many"))
+    refused = mlx(digits, "doctor", "--json")
+    assert refused.returncode == 1
+    (found,) = [check for check in json.loads(refused.stdout) if check["hint"]]
+    assert found["name"] == "config"
+    assert "cfg.num_epochs" in found["text"]

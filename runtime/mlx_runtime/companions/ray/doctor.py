@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_runtime.companions.jobs.checks import Check, valid_config
+from mlx_runtime.companions.jobs.checks import Check
 from mlx_runtime.companions.ray.preflight import writable
 from mlx_runtime.config import projects
 from mlx_runtime.errors import ConfigError, MlxError, short_message
@@ -33,7 +33,7 @@ def checks() -> Iterator[Check]:
 
         try:
             config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()))
-            yield valid_config()
+            yield Check("config", f"{projects.CONF} fits the code")
             storage = config.cfg.storage_path if storage is None else storage
         except MlxError as error:
             yield Check("config", str(error), "See: mlx train show")
