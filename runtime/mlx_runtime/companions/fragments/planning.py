@@ -16,6 +16,9 @@ FILE = "fragments.json"
 EXACT_MACHINES = 8
 """Maximum number of machines for which all clusters, orders and cuts are compared."""
 
+EXACT_IN_CLUSTER = 6
+"""Maximum number of machines of a cluster whose orders and cuts are all compared, if there are more in all."""
+
 TRAITS = ("memory", "bandwidth", "speed")
 
 Cluster = tuple[float, list[int], list[int]]
@@ -222,7 +225,7 @@ class Greedy:
 
     def _pipeline(self, own: list[int]) -> Cluster:
         """Return the fastest pipeline of some machines, without those that are too small, or slow the others down."""
-        if len(own) <= EXACT_MACHINES:
+        if len(own) <= EXACT_IN_CLUSTER:
             costs, own = self._costs, sorted(own)
             machines, collected = [costs.machines[item] for item in own], 0.0 if own[0] else costs.collected
             exact = Exact(Costs(costs.blocks, machines, costs.microbatches, collected), self._all_nodes)
