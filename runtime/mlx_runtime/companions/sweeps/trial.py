@@ -117,7 +117,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
         config = replace(load_config(experiment, request, conf), sweep=job.facts)
     load_function(config.cfg)  # its errors come before the run begins
     with connect(config.cfg) as cluster:
-        _refuse_fallback(job, config, cluster)
+        refuse_fallback(job, config, cluster)
         own = job.gpus / max(1, config.cfg.start_workers)  # whole GPUs, or the share of one
         own = own if own < 1 else own // 1
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpus_per_worker=own)
@@ -131,7 +131,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
             driver.run()
 
 
-def _refuse_fallback(job: TrialJob, config: RunConfig, cluster: Cluster) -> None:
+def refuse_fallback(job: TrialJob, config: RunConfig, cluster: Cluster) -> None:
     """Refuse to train on CPUs if the run was planned for GPUs."""
     if job.gpus and not cluster.use_gpu and config.cfg.use_gpu is not False:
         raise ConfigError(

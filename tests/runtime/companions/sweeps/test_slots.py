@@ -63,4 +63,4 @@ def test_a_trial_that_lacks_its_gpu_does_not_train_on_cores() -> None:
     config: Any = SimpleNamespace(cfg=TrainConfig(start_workers=1))
     cluster: Any = SimpleNamespace(use_gpu=False, gpus=0)
     with pytest.raises(ConfigError, match="trial 1 should train on 1 GPUs, but its process finds 0 for 1 workers"):
-        trial._refuse_fallback(job, config, cluster)
+        trial.refuse_fallback(job, config, cluster)
