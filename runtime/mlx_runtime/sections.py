@@ -78,8 +78,8 @@ class Fragments(Section):
 
     Attributes:
         stages: number of workers that hold one replica of the models together; None means all of them.
-        plan: file of `mlx train clusterize` with the pipelines and the blocks of each stage; None means stages of about
-            equal numbers of parameters.
+        plan: file of `mlx train clusterize` with the pipelines and the blocks of each stage, for `join`; None
+            means stages of about equal numbers of parameters.
         microbatches: number of parts into which each batch is split, so that stages work at the same time.
         traffic: type in which activations and gradients travel between stages; None means as they are.
     """

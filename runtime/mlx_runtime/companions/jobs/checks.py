@@ -89,7 +89,7 @@ def require(check: Check) -> None:
 
 def refuse_engine(cfg: "TrainConfig") -> None:
     """Raise ConfigError if the engine of a run cannot train in a job; no other check matters then."""
-    engine = "ray" if cfg.engine == "auto" else cfg.engine
+    engine = "ray" if cfg.engine == "auto" and cfg.start_workers else cfg.engine
     if engine in ENGINES and (reason := engine_class(engine).refusal(cfg, in_job=True)):
         cure = "" if cfg.engine == "auto" else "use cfg.engine=auto, or "
         raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; {cure}train here: {commands()} run")

@@ -21,8 +21,11 @@ class OnRay:
 
     @staticmethod
     def refusal(cfg: Any, *, in_job: bool) -> str | None:
-        if in_job and cfg.fragments.plan is not None:
-            return "cfg.fragments.plan is for machines that run `mlx train join`; Ray chooses the nodes of a cluster"
+        if in_job and cfg.strategy == "pipeline" and cfg.fragments.plan is not None:
+            return (
+                "cfg.fragments.plan is for machines that run `mlx train join`; Ray chooses the nodes of a cluster, and "
+                "cfg.fragments.plan=null cuts models into stages with about equal numbers of parameters"
+            )
         return None
 
     @staticmethod

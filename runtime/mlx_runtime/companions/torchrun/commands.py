@@ -27,7 +27,7 @@ AGAIN_S = 3.0
 """Pause before the next attempt, in which the processes of the last one end."""
 
 PATIENCE_S = 3600.0
-"""Maximum time between the ends of two attempts in which the machines did not meet."""
+"""How long machines wait that have never met."""
 
 
 @click.command("join", context_settings=commands.OVERRIDES, params=[*OPTIONS[:-1]])
@@ -63,7 +63,8 @@ def train_join(file: Path, name: str, **typed: Any) -> None:
 
 def _train(command: list[str], name: str, request: Request) -> int:
     """Execute torchrun until the run has ended, and return its exit code."""
-    attempt, failures, process, signals, met = 0, 0, None, list[int](), time.monotonic()
+    attempt, failures, process, signals = 0, 0, None, list[int]()
+    met, started = False, time.monotonic()
 
     def forward(number: int, _: Any) -> None:
         signals.append(number)
@@ -89,12 +90,12 @@ def _train(command: list[str], name: str, request: Request) -> int:
             failures += run.is_file()  # others have not begun
             if run.is_file() and not request.fast:
                 request = dataclasses.replace(request, resume=run.read_text(), origin=None)
-            met = time.monotonic() if Path(folder, "met").exists() else met
+            met = met or Path(folder, "met").exists()
         if not signals:
-            if time.monotonic() > met + PATIENCE_S:
+            if not met and time.monotonic() > started + PATIENCE_S:
                 raise MlxError(
-                    f"the machines have not met for {PATIENCE_S / 60:.0f} minutes; run mlx train join on all of them, "
-                    "with --resume auto on the first one to continue a run"
+                    f"the machines have not met for {PATIENCE_S / 60:.0f} minutes: check the address of the first one in "
+                    "the file, and run mlx train join on all of them, on the first one with --resume auto to continue a run"
                 )
             print("lost      a process of the run; starting the next attempt", flush=True)
             time.sleep(AGAIN_S)

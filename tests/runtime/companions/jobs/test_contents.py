@@ -9,6 +9,7 @@ Uses real folders with links and permissions, and a real S3 server.
 """
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     assert done.stderr == "error: which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER\n"
 
 
+@pytest.mark.process
+def test_a_storage_that_only_a_cluster_has_asks_for_it(mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "show", MLX_STORAGE="/nowhere/shared")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: /nowhere/shared does not exist on this machine; on a cluster: mlx --on http://HEAD:8265 data show\n"
+    )
+
+
 # -- rm --
 
 
@@ -69,6 +79,15 @@ def test_what_lies_outside_is_refused(folder: Path, tmp_path: Path, path: str) -
     (folder / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match=r"lies outside the storage .*; MLX_STORAGE=FOLDER selects another storage"):
         path_in(str(folder), str(tmp_path / "victim") if path == "/victim" else path)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("path", ["data/../../victim", "s3://other/victim"])
+def test_what_lies_outside_is_refused_on_s3(s3: str, tmp_path: Path, path: str) -> None:
+    root = s3.format(tmp_path.name)
+    put(root, {"a": b"x"})
+    with pytest.raises(UsageError, match="lies outside the storage"):
+        path_in(root, path)
 
 
 @pytest.mark.parametrize("path", ["", "data/.."])
@@ -133,3 +152,17 @@ def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     where = join_path(root, "data", "digits")
     assert (done.returncode, done.stdout) == (0, f"removed {where}, 4 files, 5.0 kB\n"), done.stderr
     assert files(root) == []
+
+
+@pytest.mark.process
+def test_half_a_removal_is_told_and_does_not_look_whole(folder: Path, mlx: Mlx) -> None:
+    put(str(folder), {"data/digits/job.json": b"{}"})
+    stuck = folder / "data" / "digits" / "deep" / "er" / "c.bin"
+    if subprocess.run(["chattr", "+i", str(stuck)], capture_output=True).returncode:
+        pytest.skip("no file attributes here")
+    try:
+        done = mlx(folder, "data", "rm", "-y", "data/digits", MLX_STORAGE=str(folder))
+    finally:
+        subprocess.run(["chattr", "-i", str(stuck)], capture_output=True)
+    assert (done.returncode, done.stderr.split(": ")[1]) == (1, f"{folder}/data/digits was removed only in part")
+    assert files(str(folder)) == ["data/digits/deep/er/c.bin"]

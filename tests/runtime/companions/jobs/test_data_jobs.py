@@ -30,6 +30,23 @@ pytestmark = pytest.mark.process
 # -- a folder that is being filled --
 
 
+def test_nothing_is_there_until_all_is(root: str) -> None:
+    """The folder appears at the end; on S3, its job.json reports the end."""
+    place = join_path(root, "data", "made")
+    with Filling(place, overwrite=False, name="made") as target:
+        target.output.write("x", "deep", "a.txt")
+        whole = job_record(storage_at(place))
+        assert whole is None or filling.job_status(whole) == "RUNNING"
+        if storage_at(root).local:
+            assert "made" not in storage_at(root).names("data")
+        assert target.commit() == (1, 1)
+    record = job_record(storage_at(place))
+    assert record is not None
+    assert (record["status"], record["files"], record["size_bytes"]) == ("SUCCEEDED", 1, 1)
+    assert storage_at(place).read("deep", "a.txt") == b"x"
+    assert [name for name in storage_at(root).names("data") if name.startswith(".")] == []
+
+
 def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
     place = join_path(root, "data", "made")
 
@@ -77,6 +94,27 @@ def test_two_jobs_do_not_fill_the_same_folder(root: str) -> None:
     assert storage_at(place).names() == ["a.txt", "job.json"]
 
 
+def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that do not see each other: one wins, the other fails with an error."""
+    place = join_path(root, "data", "made")
+    monkeypatch.setattr(filling, "refuse_present", lambda location, overwrite: None)
+    monkeypatch.setattr(filling, "recover", lambda *_: None)
+    first, second = Filling(place, overwrite=False), Filling(place, overwrite=False)
+    told = []
+    for number, target in enumerate((first, second)):
+        try:
+            with target:
+                target.output.write("x", f"{number}.txt")
+                target.commit()
+        except UsageError as error:
+            told.append(str(error))
+    assert len(told) == 1
+    assert "another job has filled" in told[0]
+    record = job_record(storage_at(place))
+    assert record is not None
+    assert record["status"] == "SUCCEEDED"
+
+
 def test_what_a_killed_job_left_goes_with_the_next(folder: Path) -> None:
     place = str(folder / "data" / "made")
     dead = {"status": "RUNNING", "heartbeat": documents.now()} | leases.this_process() | {"pid": 1, "pid_started": "0"}
@@ -94,6 +132,33 @@ def test_what_a_killed_job_left_goes_with_the_next(folder: Path) -> None:
         "digits",
         "made",
     ]
+
+
+def test_what_was_moved_aside_comes_back(folder: Path) -> None:
+    """A job with overwrite=true was killed between two renames."""
+    put(str(folder), {"data/.made.old-0123/job.json": b'{"status": "SUCCEEDED", "heartbeat": "x"}'})
+    put(str(folder), {"data/.made.old-0123/precious": b"x"})
+    with pytest.raises(UsageError, match="already exists"):
+        Filling(str(folder / "data" / "made"), overwrite=False)
+    assert (folder / "data" / "made" / "precious").is_file()
+
+
+def test_a_job_that_ends_while_it_replaces_gives_back_what_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = str(folder / "data" / "made")
+    with Filling(place, overwrite=False) as target:
+        target.output.write("x", "1.txt")
+        target.commit()
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if ".part-" in path.name:
+            raise OSError("no more")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no more"), Filling(place, overwrite=True) as target:
+        target.commit()
+    assert storage_at(place).names() == ["1.txt", "job.json"]
 
 
 def test_a_node_without_the_storage_does_not_write_beside_it(folder: Path) -> None:
@@ -218,6 +283,14 @@ def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, 
     assert list(job.data.iterdir()) == []
 
 
+def test_a_job_that_exits_has_not_succeeded(job: SimpleNamespace, mlx: Mlx) -> None:
+    edit(job.project / "src" / "job.py", 'raise ValueError(f"line {number} is blank")', "raise SystemExit(0)")
+    done = mlx(job.project, "data", "run", "text.fail_at=2")
+    assert done.returncode == 1
+    assert "error: SystemExit: 0 (in item 2)" in done.stderr.splitlines()
+    assert list(job.data.iterdir()) == []
+
+
 def test_an_interrupted_job_resumes_with_its_finished_items(job: SimpleNamespace, mlx: Mlx) -> None:
     code = job.project / "src" / "job.py"
     edit(code, "if number == self.text.fail_at:", "if number == 2 and os.path.exists('fail'):")
@@ -303,6 +376,18 @@ def test_a_folder_outside_the_storage_is_refused(job: SimpleNamespace, mlx: Mlx,
     done = mlx(job.project, "data", "run", f"cfg.path='{path}'")
     assert done.returncode == 1
     assert "it must be a folder below the storage, like data/lines" in done.stderr
+
+
+def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
+    assert mlx(job.project, "data", "run").returncode == 0
+    before = (job.made / "lines" / "0.txt").read_text()
+    done = mlx(job.project, "data", "run", "cfg.start_workers=2")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {job.made} already exists, made 20")
+    assert "starting" not in done.stdout  # nothing is started to find out
+    assert (job.made / "lines" / "0.txt").read_text() == before
+    assert mlx(job.project, "data", "run", "cfg.overwrite=true", "text.lines=1").returncode == 0
+    assert len(list((job.made / "lines").iterdir())) == 1
 
 
 @pytest.mark.s3

@@ -1,5 +1,6 @@
 """Launches: what they print and record when something fails."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def test_plans_for_named_machines_are_refused_on_ray(monkeypatch: pytest.MonkeyP
     for refuse in (refuse_engine, lambda cfg: OnRay.connect(cfg, "")):
         with pytest.raises(ConfigError, match="cfg.fragments.plan is for machines that run `mlx train join`"):
             refuse(cfg)
+        refuse_engine(dataclasses.replace(cfg, strategy="ddp"))  # which does not read the plan
+        refuse_engine(dataclasses.replace(cfg, start_workers=0))
 
 
 def test_a_job_that_was_accepted_is_launched_even_if_its_state_is_secret(

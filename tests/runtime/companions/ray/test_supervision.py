@@ -1,5 +1,6 @@
 """The parent process of drivers that are retried, with real processes, records and signals, but without a cluster."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from mlx_runtime.companions.ray import supervision
 from mlx_runtime.companions.ray.supervision import Supervisor
-from mlx_runtime.runs import records
+from mlx_runtime.runs import drivers, records
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.records import load_record
 from mlx_runtime.storage import documents
@@ -104,6 +105,17 @@ def test_it_gives_up_after_the_last_retry(run: RunFolder) -> None:
     assert record["error"] == "the driver was killed by SIGKILL (out of memory?), after 1 of 1 retries"
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_driver_that_dies_between_its_claim_and_its_record_is_followed_too(run: RunFolder, resumed: bool) -> None:
+    if resumed:
+        pending = load_record(run)
+        former = {**pending, "status": "FAILED", "end": documents.now()}
+        records.Record(run, pending, **{records.REPLACED: former})
+    code, record = supervise(run, 2, "die before the record")
+    assert (code, record["status"], run.attempts()) == (137, "FAILED", 3)
+    assert record["error"] == "the driver was killed by SIGKILL (out of memory?), after 2 of 2 retries"
+
+
 def test_errors_and_requests_of_users_end_it(run: RunFolder) -> None:
     code, record = supervise(run, 2, "stop('mlx xp stop', latest=checkpoint)")
     assert (code, record["status"], record["attempt"]) == (143, "STOPPED", 1)
@@ -118,6 +130,15 @@ def test_a_preemption_does_not_count(run: RunFolder) -> None:
     code, record = supervise(run, 1, preempted, preempted, "die()", "succeed()")
     assert (code, record["status"]) == (0, "SUCCEEDED")
     assert history(record) == [("STOPPED", "the run was preempted")] * 2 + [KILLED]
+
+
+def test_a_run_that_is_preempted_before_it_has_resumed_resumes(run: RunFolder) -> None:
+    pending = load_record(run)
+    former = {**pending, "status": "FAILED", "error": "ValueError: no", "end": documents.now(), "job": None}
+    records.Record(run, pending, attempts=records.attempts(former), **{records.REPLACED: former})
+    code, record = supervise(run, 1, "put_back()", "succeed()")
+    assert (code, record["status"], record["job"]) == (0, "SUCCEEDED", pending["job"])
+    assert history(record) == [("FAILED", "ValueError: no"), ("STOPPED", "the run was preempted")]
 
 
 @pytest.mark.parametrize("way", ["xp stop", "SIGTERM"])
@@ -180,3 +201,19 @@ def test_a_driver_stops_when_its_parent_is_killed(run: RunFolder) -> None:
     while load_record(run)["status"] == "RUNNING" and time.monotonic() < until:
         time.sleep(0.05)
     assert load_record(run)["status"] == "STOPPED"
+
+
+def test_nobody_else_resumes_it_during_a_pause(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def resume() -> None:
+        monkeypatch.delenv("MLX_JOB")
+        with pytest.raises(drivers.UsageError) as error:
+            drivers.take_over(run)
+        refused.append(str(error.value))
+        monkeypatch.setenv("MLX_JOB", "digits-run_001")
+
+    during_the_pause(run, monkeypatch, resume)
+    code, record = supervise(run, 1, "die()", "succeed()")
+    assert (code, record["status"], record["attempt"]) == (0, "SUCCEEDED", 2)
+    assert json.dumps(refused).count(f"being trained by process {os.getpid()}") == 1

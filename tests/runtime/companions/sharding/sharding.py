@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from mlx_runtime.companions.sharding import saving
 from mlx_runtime.companions.sharding.layouts import Layouts
 from mlx_runtime.companions.sharding.saving import Parts
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.runs.checkpoints.groups import load_into, state_of
 from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore
@@ -62,10 +62,10 @@ class Best:
         self.weights = {name: item.to("cpu", copy=True) for name, item in model.state_dict().items()}
 
 
-def experiment(strategy: str) -> SimpleNamespace:
+def experiment(strategy: str, *, width: int = 6) -> SimpleNamespace:
     """Groups like those of an experiment: the same values whatever the strategy."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net(width)
     if strategy != "ddp":
         size = dist.get_world_size()
         mesh = (
@@ -163,6 +163,15 @@ def restored_by(strategy: str, root: Path, *, again: Path | None = None) -> dict
     return found | {"continued": values(trained(groups))}
 
 
+def misfit(strategy: str, root: Path) -> str:
+    """Return the error of a restore into a model of another width."""
+    try:
+        restore(root, experiment(strategy, width=4))
+    except ConfigError as error:
+        return str(error)
+    return "none"
+
+
 def uneven(root: Path) -> str:
     """Return the error if only rank 0 keeps weights."""
     groups = experiment("fsdp")
@@ -180,7 +189,7 @@ def stages(root: Path) -> dict[str, tuple[int, Callable[[], dict[str, Any]]]]:
     two, four, whole = (root / name for name in ("two", "four", "whole"))
     return {
         "saved": (2, lambda: saved_by("fsdp", two)),
-        "same": (2, lambda: restored_by("fsdp", two)),
+        "same": (2, lambda: restored_by("fsdp", two) | {"misfit": misfit("fsdp", two)}),
         "hybrid": (4, lambda: restored_by("hsdp", two, again=four)),
         "three": (3, lambda: restored_by("fsdp", four)),
         "one": (1, lambda: restored_by("ddp", two, again=whole)),

@@ -19,7 +19,7 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import raised_by_sharded_tensors
 from mlx_runtime.errors import MlxError
-from mlx_runtime.loop.optimization import prepare_models
+from mlx_runtime.loop.optimization import check_finite, prepare_models
 from mlx_runtime.loop.strategies import DDP, strategy_of
 from mlx_runtime.sections import Sharding
 
@@ -389,6 +389,16 @@ def half_precision(rank: int) -> list[Any]:
 
 
 @work
+def gradients(rank: int) -> str:
+    """The error about a NaN in the part of one worker."""
+    _, ours = sharded(node(Models, net=Net))
+    loss_of(ours.net, 0).backward()
+    if rank == 1:
+        ours.net.embed.weight.grad.to_local()[0] = torch.nan
+    return error_of(lambda: check_finite({"net": ours.net}, ours.net.parameters(), 4))
+
+
+@work
 def preparation(rank: int) -> list[Any]:
     from mlx_runtime.companions.ray.private import enter_ray_train
 
@@ -460,6 +470,10 @@ class TestTraining:
     def test_half_precision_is_that_of_the_shards(self, on_workers: dict[str, Any]) -> None:
         half, full = torch.bfloat16, torch.float32
         assert on_workers["half_precision"] == [[half, full, full, full, False]] * WORLD
+
+    def test_all_workers_stop_at_a_nan_on_one(self, on_workers: dict[str, Any]) -> None:
+        for found in everywhere(on_workers["gradients"]):
+            assert found == "the gradient of net.embed.weight is not finite at step 4 (cfg.debug.stop_on_nan)"
 
 
 class TestUserCode:

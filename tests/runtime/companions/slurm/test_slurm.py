@@ -14,6 +14,7 @@ from faults import differences, final_state, reports
 from slurm import slurm
 from transcripts import check_transcript
 
+from mlx_runtime.companions.slurm.queue import state_of_job
 from mlx_runtime.companions.slurm.requeue import requeue
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import records
@@ -176,6 +177,19 @@ def test_a_printed_script_creates_nothing(mlx: Mlx, digits: Path, tmp_path: Path
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize(
+    ("slurms", "ours"),
+    [
+        (("CANCELLED by 1000", "None"), "STOPPED"),
+        (("TIMEOUT", "TimeLimit"), "FAILED (TIMEOUT)"),
+        (("COMPLETED", "None"), "SUCCEEDED"),
+    ],
+)
+def test_states_of_slurm(slurms: tuple[str, str], ours: str) -> None:
+    assert str(state_of_job(*slurms)) == ours
+
+
+@pytest.mark.pure
 def test_only_preempted_runs_with_a_new_checkpoint_are_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +207,10 @@ def test_only_preempted_runs_with_a_new_checkpoint_are_requeued(
     with pytest.raises(ClusterError, match=r"before its first checkpoint .* Give it more time"):
         requeue(run.location)
     records.Record(run, **stopped, **saved, stop_reason="SIGTERM")
+    with pytest.raises(ClusterError, match="scontrol is not on the PATH"):
+        requeue(run.location)
+    dead = leases.this_process() | {"pid": 1, "pid_started": "0"}
+    records.Record(run, **stopped | saved | dead | {"status": "RUNNING"})  # it could not record its end
     with pytest.raises(ClusterError, match="scontrol is not on the PATH"):
         requeue(run.location)
     records.Record(run, **stopped, **saved, stop_reason="mlx xp stop")  # put back by two drivers that did not resume it
