@@ -229,7 +229,7 @@ def script(python: Mlx) -> Script:
 @pytest.fixture(scope="session")
 def baked(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A generated experiment, shared by all tests; tests that write to it use a copy."""
-    done = mlx(tmp_path_factory.mktemp("baked"), "train", "new", "digits")
+    done = mlx(tmp_path_factory.mktemp("baked"), "new", "digits")
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.split()[1].rstrip(";"))
 

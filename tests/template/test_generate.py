@@ -68,8 +68,9 @@ def test_every_way_makes_the_same_files(mlx: Mlx, repository: str, tmp_path: Pat
     done = cookiecutter(str(ROOT), tmp_path / "prompted", answers="alpha\n")
     assert done.returncode == 0, done.stderr
     assert "Name of the experiment" in done.stdout
-    assert mlx(tmp_path, "train", "new", "alpha", "-o", "offline").returncode == 0
-    for way in ("url", "prompted", "offline"):
+    assert mlx(tmp_path, "new", "alpha", "-o", "short").returncode == 0
+    assert mlx(tmp_path, "train", "new", "alpha", "-o", "long").returncode == 0
+    for way in ("url", "prompted", "short", "long"):
         assert files(tmp_path / way / "alpha") == FILES, way
         for name in ("src/experiment.py", "src/config.py", "README.md", "pyproject.toml"):
             assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()

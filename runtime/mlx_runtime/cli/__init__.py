@@ -102,6 +102,17 @@ def mlx(on: str | None) -> None:  # `resolve_command` reads it
     """PyTorch experiments, trained on this machine or on a Ray cluster."""
 
 
+@mlx.command("new")
+@click.argument("name")
+@click.option("-o", "--output", type=click.Path(file_okay=False), default=".", help="Folder to create it in.")
+@click.pass_context
+def new(context: click.Context, name: str, output: str) -> None:
+    """Create a new experiment (same as `mlx train new`)."""
+    from mlx_runtime.cli import train
+
+    context.invoke(train.group.commands["new"], name=name, output=output)
+
+
 @mlx.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:

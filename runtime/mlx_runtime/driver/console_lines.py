@@ -4,11 +4,14 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mlx_runtime import companions, events
 from mlx_runtime.driver.planning import RunPlan
 from mlx_runtime.loop.options import STRATEGIES
+from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import position
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration, plural, shorten
@@ -27,6 +30,7 @@ class ConsoleLines:
         self._world_size = 0
         self._logged: tuple[str, ...] = ()
         self._run: events.RunInfo | None = None
+        self._rows_before: Mapping[str, Any] = {}  # facts about each dataset, of the run that is resumed
 
     def handle(self, event: events.Event) -> None:
         match event:
@@ -40,6 +44,9 @@ class ConsoleLines:
             case events.WorkersStarted():
                 self._workers_started(event)
             case events.LoaderOpened(name, training, rows, steps, global_batch, updates):
+                before = self._rows_before.get(name, {}).get("rows", rows)
+                if before != rows:
+                    self._print(f"changed   datasets.{name} has {rows:,} rows; before, it had {before:,}", always=True)
                 if training:
                     number = plural(steps, "step") + (f", {plural(updates, 'update')}" if updates != steps else "")
                     self._print(f"{name:<9} {rows:,} rows in {number}, global batch {global_batch:,}")
@@ -69,6 +76,7 @@ class ConsoleLines:
         if config.run is not None:
             from mlx_runtime.loop.resuming import change_lines  # here, because a new run changes nothing
 
+            self._rows_before = records.load_record(config.run).get("datasets") or {}
             for line in change_lines(config.run, self._plan.project, config.changes):
                 self._print(line)
         else:

@@ -100,10 +100,10 @@ def list_of(kind: Kind) -> Kind:
     return Kind(f"a list of {kind.title}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
-def mapping_of(kind: Kind) -> Kind:
+def mapping_of(kind: Kind, names: Kind = TEXT) -> Kind:
     return Kind(
-        f"a mapping of {TEXT.title} to {kind.title}",
-        lambda value: isinstance(value, dict) and all(map(TEXT.fits, value)) and all(map(kind.fits, value.values())),
+        f"a mapping of {names.title} to {kind.title}",
+        lambda value: isinstance(value, dict) and all(map(names.fits, value)) and all(map(kind.fits, value.values())),
     )
 
 

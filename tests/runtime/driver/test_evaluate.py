@@ -39,7 +39,6 @@ def recorded(folder: Path, name: str) -> list[float]:
     [
         ((), 2),
         (("latest", "cfg.seed=5"), 2),
-        (("runs/digits/run_001/checkpoints/epoch_0001/",), 1),
         (("--checkpoint", "epoch_0001"), 1),
         pytest.param(("1", "cfg.start_workers=2"), 2, marks=pytest.mark.local),
     ],

@@ -98,11 +98,6 @@ class TestChanges:
         assert found
         assert bool(refusals(found, Settings)) == refused
 
-    def test_an_argument_that_is_left_out_has_its_default(self) -> None:
-        """So an argument that was added to the code since changes nothing."""
-        assert changes(node(Stopper), node(Stopper, patience=5, names=[])) == []
-        assert [str(item) for item in changes(node(Stopper, patience=7), node(Stopper))] == ["patience: 7 → 5"]
-
 
 def trained(
     schedule: Any, steps: int, lr: float, make: Any = SGD, **options: Any
@@ -188,11 +183,6 @@ class TestTools:
     def test_other_arguments_are_refused(self, changed: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             with_settings(self.saved(delta=0.1), node(Stopper), node(Stopper, **changed), "tools.x")
-
-    def test_a_tool_with_a_state_dict_too(self) -> None:
-        saved = {"decay": 0.5, "shadow": torch.ones(2)}
-        state = with_settings(saved, node(Saving), node(Saving, decay=0.9), "tools.x")
-        assert (state["decay"], state["shadow"].tolist()) == (0.9, [1.0, 1.0])
 
 
 HERE_ONLY = ("cfg.start_workers=0", "cfg.num_epochs=1")
