@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin
 
 DEPTH = 50
-"""Maximum nesting of a config."""
+"""Maximum nesting of a YAML file."""
 
-CONFIG_BYTES = 2 << 20
-"""Maximum size of a config."""
+NODES = 200_000
+"""Maximum number of values in a YAML file, each counted as often as aliases repeat it."""
 
 LARGEST = 2**63
 """Limit for integers; larger ones cannot be printed or stored everywhere."""
@@ -188,10 +188,11 @@ def from_plain_yaml(content: bytes) -> dict[str, Any]:
     """Return a YAML mapping of another program, in which `${...}` is text. Raises ValueError like `from_yaml`."""
     import yaml
 
+    _check_size(content)
     load: Any = yaml.safe_load  # has no annotations
     try:
         document = load(content)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(yaml_message(error)) from error
     if not isinstance(document, dict):
         raise ValueError("it is not a mapping")
@@ -240,21 +241,31 @@ def scalar_text(content: bytes, key: str) -> str | None:
 
 
 def _check_size(content: bytes) -> None:
-    """Check the size of a config before it is built. Aliases can make a small file expand without bound."""
+    """Check the size of a YAML document before it is built: aliases can make a small file expand without bound."""
     import yaml
 
-    if len(content) > CONFIG_BYTES:
-        raise ValueError(f"it has more than {CONFIG_BYTES:,} bytes")
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     parse: Any = yaml.parse  # has no annotations
-    depth = 0
+    sizes: dict[str | None, int] = {}  # values in each node with an anchor
+    open_nodes: list[tuple[str | None, int]] = []
+    count = 0
     try:
         for event in parse(content.decode(), Loader=loader):
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"it has the alias *{event.anchor:.40}; write ${{KEY}} for the value of another key")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEPTH:
+                if event.anchor not in sizes:
+                    raise ValueError(f"the alias *{event.anchor:.40} is recursive, or has no anchor before it")
+                count += sizes[event.anchor]
+            elif isinstance(event, yaml.NodeEvent):
+                open_nodes.append((event.anchor, count))
+                sizes.pop(event.anchor, None)  # until it is complete
+                count += 1
+            if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):
+                anchor, before = open_nodes.pop()
+                sizes[anchor] = count - before
+            if len(open_nodes) > DEPTH:
                 raise ValueError(f"it is nested more than {DEPTH} levels deep")
+            if count > NODES:
+                raise ValueError(f"it has more than {NODES:,} values")
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(yaml_message(error)) from error
 
