@@ -244,6 +244,8 @@ class Checkpointer:
                 f"epoch {state['epoch'] + 1} is repeated from its beginning, after the updates of its interrupted part"
             )
         self._load_per_worker(prepared, self._context.groups.members("per_worker") if within else new)
+        if within:
+            self._reporter.states |= state["numbers"]["states"]
         self._context.progress.interrupted = within
 
     def check_resumed(self) -> None:

@@ -5,6 +5,7 @@ rank 0 merges them as defined by the metrics (`dist_reduce_fx`) and computes the
 separate group on the CPU while training continues.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ from mlx_runtime.runs.metric_states import (
     State,
     check_metric,
     compute_from,
+    is_average,
     is_metric,
     is_updated,
     keeps_rows,
@@ -34,6 +36,7 @@ from mlx_runtime.runs.metric_states import (
     numbers,
     snapshot,
     state_of,
+    state_since,
     syncs_itself,
 )
 
@@ -133,6 +136,7 @@ class _Member(NamedTuple):
     metric: AnyMetric
     syncs_itself: bool
     keeps_rows: bool
+    is_average: bool
 
 
 class MetricRecorder:
@@ -148,6 +152,7 @@ class MetricRecorder:
         self._steps_left = 0  # until its numbers are reported
         self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
         self._evaluated = False  # an evaluation has run since that reset
+        self._before = reporter.states  # of averages of training, when they were recorded last
 
     def check(self) -> None:
         """Raise a ConfigError if metrics cannot be recorded, before any of them is updated."""
@@ -180,7 +185,9 @@ class MetricRecorder:
         self.receive()
         self.flush()
         self._evaluated = False
-        if around is not None and self._set_aside is None:
+        if around is None:
+            self._before.clear()
+        elif self._set_aside is None:
             metrics = self._of(("losses", "metrics"))
             self._set_aside = around, {name: state_of(member.metric) for name, member in metrics.items()}
 
@@ -194,6 +201,8 @@ class MetricRecorder:
         if before is item and self._evaluated:
             for name, member in self._of(("losses", "metrics")).items():
                 load_state(member.metric, states[name])
+        else:
+            self._before.clear()
 
     def save(self, item: Pass, groups: tuple[str, ...]) -> None:
         """Record groups of metrics of a pass, now or when numbers are recorded next."""
@@ -271,8 +280,9 @@ class MetricRecorder:
             return
         item, writes = exchange.item, self._context.topology.writes
         values: dict[str, float] = {}
+        intervals: dict[str, float] = {}
         for name, member in self._of(messages[0].groups).items():
-            title, metric = f"{messages[0].position[0]}/{name}", member.metric
+            title, state, metric = f"{messages[0].position[0]}/{name}", None, member.metric
             if member.syncs_itself:
                 found = self._value_synced_by_itself(title, metric)
             elif not writes or name not in messages[0].snapshots:
@@ -284,6 +294,10 @@ class MetricRecorder:
                 self._reporter.notice(f"{title} is skipped: it was not updated")
                 continue
             values |= found
+            if state is not None and item.training and member.is_average:
+                since = numbers(f"{title}_interval", compute_from(metric, state_since(state, self._before.get(name))))
+                intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
+                self._before[name] = state
         self._records[item].values |= values
         self._reporter.collect(values)
         if not writes:
@@ -297,7 +311,7 @@ class MetricRecorder:
             # A single step mostly measures the start of reading.
             if (item.finished or not item.active) and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
-        self._reporter.record(values | rates, exchange.step, exchange.epoch)
+        self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
 
     def _may_lag(self) -> bool:
         """Return False if there are no other workers, or if metrics that synchronize themselves keep changing."""
@@ -315,7 +329,7 @@ class MetricRecorder:
                     check_metric(key, item)
                     if not is_metric(item):
                         continue
-                    member = _Member(item, syncs_itself(item), keeps_rows(item))
+                    member = _Member(item, syncs_itself(item), keeps_rows(item), is_average(item))
                     self._members[key] = member
                 if name in found:
                     raise ConfigError(f"losses.{name} and metrics.{name} would be recorded under one name; rename one")

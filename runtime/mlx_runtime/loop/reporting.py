@@ -32,6 +32,7 @@ class Reporter:
         self._sent: set[Event] = set()
         self._last_step: tuple[Pass | None, float] = (None, 0.0)
         self.latest: dict[str, float] = {}  # last value of every recorded number
+        self.states: dict[str, Any] = {}  # states of metrics at their last record; see `MetricRecorder`
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
         self.unsaved: dict[str, float] = {}  # numbers recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
@@ -97,6 +98,7 @@ class Reporter:
         """Restore the numbers of a checkpoint."""
         self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
         self._of_epoch, self._epoch = dict(state["numbers"]["unreported"]), state["epoch"]
+        self.states.update(state["numbers"]["states"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """When recording begins, remove everything that was recorded after a checkpoint of this run."""
@@ -109,11 +111,16 @@ class Reporter:
     def forget(self) -> None:
         """Drop all numbers, so that an evaluation reports only its own."""
         self.latest, self._of_epoch = {}, {}
+        self.states.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers to store in a checkpoint."""
         return {
-            "numbers": {"latest": dict(self.latest), "unreported": dict(self._of_epoch)},
+            "numbers": {
+                "latest": dict(self.latest),
+                "unreported": dict(self._of_epoch),
+                "states": dict(self.states),
+            },
             "tracking": self.tracking.state() if self.tracking is not None else None,
         }
 

@@ -159,6 +159,28 @@ def merge_snapshots(title: str, metric: AnyMetric, snapshots: Sequence[Snapshot]
     return merge_states(metric, states) if states else None
 
 
+def is_average(metric: AnyMetric) -> bool:
+    """Return True if the state consists of single numbers that are summed, as for a mean."""
+    parts = metric_parts(metric).values()
+    sums = [(part._defaults[name], reduction) for part in parts for name, reduction in part._reductions.items()]
+    return bool(sums) and all(
+        isinstance(default, torch.Tensor) and default.numel() == 1 and reduction is dim_zero_sum
+        for default, reduction in sums
+    )
+
+
+def state_since(now: State, before: State | None) -> State:
+    """Return the difference between the state of an average and an earlier one; the whole state after a reset."""
+    if before is None or any(part["updates"] <= before[path]["updates"] for path, part in now.items()):
+        return now
+    made: State = {}
+    for path, part in now.items():
+        old = before[path]["states"]
+        states = {name: value - old[name] for name, value in part["states"].items()}
+        made[path] = {"states": states, "updates": part["updates"] - before[path]["updates"]}
+    return made
+
+
 def is_mergeable(metric: AnyMetric) -> bool:
     """Return True if a merged state can be used as the state of one worker and updated further."""
     return all(

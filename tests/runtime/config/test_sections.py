@@ -114,8 +114,13 @@ def test_settings_that_a_run_keeps(conf: Path) -> None:
     kept = ("cfg.debug.limit_batches=1", "cfg.cross_validation.folds=2", "cfg.cross_validation.fold=0")
     changes = resuming.changes(before, load_config(Plain, [*allowed, *kept], conf).tree)
     assert [change.key for change in changes] == [
-        *("cfg.cross_validation.folds", "cfg.cross_validation.fold", "cfg.debug.limit_batches"),
-        *("cfg.debug.stop_on_nan", "cfg.elastic.max_failures", "cfg.hub.timeout_s"),
+        *(
+            "cfg.cross_validation.folds",
+            "cfg.cross_validation.fold",
+            "cfg.debug.limit_batches",
+            "cfg.debug.stop_on_nan",
+        ),
+        *("cfg.elastic.max_failures", "cfg.hub.timeout_s"),
     ]
     assert resuming.refusals(changes, TrainConfig) == [
         "cfg.cross_validation.folds: null → 2 (it cannot change within a run)",

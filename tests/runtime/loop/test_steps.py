@@ -399,6 +399,33 @@ class TestEvaluationWithinAnEpoch:
         names = [name for name in expected if "/mean" in name]
         assert {name: recorded[name] for name in names} == {name: expected[name] for name in names}
 
+    @pytest.mark.parametrize("evaluates", [None, 3])
+    def test_averages_are_recorded_of_each_interval_as_well(
+        self, tmp_path: Path, recorded: dict[str, Any], evaluates: int | None
+    ) -> None:
+        """A resumed run records the same: the interval in which it was interrupted is not cut in two."""
+        settings: dict[str, Any] = {"log_every_steps": 4, "num_epochs": 2, "evaluate_every_steps": evaluates}
+        run(Experiment(**settings), tmp_path / "whole")
+        expected, means = recorded["train/mean_interval"], recorded["train/mean"]
+        steps = [4, 6, 10, 12] if evaluates is None else [3, 4, 6, 9, 10, 12]
+        assert [step for step, _ in expected] == [step for step, _ in means] == steps
+        lengths = torch.tensor(steps).diff(prepend=torch.tensor([0]))
+        values = torch.tensor([value for _, value in expected])
+        assert values.unique().numel() == len(values)  # other than means since the epoch began, they differ
+        assert (lengths * values).view(2, -1).sum(1).div(6).tolist() == pytest.approx([5.5, 5.5])
+        assert [value for step, value in means if step % 6 == 0] == [5.5, 5.5]
+        assert [value for _, value in recorded["train/sum_interval"]] == (2 * lengths * values).tolist()
+        assert not any(name.startswith("val") for name in recorded if "interval" in name)
+        assert not any("total" in name for name in recorded if "interval" in name)  # it keeps rows
+        recorded.clear()
+        for limit in (5, 11):
+            run(Experiment(max_steps=limit, **settings), tmp_path / f"{limit}")
+            first = [item for item in recorded.pop("train/mean_interval") if item[0] < limit]  # the rest is rewound
+            resumed, _ = run(Experiment(**settings), tmp_path / f"{limit}")
+            again = recorded.pop("train/mean_interval")
+            assert first + again == expected
+            assert "train/mean_interval" not in session_of(resumed).reporter.latest
+
     def test_a_checkpoint_in_the_same_step(
         self, tmp_path: Path, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -42,6 +42,9 @@ MAX_POINTS = 2_000
 GROUP = "lr"
 """Prefix of the curves that share a chart, like `lr/adam`. Other charts show one metric: `train/loss`, `val/loss`."""
 
+INTERVAL = "_interval"
+"""Suffix of averages since the previous record; they share a chart with the average of the same name."""
+
 OF_WORKERS = ("fragments", "replicas")
 """Prefixes of numbers about workers, of which each has a chart with its ranks, like `fragments/bytes/rank_0`."""
 
@@ -223,6 +226,8 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
         if group in OF_WORKERS:
             short, _, rank = short.partition("/")
             title, label = f"{group}/{short}", rank or group
+        if name.endswith(INTERVAL) and name.removesuffix(INTERVAL) in curves:
+            title, label = title.removesuffix(INTERVAL), f"{label} interval"
         order = 2 if OF_TRAINING.match(name) else 1
         chart = charts.setdefault(title, {"title": title, "order": order, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]

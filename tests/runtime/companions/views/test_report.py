@@ -104,7 +104,7 @@ class TestOfARun:
             " plot.querySelectorAll('.point').length])"
         )
         legend, lengths, points = charts[0]
-        assert legend == ["train", "val", "test"]
+        assert legend == ["train", "train interval", "val", "test"]
         assert min(lengths[:3]) > 50  # pixels; there is one point of the test set
         assert points >= 11
         assert charts[4][0] == ["adam"]
