@@ -25,7 +25,7 @@ def file_digest(file: Path) -> str:
 
 def code_digest(project: Path) -> str:
     """Return one digest of the Python files in `src` of a project."""
-    names = [name for name in source_files(project) if name.startswith("src/") and name.endswith(".py")]
+    names = [path.relative_to(project).as_posix() for path in sorted((project / "src").rglob("*.py"))]
     return hashlib.sha256(repr([(name, file_digest(project / name)) for name in names]).encode()).hexdigest()
 
 

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import math
 import re
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +21,11 @@ from torch.utils.data import Dataset
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
-from mlx_runtime.errors import WorkerLoopError
+from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.events import Notice
 from mlx_runtime.loop.examples import ExampleRecorder
+from mlx_runtime.loop.forward import in_half_precision
+from mlx_runtime.loop.optimization import check_finite
 from mlx_runtime.loop.strategies import DDP
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import format_duration
@@ -31,6 +36,7 @@ pytestmark = pytest.mark.pure
 
 CPU = torch.device("cpu")
 
+Pair = namedtuple("Pair", "first second")
 
 SCALE = {"scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
 """State of a scaler with which nothing overflows."""
@@ -153,6 +159,17 @@ class TestUpdates:
         assert one.global_step == other.global_step == 3
         assert same(one.models.net, other.models.net)
 
+    def test_an_update_that_was_left_in_the_middle_is_forgotten(self, begin: Begin) -> None:
+        one, other = begin(accumulate_grad_batches=4), begin(accumulate_grad_batches=4)
+        train = loader_of(other, batch_size=2)
+        for batch in train:
+            assert not step(other, batch, factor=1000)
+            break
+        for module, loader in ((one, loader_of(one, batch_size=2)), (other, train)):
+            for batch in loader:
+                step(module, batch)
+        assert same(one.models.net, other.models.net)
+
     def test_a_checkpoint_waits_for_the_end_of_an_update(self, begin: Begin, tmp_path: Path) -> None:
         module = begin(accumulate_grad_batches=4)
         for number, batch in enumerate(loader_of(module, batch_size=2)):
@@ -227,11 +244,24 @@ class TestErrors:
         with pytest.raises(MlxError, match=r"cfg.elastic.keep_global_batch needs self.backward\(loss\) and"):
             module.optimizers.sgd.step()
 
+    def test_a_plain_step_does_not_clip_which_is_noticed_once(self, begin: Begin) -> None:
+        events = Events()
+        module = begin(sink=events, gradient_clip=1.0)
+        for _ in range(2):
+            module.optimizers.sgd.step()
+        (event,) = [event for event in events if isinstance(event, Notice)]
+        assert event.text == "cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip"
+
     def test_a_plain_backward(self, begin: Begin) -> None:
         module = begin()
         module.models.net(torch.ones(1, 3)).sum().backward()
         with pytest.raises(MlxError, match=r"goes with self.backward\(loss\)"):
             module.optimizer_step("sgd")
+
+    def test_arguments_that_torch_compile_does_not_take(self, begin: Begin) -> None:
+        message = "cfg.compile is 'inducto', but torch.compile says: Invalid backend: 'inducto'"
+        with pytest.raises(ConfigError, match=message):
+            begin(compile="inducto")
 
 
 class TestPrecision:
@@ -248,6 +278,19 @@ class TestPrecision:
         output.sum().backward()
         assert next(net.parameters()).grad.dtype == torch.float32
         module.optimizers.sgd.step()
+
+    def test_outputs_of_any_shape(self) -> None:
+        class Many(nn.Linear):
+            def forward(self, x, *, exact):
+                half = super().forward(x)
+                return {"list": [half, (half, 3)], "pair": Pair(half, "text"), "exact": exact, "whole": half.argmax()}
+
+        model = Many(2, 2)
+        in_half_precision(model, CPU, "bf16")
+        output = model(torch.ones(1, 2), exact=torch.ones(1, dtype=torch.float64))
+        assert output["list"][0].dtype == output["list"][1][0].dtype == output["pair"].first.dtype == torch.float32
+        assert (output["list"][1][1], type(output["pair"]), output["pair"].second) == (3, Pair, "text")
+        assert (output["exact"].dtype, output["whole"].dtype) == (torch.float64, torch.int64)
 
     def test_a_deep_copy_has_weights_of_its_own(self, begin: Begin) -> None:
         net = begin(precision="bf16").models.net
@@ -270,6 +313,18 @@ class TestPrecision:
         assert step(module, {"x": torch.ones(2, 3)}, factor=1e-3)
         assert module.global_step == 1
         assert not same(module.models.net, before)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_at_once() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    check_finite({"net": net}, net.parameters(), 0)  # an optimizer may step without any gradients
+    net(torch.ones(4, 2)).sum().backward()
+    check_finite({"net": net}, net.parameters(), 1)
+    net[0].bias.grad[0] = math.nan
+    net[2].bias.grad[0] = math.inf
+    message = r"^the gradient of net.0.bias \(and 1 more\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
+    with pytest.raises(MlxError, match=message):
+        check_finite({"net": net}, net.parameters(), 2)
 
 
 @pytest.mark.parametrize(("backend", "precision"), [("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)])

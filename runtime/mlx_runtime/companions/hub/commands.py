@@ -6,6 +6,7 @@ import click
 
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import say, word
+from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.runs.queries import lookup
 
@@ -19,6 +20,8 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
     from mlx_runtime.companions.hub import pushing
 
     announce = partial(say, err=True)
+    if run is not None and is_remote(run):
+        raise UsageError(f"{run} is no run; write: mlx xp push {name} --to {run}")
     if name is None:
         folders = pushing.unfinished_runs(lookup.storage_root())
         if to is not None:

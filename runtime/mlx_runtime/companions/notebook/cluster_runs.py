@@ -281,7 +281,9 @@ def launch_there(
     command = ["python", "-u", "-m", JOB, LAUNCH]
     metadata = part("ray.jobs").command_metadata()
     spec = part("ray.jobs").JobSpec(command, upload, environment, metadata, added=added)
-    match dashboard.ask("mlx-launch", spec, marker=f"{key} ", timeout_s=LAUNCH_S):
+    match dashboard.ask(
+        "mlx-launch", spec, marker=f"{key} ", timeout_s=LAUNCH_S, silence_s=part("ray.dashboard").RECONNECT_S
+    ):
         case {"job": str(submitted), "key": str(key), "folder": str(run)}:
             return ClusterRun(dashboard, submitted, key, run, job.function)
         case {"error": str(text), "hint": str(hint)}:

@@ -91,16 +91,18 @@ class Dashboard:
                 raise ClusterError(f"{self.address.url} rejected the job: {_reason(answer)}")
             time.sleep(1)
 
-    def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> dict[str, Any]:
+    def ask(
+        self, name: str, spec: JobSpec, *, marker: str, timeout_s: float, silence_s: float = SILENCE_S
+    ) -> dict[str, Any]:
         """Run a short job that prints its answer as one line of JSON after a marker. Its id begins with `name`.
 
-        Raises `ClusterError` if the job prints no answer, or if the cluster does not answer for `SILENCE_S`.
+        Raises `ClusterError` if the job prints no answer, or if the cluster does not answer for `silence_s`.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
         self.forget_ended(f"{name}-", spec.metadata)
         deadline = time.monotonic() + timeout_s
-        while not (state := self.state(job, min(deadline, time.monotonic() + SILENCE_S))).ended:
+        while not (state := self.state(job, min(deadline, time.monotonic() + silence_s))).ended:
             if time.monotonic() > deadline:
                 self.stop(job)
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")

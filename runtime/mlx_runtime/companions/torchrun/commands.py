@@ -94,8 +94,8 @@ def _train(command: list[str], name: str, request: Request) -> int:
         if not signals:
             if not met and time.monotonic() > started + PATIENCE_S:
                 raise MlxError(
-                    f"the machines have not met for {PATIENCE_S / 60:.0f} minutes: check the address of the first one in "
-                    "the file, and run mlx train join on all of them, on the first one with --resume auto to continue a run"
+                    f"the machines have not met for {PATIENCE_S / 60:.0f} minutes: check the address of the first one, "
+                    "and run mlx train join on all of them, with --resume auto if the run exists"
                 )
             print("lost      a process of the run; starting the next attempt", flush=True)
             time.sleep(AGAIN_S)
