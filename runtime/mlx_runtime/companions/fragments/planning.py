@@ -38,7 +38,7 @@ def plan(
     """Return the plan with the most batches per second, among the plans with the shortest step by number of clusters.
 
     For up to 8 machines, no other clusters, orders and cuts have a shorter step. For more, clusters are chosen
-    greedily, and in those with more than 8 machines, orders, too. Machines that would slow down the others stay idle.
+    greedily, and in those with more than 6 machines, orders, too. Machines that would slow down the others stay idle.
 
     Args:
         blocks: in the order of their execution.
