@@ -32,6 +32,6 @@ background slows them down. Medians of four epochs each, with the minimum and ma
 {table(head, rows)}
 
 Goal: <= 1.01x.
-An epoch of the small model takes 4.6 s, and the ratios of two epochs range from 0.97x to 1.30x: too few to tell 1.12x
-from 1.00x. The loop itself waits for 20 ms.
+The ratios of two epochs scatter by 10 to 30 %, so four of them cannot tell 1.07x from 1.00x. The loop itself waits for
+10 to 30 ms.
 """
