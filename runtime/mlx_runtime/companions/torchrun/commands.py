@@ -17,7 +17,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.companions.torchrun import roster
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.driver.arguments import OPTIONS, Request, refuse_options
-from mlx_runtime.errors import MlxError, UsageError, short_message, suggest
+from mlx_runtime.errors import UsageError, short_message, suggest
 from mlx_runtime.workers.local import NODE_NAME
 from mlx_runtime.workers.stop_requests import hangup_ignored
 
@@ -25,9 +25,6 @@ TORCHRUN = f"from {__name__} import torchrun; torchrun()"
 
 AGAIN_S = 3.0
 """Pause before the next attempt, in which the processes of the last one end."""
-
-PATIENCE_S = 3600.0
-"""How long machines wait that have never met."""
 
 
 @click.command("join", context_settings=commands.OVERRIDES, params=[*OPTIONS[:-1]])
@@ -64,7 +61,6 @@ def train_join(file: Path, name: str, **typed: Any) -> None:
 def _train(command: list[str], name: str, request: Request) -> int:
     """Execute torchrun until the run has ended, and return its exit code."""
     attempt, failures, process, signals = 0, 0, None, list[int]()
-    met, started = False, time.monotonic()
 
     def forward(number: int, _: Any) -> None:
         signals.append(number)
@@ -90,13 +86,7 @@ def _train(command: list[str], name: str, request: Request) -> int:
             failures += run.is_file()  # others have not begun
             if run.is_file() and not request.fast:
                 request = dataclasses.replace(request, resume=run.read_text(), origin=None)
-            met = met or Path(folder, "met").exists()
         if not signals:
-            if not met and time.monotonic() > started + PATIENCE_S:
-                raise MlxError(
-                    f"the machines have not met for {PATIENCE_S / 60:.0f} minutes: check the address of the first one, "
-                    "and run mlx train join on all of them, with --resume auto if the run exists"
-                )
             print("lost      a process of the run; starting the next attempt", flush=True)
             time.sleep(AGAIN_S)
     return 128 + signals[0]

@@ -23,7 +23,7 @@ from faults import diary, differences, final_state, reports, run_of, wait_for
 from transcripts import check_transcript
 
 from mlx_runtime import TrainConfig, open_run
-from mlx_runtime.companions.torchrun import commands, roster
+from mlx_runtime.companions.torchrun import roster
 from mlx_runtime.companions.torchrun.commands import train_join
 from mlx_runtime.companions.torchrun.engine import Torchrun
 from mlx_runtime.companions.torchrun.offers import Offer
@@ -151,48 +151,6 @@ def test_a_busy_port_is_named_before_anything_starts(tmp_path: Path, monkeypatch
         assert str(done.exception) == (
             f"{problem}end the process that uses it, or write another port into nodes.json, on all machines"
         )
-
-
-MEET = """
-import os, pathlib, time
-time.sleep(0.3)
-folder = pathlib.Path(os.environ["MLX_ATTEMPT"].partition(":")[2]).parent
-with open("tries", "a+") as tries:
-    tries.write(".")
-    count = tries.tell()
-if count == 1 and pathlib.Path("others").exists():
-    (folder / "met").touch()
-if count == 4:
-    (folder / "0").write_text("0")
-"""
-"""Stands for torchrun: if there are others, the machines meet once; the run ends in the fourth attempt."""
-
-
-@pytest.fixture
-def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Join, as the second of two machines, which wait for less than a second."""
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "experiment.py").touch()
-    monkeypatch.chdir(tmp_path)
-    Path("nodes.json").write_text(json.dumps({"0": {"IP": "10.0.0.1:29500"}, "1": {"IP": "10.0.0.2"}}))
-    for name, value in {"TORCHRUN": MEET, "AGAIN_S": 0.0, "PATIENCE_S": 0.4}.items():
-        monkeypatch.setattr(commands, name, value)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return lambda: train_join.main(["nodes.json", "--name=node_1"], standalone_mode=False)
-
-
-@pytest.mark.process
-def test_a_machine_that_has_met_no_other_does_not_wait_forever(joining: Callable[[], None]) -> None:
-    with pytest.raises(MlxError, match="the machines have not met for 0 minutes: check the address of the first"):
-        joining()
-
-
-@pytest.mark.process
-def test_a_machine_waits_for_others_that_it_has_met(joining: Callable[[], None]) -> None:
-    Path("others").touch()
-    with pytest.raises(SystemExit, match="0"):
-        joining()
-    assert Path("tries").read_text() == "...."
 
 
 Machines = list[tuple[str, list[str]]]
