@@ -1,11 +1,11 @@
-"""Code that runs after an import."""
+"""Where modules are imported from, and code that runs after an import."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from mlx_runtime.importing import after_import
+from mlx_runtime.importing import add_to_path, after_import
 
 pytestmark = pytest.mark.pure
 
@@ -26,3 +26,13 @@ def test_code_runs_once_a_module_was_imported(tmp_path: Path, monkeypatch: pytes
     assert seen == [1, 2, 3]
     assert sys.meta_path == finders
     del sys.modules["early"], sys.modules["late"]
+
+
+def test_a_folder_comes_before_others_with_modules_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is on the path already, like the second of two experiments in PYTHONPATH."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    monkeypatch.setattr(sys, "path", [str(first), str(second)])
+    add_to_path(second)
+    assert sys.path == [str(second), str(first)]

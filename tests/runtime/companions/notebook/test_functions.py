@@ -328,7 +328,7 @@ class TestBeforeARun:
         with pytest.raises(UsageError, match=r"^a Trainer has no fit\(\); write trainer.run\(train_func, config\)"):
             trainer.fit()
         with pytest.raises(UsageError, match=r"config is \[1\]; it takes a dict"):
-            trainer.run(training.resumable, [1])  # type: ignore[arg-type]
+            trainer.run(training.resumable, [1])  # type: ignore[arg-type]  # as a user may
         with pytest.raises(UsageError, match=r"two_arguments\(config, model\) takes other arguments than config"):
             trainer.run(training.two_arguments)
         with pytest.raises(UsageError, match=r"cfg.config.layers\[0\] has the key '_target_', which names an object"):

@@ -165,7 +165,7 @@ class Printed(Dashboard):
 
 
 def test_the_answer_of_a_short_job_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster, spec = Printed(Address(URL, "--on"), "2.60", {}, None), JobSpec([], None)  # type: ignore[arg-type]
+    cluster, spec = Printed(Address(URL, "--on"), "2.60", {}, None), JobSpec([], None)  # type: ignore[arg-type]  # nothing is sent
     monkeypatch.setattr(Printed, "line", 'mlx-key {"job": "job-1"}')
     assert cluster.ask("mlx-launch", spec, marker="mlx-key ", timeout_s=1) == {"job": "job-1"}
     for damaged in ('mlx-key {"job"', "mlx-key [1]", "error: no room"):
