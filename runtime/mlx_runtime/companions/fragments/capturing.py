@@ -153,7 +153,7 @@ def built(
         read_here = replace(cfg, loader="auto")  # without processes
         with loop_errors(0, project), contextlib.suppress(LoopStopped):
             attach(made, _NoSession())  # type: ignore[arg-type]
-            made.worker_loop(dataset_shards(read_here, groups["datasets"], job, strategy, follow))
+            made.worker_loop(dataset_shards(read_here, groups.get("datasets"), job, strategy, follow))
 
     with topology.entered(), without_weights(), loop_errors(0, project):
         groups, made = build_experiment(job, topology, cfg, strategy)

@@ -1,0 +1,198 @@
+"""The structure of an experiment: the modules of its models, and what feeds what.
+
+Shapes and connections are observed: the loop of the experiment runs, without a run, until it has called its models and
+losses. Models and batches have no memory then (torch's meta device), unless the code needs their values. This executes
+the code of a project, so pages call it through a `Workbench`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from mlx_runtime.companions.fragments.capturing import built, is_large
+from mlx_runtime.config.building import observer
+from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.data.loaders import Loader
+from mlx_runtime.driver.arguments import Request
+from mlx_runtime.driver.request import load_config
+from mlx_runtime.errors import MlxError, short_message
+from mlx_runtime.loop.stopping import LoopStopped
+from mlx_runtime.runs.checkpoints.groups import members
+
+CALLS = 500
+"""Calls of models and losses after which a loop ends that does not call all of them."""
+
+
+def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
+    """Return the structure of the experiment in the working directory, as plain data.
+
+        {name, datasets: [row, …], models: [row, …], losses: [row, …], optimizers: [row, …], edges: [[from, to], …]}
+
+    A row is `{key, name, class, node, shape, parameters, buffers, note, modules}`: its key, like `datasets.train` or
+    `models.net.layers.0`, which edges name; the key of its node in conf.yaml, if it has one; the shape of its output,
+    in which `n` is the number of rows; the numbers of values, those of shared tensors where they come first; and the
+    rows of the modules in it. The note of a model without shapes says why.
+
+    Args:
+        overrides: Hydra's.
+        why: reason not to run the loop, so that there are no shapes and few edges. Empty: run it.
+    """
+    experiment, cpu = main_class(AN_EXPERIMENT, Path.cwd()), torch.device("cpu")
+    config = load_config(experiment, Request.of(overrides, fast=True))
+    nodes: dict[str, Any] = {}
+    observer.set(nodes.__setitem__)
+    for on_meta in (True, False):
+        watch, problem = _Watch(), why
+        with built(experiment, config, cpu, on_meta=on_meta, follow=_followed) as (groups, run_loop):
+            keys = {id(module): key for key, module in nodes.items()}
+            models = {f"models.{name}": model for name, model in members(groups.get("models"), nn.Module).items()}
+            losses = {f"losses.{name}": loss for name, loss in members(groups.get("losses"), nn.Module).items()}
+            watch.attach(models | losses)
+            try:
+                if not why:
+                    with watch:
+                        run_loop()
+            except MlxError as error:
+                problem = short_message(error).removesuffix(" (raised on rank 0)")
+        if why or not problem or not watch.missing & models.keys() or is_large(config.tree, cpu):
+            break
+    seen: dict[int, str] = {}
+    rows = [_row(model, key, watch.shapes, keys, seen) for key, model in models.items()]
+    reason = problem or "worker_loop has not called it in its first batches"
+    notes = [f"no shapes: {reason}" if row["key"] in watch.missing else row["note"] for row in rows]
+    mapping = getattr(groups.get("models"), "map_params_to_optimizers", {})
+    return {
+        "name": config.cfg.name,
+        **{group: _parts(config.tree, group) for group in ("datasets", "losses", "optimizers")},
+        "models": [row | {"note": note} for row, note in zip(rows, notes, strict=True)],
+        "edges": [*watch.edges, *_to_optimizers(mapping, watch.edges)],
+    }
+
+
+class _Watch(TorchFunctionMode):
+    """Records the shapes of outputs, and which modules and datasets the inputs of each module come from.
+
+    Within the block, each tensor has a set of keys: of the last modules, or else datasets, that it was computed from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[str, str] = {}
+        self.edges: dict[tuple[str, str], None] = {}
+        self.missing: set[str] = set()  # models and losses that have not been called
+        self._calls: list[tuple[set[str], int]] = []  # in progress: sources of the inputs, and leaves called before
+        self._leaves = self._rows = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        _mark(made, _sources((args, kwargs, made)))
+        return made
+
+    def attach(self, roots: Mapping[str, nn.Module]) -> None:
+        """Add hooks to models and losses, and to the modules in them. They end the loop after the last root."""
+        self.missing = {*roots}
+        for root, model in roots.items():
+            for key, module in model.named_modules(prefix=root):
+                self._hook(key, module)
+
+    def _hook(self, key: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._calls:
+                self._rows = next((len(item) for item in _tensors((args, kwargs)) if item.ndim), 0)
+            self._calls.append((_sources((args, kwargs)), self._leaves))
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            sources, leaves = self._calls.pop()
+            self.shapes.setdefault(key, ", ".join(_shape(item, self._rows) for item in _tensors(output)))
+            is_leaf = leaves == self._leaves  # it has called no module
+            if is_leaf:
+                self._leaves += 1
+                self.edges |= {(source, key): None for source in sorted(sources)}
+            if is_leaf or len(_sources(output)) > 1:  # paths join in it, such as those of a residual
+                _mark(output, {key})
+            self.missing.discard(key)
+            if not self._calls and (not self.missing or self._leaves > CALLS):
+                raise LoopStopped
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+
+def _followed(loader: Loader) -> Loader:
+    """Return a loader whose batches are marked with their dataset."""
+
+    def marked(self: Loader) -> Iterator[Any]:
+        for batch in Loader.__iter__(self):
+            _mark(batch, {f"datasets.{self.shard.name}"})
+            yield batch
+
+    loader.__class__ = type("Loader", (Loader,), {"__iter__": marked})
+    return loader
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [item for item in tree_leaves(value) if isinstance(item, torch.Tensor)]
+
+
+def _sources(value: Any) -> set[str]:
+    return {key for item in _tensors(value) for key in getattr(item, "_mlx_sources", ())}
+
+
+def _mark(value: Any, sources: set[str]) -> None:
+    for item in _tensors(value):
+        if not isinstance(item, nn.Parameter):
+            item._mlx_sources = sources  # type: ignore[attr-defined]
+
+
+def _shape(tensor: torch.Tensor, rows: int) -> str:
+    sizes = ["n" if place == 0 and size == rows else str(size) for place, size in enumerate(tensor.shape)]
+    return f"({', '.join(sizes)})"
+
+
+def _row(
+    module: nn.Module, key: str, shapes: Mapping[str, str], nodes: Mapping[int, str], seen: dict[int, str]
+) -> dict[str, Any]:
+    """Return the row of a module. `seen` has the keys of the modules and tensors before it, by id."""
+    row = _empty(key, type(module).__name__, nodes.get(id(module), "")) | {"shape": shapes.get(key, "")}
+    if (first := seen.setdefault(id(module), key)) != key:
+        return row | {"note": f"same as {first}", "shape": shapes.get(first, "")}
+    notes = set()
+    for kind, tensors in (("parameters", module._parameters), ("buffers", module._buffers)):
+        for item in [item for item in tensors.values() if item is not None]:
+            if (owner := seen.setdefault(id(item), key)) != key:
+                notes.add(f"shared with {owner}")
+            elif is_lazy(item):
+                notes.add("lazy")
+            else:
+                row[kind] += item.numel()
+    inner = [_row(child, f"{key}.{name}", shapes, nodes, seen) for name, child in module._modules.items() if child]
+    counts = {kind: row[kind] + sum(item[kind] for item in inner) for kind in ("parameters", "buffers")}
+    return row | counts | {"note": "; ".join(sorted(notes)), "modules": inner}
+
+
+def _empty(key: str, kind: str, node: str) -> dict[str, Any]:
+    facts = {"key": key, "name": key.rpartition(".")[2], "class": kind, "node": node}
+    return facts | {"shape": "", "parameters": 0, "buffers": 0, "note": "", "modules": []}
+
+
+def _parts(tree: Mapping[str, Any], group: str) -> list[dict[str, Any]]:
+    """Return the rows of a group in conf.yaml."""
+    nodes = {f"{group}.{name}": node for name, node in tree.get(group, {}).items() if isinstance(node, dict)}
+    return [_empty(key, str(node.get("_target_")).rpartition(".")[2], key) for key, node in nodes.items()]
+
+
+def _to_optimizers(mapping: Mapping[str, str], edges: Mapping[tuple[str, str], None]) -> list[tuple[str, str]]:
+    """Return the edges to optimizers: from the losses of the models that they train, or from models without one."""
+    found = []
+    for model, optimizer in mapping.items():
+        losses = [
+            end for start, end in edges if f"{start}.".startswith(f"models.{model}.") and end.startswith("losses.")
+        ]
+        found += [(start, f"optimizers.{optimizer}") for start in losses or [f"models.{model}"]]
+    return found
