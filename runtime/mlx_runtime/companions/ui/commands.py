@@ -46,5 +46,5 @@ def train_draw(output: Path, depth: int | None, variants: tuple[str, ...], overr
     output.write_text(write(structure, depth), encoding="utf-8")
     options.say(f"wrote {output}")
     for model in structure["models"]:
-        note = f"; {model['note']}" if model["note"] else ""
-        options.say(f"{model['name']}: {model['class']} with {model['parameters']:,} parameters{note}")
+        line = f"{model['name']}: {model['class']} with {model['parameters']:,} parameters"
+        options.say("; ".join(filter(None, (line, model["note"]))))

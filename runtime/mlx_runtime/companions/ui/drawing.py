@@ -21,11 +21,19 @@ READABLE, DEEPEST = 60, 20
 BOXES = {"datasets": '[("{}")]', "losses": '{{{{"{}"}}}}', "optimizers": '(["{}"])'}
 """Boxes of mermaid."""
 
-HEAD = "| module | class | output | parameters | buffers | conf.yaml, notes |\n|---|---|---|--:|--:|---|"
+COLUMNS = {
+    "module": (0, 240),
+    "class": (240, 210),
+    "output": (450, 310),
+    "parameters": (760, 110),
+    "buffers": (870, 90),
+    "conf.yaml, notes": (960, 440),
+}
+"""Of the tables of modules, with their positions and widths in pictures."""
 
-PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -10 1420 {height}"
+PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="-10 -10 1420 {height}" style="background: white"
 font-family="monospace" font-size="12">
-<style>rect {{ fill: #eef2f7; stroke: #9aa5b1 }} .node {{ fill: #fff4d6; stroke: #c98a00 }}
+<style>rect {{ fill: #eef2f7; stroke: #9aa5b1 }} .conf {{ fill: #fff4d6; stroke: #c98a00 }}
 path {{ fill: none; stroke: #5b6570 }}</style>
 <marker id="tip" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="8" markerHeight="8" orient="auto">
 <path d="M0,0 L8,4 L0,8 z" style="fill: #5b6570"/></marker>
@@ -57,7 +65,7 @@ def to_mermaid(structure: Row, depth: int | None = None) -> str:
     models = [_shown(model, depth) for model in structure["models"]]
     rows = [row for group in BOXES for row in structure[group]] + [row for model in models for row, _ in _levels(model)]
     ids = {row["key"]: f"n{number}" for number, row in enumerate(rows)}
-    lines = ["flowchart TD", "classDef node stroke-width:3px"]
+    lines = ["flowchart TD", "classDef conf stroke-width:3px"]
     for group, box in BOXES.items():
         lines += [ids[row["key"]] + box.format(_label(row)) for row in structure[group]]
     for model in models:
@@ -77,7 +85,7 @@ def to_tables(structure: Row, depth: int | None = None) -> str:
     """Return a table in Markdown of the modules of each model."""
     lines = []
     for model in structure["models"]:
-        lines += ["", HEAD]
+        lines += ["", f"| {' | '.join(COLUMNS)} |", "|---|---|---|--:|--:|---|"]
         for row, level in _levels(_shown(model, depth)):
             lines.append(f"| {' | '.join(map(_code, _cells(row, level)))} |")
     return "\n".join(lines) + "\n"
@@ -86,24 +94,22 @@ def to_tables(structure: Row, depth: int | None = None) -> str:
 def to_svg(structure: Row, depth: int | None = None) -> str:
     """Return a picture: the wiring in four columns, and the modules of each model below."""
     columns = [structure[group] for group in ("datasets", "models", "losses", "optimizers")]
-    at = {
-        row["key"]: (260 * x, 60 * y + 30 * (x == 1))
-        for x, column in enumerate(columns)
-        for y, row in enumerate(column)
-    }
+    places = [
+        (260 * x, 60 * y + 30 * (x == 1), row) for x, column in enumerate(columns) for y, row in enumerate(column)
+    ]
+    at = {row["key"]: (x + 100, y + 20) for x, y, row in places}
     drawn = []
-    for start, end in _edges(structure, dict(zip(at, at, strict=True))):
+    for start, end in _edges(structure, {key: key for key in at}):
         (x, y), (to_x, to_y) = at[start], at[end]
-        middle = f"{(x + to_x) / 2 + 100},{(y + to_y) / 2 + 20}"
-        drawn.append(f'<path marker-mid="url(#tip)" d="M{x + 100},{y + 20} L{middle} L{to_x + 100},{to_y + 20}"/>')
-    for row in itertools.chain(*columns):
-        name, kind, *_ = _cells(row)
-        drawn.append(_box(*at[row["key"]], 200, 40, {(8, 17): name, (8, 33): kind}, row["node"]))
+        drawn.append(f'<path marker-mid="url(#tip)" d="M{x},{y} L{(x + to_x) / 2},{(y + to_y) / 2} L{to_x},{to_y}"/>')
+    for x, y, row in places:
+        drawn += [_box(x, y, 200, 40, row["node"]), *(_line(x, y + 18 * n, 200, _cells(row)[n]) for n in (0, 1))]
     top = 60 * max(map(len, columns)) + 60
     for model in structure["models"]:
-        for row, level in _levels(_shown(model, depth)):
-            texts = {(x, 14): cell for x, cell in zip((8, 240, 450, 760, 870, 960), _cells(row, level), strict=True)}
-            drawn.append(_box(0, top, 1400, 20, texts, row["node"]))
+        for row, level in [(None, 0), *_levels(_shown(model, depth))]:
+            drawn += [_box(0, top, 1400, 20, row["node"])] if row else []
+            texts = zip(COLUMNS.values(), _cells(row, level) if row else COLUMNS, strict=True)
+            drawn += [_line(x, top, width, text) for (x, width), text in texts]
             top += 22
         top += 30
     return PICTURE.format(height=top, drawn="\n".join(drawn))
@@ -177,12 +183,13 @@ def _boxes(row: Row, ids: Mapping[str, str]) -> list[str]:
     if not row["shape"]:
         inner += [f"{ids[above['key']]} ~~~ {ids[below['key']]}" for above, below in itertools.pairwise(row["modules"])]
     lines = [f"subgraph {own}", *inner, "end"] if inner else [own]
-    return [*lines, *[f"class {ids[row['key']]} node"] * bool(row["node"])]
+    return [*lines, *[f"class {ids[row['key']]} conf"] * bool(row["node"])]
 
 
 def _label(row: Row) -> str:
     name, kind, *facts = (re.sub(r"[^\w ,()]", lambda found: f"#{ord(found[0])};", cell) for cell in _cells(row))
-    return "<br/>".join([f"{name}#58; {kind}", *(fact for fact in facts[:2] if fact)])
+    line = " " if row["modules"] else "<br/>"  # the title of a subgraph has one line
+    return line.join([f"{name}#58; {kind}", *(fact for fact in facts[:2] if fact)])
 
 
 def _cells(row: Row, level: int = 0) -> list[str]:
@@ -195,10 +202,14 @@ def _cells(row: Row, level: int = 0) -> list[str]:
 
 def _code(text: str) -> str:
     """Return a code span, in which nothing is interpreted."""
-    return f"`{text.replace('`', chr(39)).replace('|', '¦')}`" if text else ""
+    return f"`{printable(text, one_line=True).replace('`', chr(39)).replace('|', '¦')}`" if text else ""
 
 
-def _box(x: int, y: int, width: int, height: int, texts: Mapping[tuple[int, int], str], node: str) -> str:
-    lines = [f'<text x="{x + right}" y="{y + down}">{escape(text)}</text>' for (right, down), text in texts.items()]
-    kind = ' class="node"' if node else ""
-    return f'<rect{kind} x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>{"".join(lines)}'
+def _box(x: int, y: int, width: int, height: int, node: str) -> str:
+    kind = ' class="conf"' if node else ""
+    return f'<rect{kind} x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>'
+
+
+def _line(x: int, y: int, width: int, text: str) -> str:
+    """Return text that is cut off at a width."""
+    return f'<svg x="{x}" y="{y}" width="{width - 4}" height="20"><text x="8" y="14">{escape(text)}</text></svg>'

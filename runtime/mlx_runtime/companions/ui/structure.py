@@ -51,26 +51,28 @@ def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
         watch, problem = _Watch(), why
         with built(experiment, config, cpu, on_meta=on_meta, follow=_followed) as (groups, run_loop):
             keys = {id(module): key for key, module in nodes.items()}
-            models = {f"models.{name}": model for name, model in members(groups.get("models"), nn.Module).items()}
-            losses = {f"losses.{name}": loss for name, loss in members(groups.get("losses"), nn.Module).items()}
-            watch.attach(models | losses)
+            kinds = {group: members(groups.get(group), nn.Module) for group in ("models", "losses")}
+            roots = {f"{group}.{name}": part for group, parts in kinds.items() for name, part in parts.items()}
+            watch.attach(roots)
             try:
                 if not why:
                     with watch:
                         run_loop()
             except MlxError as error:
                 problem = short_message(error).removesuffix(" (raised on rank 0)")
-        if why or not problem or not watch.missing & models.keys() or is_large(config.tree, cpu):
+        missing = {key for key in watch.missing if key.startswith("models.")}
+        if why or not problem or not missing or is_large(config.tree, cpu):
             break
     seen: dict[int, str] = {}
-    rows = [_row(model, key, watch.shapes, keys, seen) for key, model in models.items()]
-    reason = problem or "worker_loop has not called it in its first batches"
-    notes = [f"no shapes: {reason}" if row["key"] in watch.missing else row["note"] for row in rows]
+    models = [_row(roots[f"models.{name}"], f"models.{name}", watch.shapes, keys, seen) for name in kinds["models"]]
+    for row in models:
+        if row["key"] in missing:
+            row["note"] = f"no shapes: {problem or 'worker_loop has not called it in its first batches'}"
     mapping = getattr(groups.get("models"), "map_params_to_optimizers", {})
     return {
         "name": config.cfg.name,
         **{group: _parts(config.tree, group) for group in ("datasets", "losses", "optimizers")},
-        "models": [row | {"note": note} for row, note in zip(rows, notes, strict=True)],
+        "models": models,
         "edges": [*watch.edges, *_to_optimizers(mapping, watch.edges)],
     }
 
@@ -167,9 +169,7 @@ def _row(
         for item in [item for item in tensors.values() if item is not None]:
             if (owner := seen.setdefault(id(item), key)) != key:
                 notes.add(f"shared with {owner}")
-            elif is_lazy(item):
-                notes.add("lazy")
-            else:
+            elif not is_lazy(item):
                 row[kind] += item.numel()
     inner = [_row(child, f"{key}.{name}", shapes, nodes, seen) for name, child in module._modules.items() if child]
     counts = {kind: row[kind] + sum(item[kind] for item in inner) for kind in ("parameters", "buffers")}
