@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mlx_runtime.companions.fragments.capturing import built, is_large
 from mlx_runtime.config.building import observer
-from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, main_class
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.driver.arguments import Request
 from mlx_runtime.driver.request import load_config
@@ -29,22 +29,25 @@ CALLS = 500
 """Calls of models and losses after which a loop ends that does not call all of them."""
 
 
-def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
+def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) -> dict[str, Any]:
     """Return the structure of the experiment in the working directory, as plain data.
 
-        {name, datasets: [row, …], models: [row, …], losses: [row, …], optimizers: [row, …], edges: [[from, to], …]}
+        {name, datasets: [row, …], models: [row, …], losses: [row, …], optimizers: [row, …], edges: [[from, to], …],
+         failure: [key, line]}
 
     A row is `{key, name, class, node, shape, parameters, buffers, note, modules}`: its key, like `datasets.train` or
     `models.net.layers.0`, which edges name; the key of its node in conf.yaml, if it has one; the shape of its output,
     in which `n` is the number of rows; the numbers of values, those of shared tensors where they come first; and the
-    rows of the modules in it. The note of a model without shapes says why.
+    rows of the modules in it. The note of a model without shapes says why. The failure is the error in the loop, after
+    the key in conf.yaml of the innermost module that raised it, or "".
 
     Args:
         overrides: Hydra's.
         why: reason not to run the loop, so that there are no shapes and few edges. Empty: run it.
+        conf: file to read instead of conf.yaml.
     """
     experiment, cpu = main_class(AN_EXPERIMENT, Path.cwd()), torch.device("cpu")
-    config = load_config(experiment, Request.of(overrides, fast=True))
+    config = load_config(experiment, Request.of(overrides, fast=True), conf, title=str(CONF))
     nodes: dict[str, Any] = {}
     observer.set(nodes.__setitem__)
     for on_meta in (True, False):
@@ -74,6 +77,7 @@ def describe(overrides: Sequence[str] = (), why: str = "") -> dict[str, Any]:
         **{group: _parts(config.tree, group) for group in ("datasets", "losses", "optimizers")},
         "models": models,
         "edges": [*watch.edges, *_to_optimizers(mapping, watch.edges)],
+        "failure": [next((keys[id(item)] for item, *_ in watch.calls[::-1] if id(item) in keys), ""), problem],
     }
 
 
@@ -88,7 +92,7 @@ class _Watch(TorchFunctionMode):
         self.shapes: dict[str, str] = {}
         self.edges: dict[tuple[str, str], None] = {}
         self.missing: set[str] = set()  # models and losses that have not been called
-        self._calls: list[tuple[set[str], int]] = []  # in progress: sources of the inputs, and leaves called before
+        self.calls: list[tuple[nn.Module, set[str], int]] = []  # in progress: sources of inputs, leaves called before
         self._leaves = self._rows = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,12 +109,12 @@ class _Watch(TorchFunctionMode):
 
     def _hook(self, key: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._calls:
+            if not self.calls:
                 self._rows = next((len(item) for item in _tensors((args, kwargs)) if item.ndim), 0)
-            self._calls.append((_sources((args, kwargs)), self._leaves))
+            self.calls.append((module, _sources((args, kwargs)), self._leaves))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            sources, leaves = self._calls.pop()
+            _module, sources, leaves = self.calls.pop()
             self.shapes.setdefault(key, ", ".join(_shape(item, self._rows) for item in _tensors(output)))
             is_leaf = leaves == self._leaves  # it has called no module
             if is_leaf:
@@ -119,7 +123,7 @@ class _Watch(TorchFunctionMode):
             if is_leaf or len(_sources(output)) > 1:  # paths join in it, such as those of a residual
                 _mark(output, {key})
             self.missing.discard(key)
-            if not self._calls and (not self.missing or self._leaves > CALLS):
+            if not self.calls and (not self.missing or self._leaves > CALLS):
                 raise LoopStopped
 
         module.register_forward_pre_hook(before, with_kwargs=True)
