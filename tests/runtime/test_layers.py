@@ -87,7 +87,7 @@ HOMES = {
     "hydra": {"config.composition"},
     "jax": {"companions.notebook.backends"},
     "jinja2": {"companions.views.report"},
-    "marimo": {"companions.ui.drawing"},
+    "marimo": {"companions.ui.composer", "companions.ui.drawing"},
     "mlflow": {"companions.services.mlflow"},
     "onnxruntime": {"companions.serving.exports.proof"},
     "omegaconf": {"config", "storage.documents"},
