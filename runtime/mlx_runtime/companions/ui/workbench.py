@@ -2,53 +2,70 @@
 
 Each call has a process of its own, forked from a server that has imported torch and the project's code. So what a
 constructor does, such as an endless loop, `os._exit` or a change of global state, reaches neither the page nor the next
-call. The server starts anew when a file in `src` has changed.
+call. After a call, its process is killed, with those that it started, unless they have left its process group: this is
+no sandbox. A change of a file in `src` starts another server; calls that are in progress end on the earlier one.
 """
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
-import re
-import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.errors import MlxError, full_message, printable, user_errors
-from mlx_runtime.importing import add_to_path
+from mlx_runtime.errors import MlxError, located, printable
 from mlx_runtime.runs.sources import code_digest
-from mlx_runtime.workers.fork_server import EXIT_S, ForkServer, exit_reason
+from mlx_runtime.workers.fork_server import ForkServer
+
+START_S = 120.0
+"""Time limit for importing torch and the project's code, which is no part of the time limit of a call."""
 
 _servers: "dict[Path, _Server]" = {}
 
 _lock = threading.Lock()
-"""Held while a server is used, because all tabs of a page share it."""
+"""Held while `_servers` or a number of users changes."""
+
+_numbers = itertools.count()
+
+
+class NoAnswerError(MlxError):
+    """A call did not return in time, or its process ended."""
 
 
 class _Server(ForkServer):
-    """The server of a project, with the exit codes of ended processes."""
+    def __init__(self, project: Path, digest: str) -> None:
+        self.digest, self.users = digest, 1  # calls in progress, and `_servers`
+        self.lock = threading.Lock()  # held while requests are sent, which must not mix
+        os.environ.pop("MLX_UI_TOKEN", None)  # the project's code must not read it
+        super().__init__(fresh=True, folder=project)
 
-    def __init__(self, project: Path) -> None:
-        self.digest = code_digest(project)  # before the code is imported, so that a later change is noticed
-        self.codes: dict[int, int] = {}
-        before = [*sys.path]
-        add_to_path(project)  # the server inherits the path; this process never imports the project
-        super().__init__(fresh=True)
-        sys.path[:] = before
-
-    def end(self, number: int) -> int | None:
-        """End a process, and return its exit code: its own if it had ended already."""
-        with contextlib.suppress(MlxError):  # the server has ended, and all its processes with it
-            self.kill(number)
-            while number not in self.codes and (found := dict(self.exits(EXIT_S))):
-                self.codes.update(found)
-            if number not in self.codes:  # the server hangs in an import
+    def begin(self, number: int, function: str, ours: Any, theirs: Any) -> None:
+        """Start a process. The next one waits until it has begun, so that requests never fill their connection."""
+        with self.lock, theirs, Path(os.devnull).open("w") as nowhere:
+            self.preload(AN_EXPERIMENT.module, function.partition(":")[0])
+            self.start(number, partial(_work, function), dict(os.environ), [nowhere, nowhere, theirs])
+            theirs.close()
+            if not ours.poll(START_S):
                 self.close()
-        return self.codes.pop(number, None)
+        ours.recv_bytes()
+
+    def end(self, number: int) -> None:
+        with self.lock, contextlib.suppress(MlxError):  # the server has ended, and all its processes with it
+            self.kill(number)
+            list(self.exits())  # otherwise they would fill the connection
+
+    def leave(self) -> None:
+        with _lock:
+            self.users -= 1
+            is_last = not self.users
+        if is_last:
+            self.close()
 
 
 class Workbench:
@@ -67,47 +84,53 @@ class Workbench:
         Its output is dropped. Any thread may call this; calls of several threads do not wait for each other.
 
         Raises:
-            MlxError: the function has raised an exception, ended its process, or not ended in time. One line.
+            NoAnswerError: the function has not returned in time, or has ended its process. One line.
+            MlxError: the function has raised an exception, or `src` cannot be imported. One line.
         """
-        ours, theirs = multiprocessing.Pipe(duplex=False)
-        with ours:  # as long as it is open, no other call has the number of its descriptor
-            with _lock, theirs, Path(os.devnull).open("w") as nowhere:
-                server = _servers.get(self.project)
-                if server is None or not server.alive or server.digest != code_digest(self.project):
-                    if server is not None:
-                        server.close()
-                    server = _servers[self.project] = _Server(self.project)
-                server.preload(AN_EXPERIMENT.module, function.partition(":")[0])
-                work = partial(_work, self.project, function, args)
-                server.start(ours.fileno(), work, dict(os.environ), [nowhere, nowhere, theirs])
-            answer = b""
-            with contextlib.suppress(EOFError, OSError):
+        ours, theirs = multiprocessing.Pipe()
+        answer, number = b"[0]", next(_numbers)
+        with ours, self._server() as server:
+            with contextlib.suppress(MlxError, EOFError, OSError):
+                server.begin(number, function, ours, theirs)
+                answer = b"[1]"
+                ours.send(args)
                 answer = ours.recv_bytes() if ours.poll(timeout_s) else b"[]"
-            with _lock:
-                code = server.end(ours.fileno())
-        match json.loads(answer or b"null"):
+            server.end(number)
+        match json.loads(answer):
             case [True, value]:
                 return value
             case [False, line]:
                 raise MlxError(line)
             case []:
-                raise MlxError(f"{function} did not return within {timeout_s:g} s, and was stopped")
-        raise MlxError(f"{function} returned nothing: its process {exit_reason(code)}")
+                raise NoAnswerError(f"{function} did not return within {timeout_s:g} s, and was stopped")
+            case [0]:
+                raise MlxError(f"importing src took more than {START_S:g} s, or ended its process")
+        raise NoAnswerError(f"{function} returned nothing: its process ended")
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[_Server]:
+        """Provide the server of the project, which does not end within the block."""
+        digest = code_digest(self.project)
+        with _lock:
+            earlier = _servers.get(self.project)
+            if earlier is None or not earlier.alive or earlier.digest != digest:
+                _servers[self.project] = _Server(self.project, digest)
+            server = _servers[self.project]
+            server.users += 1
+        if earlier not in (None, server):
+            earlier.leave()
+        try:
+            yield server
+        finally:
+            server.leave()
 
 
-def _work(project: Path, function: str, args: tuple[Any, ...], connection: Any) -> int:
+def _work(function: str, connection: Any) -> int:
     """Call the function in this process, which the server has just started, and send what it returns."""
-    os.chdir(project)
+    connection.send_bytes(b"")
     try:
-        with user_errors(project, _located):
-            answer = json.dumps([True, object_at(function.replace(":", "."))(*args)])
-    except MlxError as error:
-        answer = json.dumps([False, printable(" ".join(full_message(error).split()), one_line=True)])
+        answer = json.dumps([True, object_at(function.replace(":", "."))(*connection.recv())])
+    except BaseException as error:  # also Ctrl-C, which no terminal sends here
+        answer = json.dumps([False, printable(located(error), one_line=True)])
     connection.send_bytes(answer.encode())
     return 0
-
-
-def _located(error: BaseException, summary: str, frames: str) -> MlxError:
-    """Return the error with the innermost line of the project's code."""
-    lines = re.findall(r"^ {2}([^/ ].*) in ", frames, re.MULTILINE)  # files of libraries are absolute
-    return MlxError(f"{summary} ({lines[-1]})" if lines else summary)
