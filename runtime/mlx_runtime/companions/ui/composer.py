@@ -3,16 +3,21 @@
 All state is on this side. What the browser sends is a text, the number of a choice, or a click.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import marimo as mo
+from marimo._runtime.context import get_context
 
 from mlx_runtime.companions.ui import composing
 from mlx_runtime.companions.ui.drawing import to_tables
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import MlxError, short_message
+
+ADDED = "name=value"
+"""Label of the field for a further argument of a class that takes any."""
 
 
 class Composer:
@@ -25,55 +30,86 @@ class Composer:
 
     def __init__(self, project: Path, storage: str | None) -> None:
         self.project, self.storage = project, storage
-        self.draft: composing.Draft | None = None
+        self.draft: Any = None  # a `composing.Draft`, once conf.yaml has been read
         self.key = ""  # of the node that is shown
         self.message = ""
         self.report: dict[str, Any] | None = None  # of `composing.check`, None until it is needed
-        self.offers: dict[tuple[str, str | None], tuple[list[str], list[str]]] = {}  # of nodes, by key and class
-        self.start: composing.Start | None = None
+        self.turn = 0  # number of renderings and events so far
         self.show: Callable[[Any], None] = lambda _: None  # shows the tab again
-        self.elements: list[Any] = []  # kept alive: marimo drops events of elements that no variable holds
+        self.elements: deque[Any] = deque(maxlen=1000)  # kept alive, also those of earlier renderings, to answer
 
-    def act(self, action: Callable[..., Any], *given: Any) -> None:
-        """Do what a click or an input asks for, and show the result: another draft, a message, or an error."""
-        self.message = ""
+    def act(self, seen: Any, action: Callable[..., Any], *given: Any) -> None:
+        """Do what an event asks for, and show the result: another draft, a message, or an error.
+
+        Args:
+            seen: `turn` or `targets` when the element was shown. The person has not seen what changed since.
+        """
+        self.message, is_current = "", seen in (self.turn, self.targets())
+        self.turn += 1
         try:
-            done = None if None in given else action(*given)  # a choice that was taken back
-        except MlxError as error:
-            self.message = str(error)
+            if not is_current:
+                raise MlxError("nothing is done: the page has changed since that click. Look, and click again")
+            done = action(*given)
+        except (MlxError, OSError) as error:
+            self.message = short_message(error)
         else:
             if isinstance(done, composing.Draft):
                 self.draft, self.report = done, None
-            elif isinstance(done, str):
-                self.message = done
+            self.message = done if isinstance(done, str) else ""
         self.show(self)
 
-    def open(self) -> composing.Draft:
-        """Read conf.yaml again, and drop the draft."""
-        self.draft, self.report, self.offers = composing.open_config(self.project), None, {}
-        return self.draft
+    def button(self, label: str, action: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        turn = self.turn
+        return self.keep(mo.ui.button(label=label, on_change=lambda _: self.act(turn, action, *given), **options))
 
-    def begin(self, arguments: str) -> str:
-        """Start a run of the saved conf.yaml."""
-        assert self.draft is not None
-        if composing.diff(self.draft):
-            raise MlxError("the draft is not saved, and a run reads conf.yaml; save it first")
-        self.start = composing.start(self.project, arguments, self.storage)
-        return f"{self.start.command}: started; the run appears in the list of runs"
+    def dropdown(self, label: str, options: Any, value: str, action: Callable[..., Any], *given: Any) -> Any:
+        change = partial(self.act, self.turn, action, *given)
+        return self.keep(mo.ui.dropdown(options, value, label=label, on_change=change, searchable=True))
 
-    def button(self, label: str, action: Callable[[], Any], **options: Any) -> Any:
-        return self._keep(mo.ui.button(label=label, on_change=lambda _: self.act(action), **options))
+    def form(self, label: str, fields: Any, seen: Any, action: Callable[..., Any], *given: Any) -> Any:
+        """Return fields that are sent together by a button."""
+        change = partial(self.act, seen, action, *given)
+        return self.keep(fields.form(submit_button_label=label, on_change=change))
 
-    def dropdown(self, label: str, options: Any, value: Any, action: Callable[[Any], Any], **more: Any) -> Any:
-        return self._keep(mo.ui.dropdown(options, value, label=label, on_change=partial(self.act, action), **more))
-
-    def text(self, label: str, value: str = "", action: Callable[[str], Any] | None = None) -> Any:
-        """Return a field that acts when it is left; without an action, its text is read when a button is clicked."""
-        return self._keep(mo.ui.text(value, label=label, on_change=partial(self.act, action) if action else None))
-
-    def _keep(self, element: Any) -> Any:
+    def keep(self, element: Any) -> Any:
         self.elements.append(element)
         return element
+
+    def open(self) -> Any:
+        """Read conf.yaml again, and drop the draft."""
+        self.draft, self.report = composing.open_config(self.project), None
+        return self.draft
+
+    def targets(self) -> list[tuple[str, str]]:
+        return [(key, node["target"]) for key, node in self.draft.nodes.items()] if self.draft else []
+
+    # Called by events: of the draft at that time. They return another draft, or a message.
+
+    def select(self, key: str) -> None:
+        self.key = key
+
+    def edit(self, action: str, key: str, *arguments: Any) -> Any:
+        return self.draft.edit(action, key, *arguments)
+
+    def set(self, key: str, shown: dict[str, str], typed: dict[str, str]) -> Any:
+        """Set the arguments whose fields have been edited."""
+        added, _, value = typed.pop(ADDED, "").partition("=")
+        edited = {name: text for name, text in typed.items() if text != shown[name]}
+        return self.edit("set", key, edited | ({added.strip(): value} if added else {}))
+
+    def add(self, key: str, chosen: dict[str, Any]) -> Any:
+        return self.edit("add", key, int(chosen["number"]), chosen["path"])
+
+    def save(self) -> Any:
+        return composing.save(self.draft)
+
+    def save_variant(self, name: str) -> str:
+        path = composing.save_variant(self.draft, name)
+        self.open()
+        return f"saved {path}"
+
+    def start(self) -> str:
+        return f"started; output in {composing.start(self.draft, self.storage)}"
 
 
 def composer(project: Path, storage: str | None = None) -> Any:
@@ -86,95 +122,70 @@ def composer(project: Path, storage: str | None = None) -> Any:
 def composer_tab(composing_state: Any) -> Any:
     """Return the tab, from the variable that holds what `composer` returned."""
     state: Composer = composing_state()
-    state.elements.clear()
-    try:
-        with mo.status.spinner("Reading conf.yaml", remove_on_exit=True):
+    state.turn += 1
+    # marimo counts the ids of elements again in each rendering, and would press another button for an earlier click.
+    with get_context().provide_ui_ids(f"compose-{state.turn}"):
+        try:
             draft = state.draft or state.open()
-        if state.report is None:
-            with mo.status.spinner("Building the models", remove_on_exit=True):
-                state.report = composing.check(draft)
-        models = (item for item in draft.nodes if item.startswith("models."))
-        key = state.key if state.key in draft.nodes else next(models, next(iter(draft.nodes)))
-        return mo.vstack(
-            [
-                *([mo.callout(mo.plain_text(state.message), kind="warn")] if state.message else []),
-                mo.hstack(
-                    [mo.vstack(_form(state, draft, key)), mo.vstack(_findings(state, draft, state.report))],
-                    widths=[1, 1],
-                    align="start",
-                ),
-            ]
-        )
-    except MlxError as error:
-        again = state.button("Try again", state.open)
-        return mo.vstack([mo.callout(mo.plain_text(str(error)), kind="danger"), again])
+            state.report = state.report or composing.check(draft)
+            models = (item for item in draft.nodes if item.startswith("models."))
+            key = state.key if state.key in draft.nodes else next(models, next(iter(draft.nodes)))
+            columns = [mo.vstack(_form(state, draft, key)), mo.vstack(_findings(state, draft, state.report))]
+        except (MlxError, OSError) as error:
+            warning = mo.callout(mo.plain_text(short_message(error)), kind="danger")
+            return mo.vstack([warning, state.button("Try again", state.open)])
+        message = [mo.callout(mo.plain_text(state.message), kind="warn")] if state.message else []
+        return mo.vstack([*message, mo.hstack(columns, widths=[1, 1], align="start")])
 
 
 def _form(state: Composer, draft: composing.Draft, key: str) -> list[Any]:
     """Return the elements that edit the node at a key."""
-    node = draft.nodes[key]
-    titles = {f"{item}: {(found['target'] or 'null').rpartition('.')[2]}": item for item, found in draft.nodes.items()}
+    node, (classes, for_blocks) = draft.nodes[key], draft.offered(key)
+    titles = {f"{item}: {target.rpartition('.')[2]}": item for item, target in state.targets()}
     title = next(name for name, item in titles.items() if item == key)
-    shown = [state.dropdown("Node", titles, title, partial(setattr, state, "key"), searchable=True)]
-    place = (key, node["target"])
-    if place not in state.offers:  # the project's classes, until conf.yaml is read again
-        state.offers[place] = draft.offered(key)
-    offers, for_blocks = state.offers[place]
-    if len(offers) > 1 or not node["target"]:
-        choose = partial(draft.replace, key)
-        shown.append(state.dropdown("Class", offers, node["target"], choose, searchable=True))
-    else:
-        shown.append(mo.plain_text(node["target"]))
-    for name, item in node["fields"].items():
-        shown.append(_field(state, draft, key, name, item))
+    shown = [
+        state.dropdown("Node", titles, title, state.select),
+        state.dropdown("Class", classes, node["target"], state.edit, "replace", key),
+    ]
+    values = {name: item["value"] for name, item in node["fields"].items()}
+    fields = {name: mo.ui.text(value, label=f"`{name}`") for name, value in values.items()}
+    layout = "".join(f"{{{name}}}{_about(item)}" for name, item in node["fields"].items())
     if node["open"]:
-        shown.append(state.text("`name=value`", "", lambda typed: draft.set(key, *typed.partition("=")[::2])))
+        fields[ADDED], layout = mo.ui.text(label=f"`{ADDED}`"), f"{layout}{{{ADDED}}}"
+    if fields:
+        shown.append(state.form("Apply", mo.ui.batch(mo.Html(layout), fields), state.targets(), state.set, key, values))
     if node["blocks"] is not None:
         shown += _blocks(state, draft, key, node["blocks"], for_blocks)
     return shown
 
 
-def _field(state: Composer, draft: composing.Draft, key: str, name: str, item: dict[str, Any]) -> Any:
-    typed, _ = draft.refused.get(f"{key}.{name}", (item["value"], ""))
-    change = partial(draft.set, key, name)
-    label = f"`{name}`" if name.isidentifier() else "argument"
-    if item["choices"]:
-        element = state.dropdown(label, item["choices"], typed if typed in item["choices"] else None, change)
-    else:
-        element = state.text(label, typed, change)
-    default = "" if item["required"] else f" = {item['default']}"
-    about = f"{item['type']}{default}  {item['help']}"
-    return mo.vstack([element, mo.plain_text(about[:300])], gap=0)
+def _about(item: dict[str, str]) -> str:
+    """Return type, default and explanation of a field, as text in a template of `Html.batch`."""
+    default = f" = {item['default']}" if item["default"] else ""
+    return mo.plain_text(f"{item['type']}{default}  {item['help']}"[:300]).text.replace("{", "{{").replace("}", "}}")
 
 
 def _blocks(state: Composer, draft: composing.Draft, key: str, blocks: list[str], offers: list[str]) -> list[Any]:
     shown = []
     for index, block in enumerate(blocks):
-        row = [mo.plain_text(f"{index}  {draft.nodes[block]['target'] if block in draft.nodes else '?'}")]
-        row.append(state.button("edit", partial(setattr, state, "key", block)))
-        if index:
-            row.append(state.button("up", partial(draft.move_block, key, index, index - 1)))
-        row.append(state.button("remove", partial(draft.remove_block, key, index)))
-        shown.append(mo.hstack(row, justify="start"))
-    return [*shown, state.dropdown("Add block", offers, None, partial(draft.add_block, key), searchable=True)]
+        name = mo.plain_text(f"{index}  {draft.nodes[block]['target'] if block in draft.nodes else '?'}")
+        edit = state.button("edit", state.select, block)
+        shown.append(mo.hstack([name, edit, state.button("remove", state.edit, "remove", key, index)], justify="start"))
+    place = mo.ui.number(0, len(blocks), value=len(blocks), label="Number")
+    fields = mo.Html("{number}{path}").batch(number=place, path=mo.ui.dropdown(offers, label="Block", searchable=True))
+    return [*shown, state.form("Add block", fields, state.turn, state.add, key)]
 
 
 def _findings(state: Composer, draft: composing.Draft, report: dict[str, Any]) -> list[Any]:
     """Return the problems, models and changes of the draft, and what saves it and starts a run."""
-    problems = "\n".join(line for _, line in report["problems"])
-    changes, name, arguments = composing.diff(draft), state.text("Name"), state.text("Arguments")
-    rows = [
-        [
-            state.button("Save conf.yaml", partial(composing.save, draft), disabled=not changes, kind="success"),
-            state.button("Drop changes", state.open),
-        ],
-        [name, state.button("Save as variant", lambda: f"saved {composing.save_variant(draft, name.value)}")],
-        [arguments, state.button("Start run", lambda: state.begin(arguments.value))],
-        [state.button("Refresh", lambda: None), mo.plain_text(state.start.state())] if state.start else [],
-    ]
+    problems, changes = "\n".join(report["problems"]), composing.diff(draft)
+    save = state.button("Save conf.yaml", state.save, disabled=not changes, kind="success")
     return [
         mo.callout(mo.plain_text(problems or "no problems"), kind="danger" if problems else "success"),
-        *(mo.hstack(row, justify="start") for row in rows),
+        mo.hstack([save, state.button("Drop changes", state.open)], justify="start"),
+        state.form("Save as variant", mo.ui.text(label="Name"), state.turn, state.save_variant),
+        state.button("Start run", state.start),
+        mo.plain_text("With variants or other values: mlx train run --variant NAME KEY=VALUE"),
         mo.plain_text(changes or "conf.yaml: no changes"),
         mo.md(to_tables(report)),
     ]

@@ -6,24 +6,22 @@ What a form sends is hostile: a value is a literal of its field's type, and a cl
 import contextlib
 import importlib
 import inspect
-import itertools
 import json
 import pkgutil
 import re
-import shlex
 import tempfile
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from torch import nn
 
 from mlx_runtime.companions.ui.structure import describe
-from mlx_runtime.config import composition
 from mlx_runtime.config.binding.conf_file import SCHEMA, bind
-from mlx_runtime.config.binding.merging import commented_map, quote_strings, remove_key, yaml_text
+from mlx_runtime.config.binding.merging import commented_map, comments_behind, quote_strings, remove_key, yaml_text
 from mlx_runtime.config.binding.nodes import BASES, RESERVED
 from mlx_runtime.config.constructors.signatures import (
     MISSING,
@@ -34,22 +32,23 @@ from mlx_runtime.config.constructors.signatures import (
     parameters,
     plain,
     schema_type,
-    settings_of,
     takes_any_keyword,
     type_name,
 )
-from mlx_runtime.config.constructors.targets import object_at, targets_of
+from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import parse_config
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, main_class
-from mlx_runtime.driver.arguments import Request
-from mlx_runtime.errors import USER_ERRORS, ConfigError, MlxError, UsageError, short_message, suggest
+from mlx_runtime.errors import USER_ERRORS, BindError, ConfigError, MlxError, UsageError, short_message, suggest
 from mlx_runtime.storage.documents import AMBIGUOUS
 
 LIBRARIES = (
-    *("torch.nn", "torch.optim", "torch.optim.lr_scheduler", "torchmetrics.classification", "torchmetrics.regression"),
-    *("torchvision.models", "torchvision.ops", "timm"),
+    "torch.nn",
+    "torch.optim",
+    "torch.optim.lr_scheduler",
+    "torchmetrics.classification",
+    "torchmetrics.regression",
 )
-"""Modules whose classes and factory functions are offered, besides those of the project, if they are installed."""
+"""Modules whose classes and functions are offered, besides those of the project."""
 
 REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 """A reference to another value. Resolvers such as `oc.env` are refused."""
@@ -69,9 +68,9 @@ def view(text: str, schema: str) -> View:
     """Return a conf.yaml as `mlx train bind` leaves it, and what can be edited in it.
 
     The keys are `text`, `schema` (of conf.schema.json; the argument is the one of the last bind), and `nodes`. It maps
-    the key of each node, or place for one, to `target`, `annotation`, `blocks` (their keys; None if the class takes
-    none), `open` (it takes arguments with any name) and `fields`, which maps names to `type`, `value`, `default`,
-    `choices`, `required` and `help`. Values are texts as a form shows them.
+    the key of each node to `target`, `blocks` (their keys; None if the class takes none), `open` (it takes arguments
+    with any name) and `fields`, which maps names to `type`, `value`, `default` ("" if there is none) and `help`. Values
+    are texts as a form shows them.
     """
     experiment = main_class(AN_EXPERIMENT, Path.cwd())
     commented_map(text, CONF)
@@ -81,73 +80,78 @@ def view(text: str, schema: str) -> View:
         path.with_name(SCHEMA).write_text(schema)
         bound = bind(experiment, path)
     tree, places = commented_map(bound.after, CONF), _places(experiment, bound.after)
-    nodes = {key: _describe(key, hint, _at(tree, key), places) for key, hint in places.items()}
+    nodes = {key: _describe(key, _at(tree, key), places) for key in places}
     return {"text": bound.after, "schema": bound.schema, "nodes": nodes}
 
 
 def edit(text: str, schema: str, action: str, key: str, arguments: Sequence[Any]) -> View:
     """Change the node at a key, and return the new view. The actions, with their arguments:
 
-    set        name of an argument, text typed into its field; an empty text restores the default
+    set        texts typed into fields, by the names of the arguments; an empty text restores the default
     replace    path of a class that `offered` lists
-    add        path of a class that `offered` lists for blocks
-    move       number of a block, and its new number
+    add        number of the new block, and the path of a class that `offered` lists for blocks
     remove     number of a block
     """
     tree, places = commented_map(text, CONF), _places(main_class(AN_EXPERIMENT, Path.cwd()), text)
     if key not in places:
         raise UsageError(f"there is no node {key!r} in {CONF}.{suggest(key, places)}")
     node = _at(tree, key)
-    order = [*range(len(node.get(ARGS, [])))] if isinstance(node, dict) else []
-    added = []
+    count = len(node.get(ARGS, []))
     match action, *arguments:
-        case "set", name, typed if isinstance(node, dict):
-            _set(node, key, name, typed)
+        case "set", dict(values):
+            for name, typed in values.items():
+                _set(node, key, name, typed)
+            edited = yaml_text(tree)
         case "replace", path:
-            _replace(tree, key, path, _chosen(path, _offers(places[key], node), key))
-        case "add", path if isinstance(node, dict):
-            hint = _block_hint(object_at(node["_target_"]))
-            added = [_new_node(path, _chosen(path, _offers(hint, None), key))]
-        case "move", int(index), int(to) if {index, to} <= {*order}:
-            order.insert(to, order.pop(index))
-        case "remove", int(index) if index in order:
-            order.remove(index)
+            _choose(node, path, _offers(places[key], node), key)
+            edited = yaml_text(tree)
+        case "add", int(index), path if 0 <= index <= count:
+            block = CommentedMap()
+            _choose(block, path, _offers(_block_hint(object_at(node["_target_"])), None), key)
+            edited = _splice(text, tree, node, index, index, [block])
+        case "remove", int(index) if 0 <= index < count:
+            edited = _splice(text, tree, node, index, index + 1, [])
         case _:
             raise UsageError(f"{key} cannot {action} {', '.join(map(repr, arguments))}")
-    edited = yaml_text(tree) if action in ("set", "replace") else _arranged(text, tree, node, order, added)
-    return view(edited, schema)
+    with contextlib.suppress(BindError):
+        if _json(commented_map(edited, CONF)) == _json(tree):
+            return view(edited, schema)
+    raise UsageError(f"{key} cannot be changed here, as {CONF} is written; edit the file")
 
 
-def _arranged(text: str, tree: Any, node: Any, order: Sequence[int], added: Sequence[Any]) -> str:
-    """Return the conf.yaml with the blocks of a node in another order, and further blocks.
+def _splice(text: str, tree: Any, node: Any, start: int, stop: int, added: Sequence[Any]) -> str:
+    """Replace blocks of a node in its tree, and return conf.yaml: the other lines as they are, with their comments.
 
-    Lines are moved as they are, with the comments above them: ruamel would leave comments where they were.
+    ruamel would leave the comments where they were. Lines that are laid out in another way than `bind` does may give a
+    text that does not contain the tree.
     """
-    blocks = node.get(ARGS)
-    if not blocks or blocks.fa.flow_style():
-        node[ARGS] = quote_strings([*(_plain(blocks[index]) for index in order), *added])
-        return yaml_text(tree)
-    if not order:
+    old = node.get(ARGS, [])
+    new = [*old[:start], *added, *old[stop:]]
+    if not new:
         remove_key(node, ARGS)  # keeps the comments below
+    else:
+        node[ARGS] = new
+    if not (old and new):
         return yaml_text(tree)
-    lines, column = text.splitlines(keepends=True), blocks.lc.item(0)[1] - 2
-    starts = [blocks.lc.item(index)[0] for index in range(len(blocks))]
-    beyond = re.compile(rf" {{0,{column - 1}}}\S| {{{column}}}[^\s#-]")
+    lines, column = text.splitlines(keepends=True), old.lc.item(0)[1] - 2
+    starts = [old.lc.item(index)[0] for index in range(len(old))]
+    beyond = re.compile(rf" {{0,{column - 1}}}[^\s#]| {{{column}}}[^\s#-]")
     end = next((number for number in range(starts[-1], len(lines)) if beyond.match(lines[number])), len(lines))
-    for number, start in enumerate(starts):
-        while lines[start - 1].lstrip().startswith("#"):
-            start -= 1
-        starts[number] = start
-    chunks = [lines[start:stop] for start, stop in itertools.pairwise([*starts, end])]
-    new = textwrap.indent(textwrap.dedent(yaml_text(added)), " " * column) if added else ""
-    return "".join([*lines[: starts[0]], *(line for index in order for line in chunks[index]), new, *lines[end:]])
+    while not lines[end - 1].partition("#")[0].strip():  # comments below the last block stay
+        end -= 1
+    for number, line in enumerate(starts):
+        while lines[line - 1].lstrip().startswith("#"):
+            line -= 1
+        starts[number] = line
+    block = textwrap.indent(textwrap.dedent(yaml_text(added)), " " * column) if added else ""
+    starts.append(end)
+    return "".join([*lines[: starts[start]], block, *lines[starts[stop] :]])
 
 
 def offered(text: str, key: str) -> list[list[str]]:
     """Return the paths of the classes and functions that fit the node at a key, and of those that fit a block of it."""
     hint, node = _places(main_class(AN_EXPERIMENT, Path.cwd()), text)[key], _at(commented_map(text, CONF), key)
-    blocks = _block_hint(object_at(node["_target_"])) if isinstance(node, dict) else None
-    return [list(_offers(hint, node)), list(_offers(blocks, None))]
+    return [[*_offers(hint, node)], [*_offers(_block_hint(object_at(node["_target_"])), None)]]
 
 
 def variant(before: str, after: str) -> str:
@@ -160,36 +164,36 @@ def _changes(old: Any, new: Any) -> dict[str, Any]:
     changes = {}
     for name, value in new.items():
         was = old.get(name)
-        if json.dumps(was, default=str) == json.dumps(value, default=str):
+        if _json(was) == _json(value):
             continue
         mappings = isinstance(was, dict) and isinstance(value, dict) and was.get("_target_") == value.get("_target_")
         changes[name] = _changes(was, value) if mappings and was.keys() <= value.keys() else _plain(value)
     return changes
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
 def _plain(value: Any) -> Any:
     """Return a value of ruamel without its comments."""
-    return json.loads(json.dumps(value, default=str))
+    return json.loads(_json(value))
 
 
 def _places(experiment: type, text: str) -> dict[str, Any]:
-    """Return the annotation of each node of a conf.yaml, and of each argument that could be one, by its key."""
+    """Return the annotation of each node of a conf.yaml, by its key."""
     found: dict[str, Any] = {}
     raw, tree = commented_map(text, CONF), parse_config(text, environment=False)
 
     def visit(value: Any, hint: Any, key: str) -> None:
-        if not isinstance(value, dict):
-            found.update({key: hint} if _takes_node(hint) else {})
-        elif isinstance(_at(raw, key), dict):  # not a reference to another node
+        if isinstance(value, dict) and isinstance(_at(raw, key), dict):  # not a reference to another node
             found[key], target = hint, object_at(value["_target_"])
             hints = {name: item.annotation for name, item in _arguments(target).items()}
             hints |= {ARGS: list[_block_hint(target)]}  # type: ignore[misc]
             for name, item in value.items():
-                here, wanted = f"{key}.{name}", hints.get(name, Any)
-                if item is None:
-                    visit(item, wanted, here)
+                here = f"{key}.{name}"
                 with contextlib.suppress(TypeError):
-                    convert(item, wanted if not PARAMS.fullmatch(here) else str, here, visit)
+                    convert(item, hints.get(name, Any) if not PARAMS.fullmatch(here) else str, here, visit)
 
     for name, cls in groups(experiment).items():
         if isinstance(tree.get(name), dict) and "_target_" in tree[name]:
@@ -232,9 +236,7 @@ def _block_hint(target: Any) -> Any:
     return nn.Module if isinstance(target, type) and issubclass(target, nn.Module) else Any
 
 
-def _describe(key: str, hint: Any, node: Any, places: dict[str, Any]) -> View:
-    if not isinstance(node, dict):
-        return {"target": None, "annotation": type_name(hint), "blocks": None, "open": False, "fields": {}}
+def _describe(key: str, node: Any, places: Mapping[str, Any]) -> View:
     target, fields = object_at(node["_target_"]), {}
     texts, blocks = argument_texts(target), range(len(node.get(ARGS, [])))
     for name, item in _arguments(target, node).items():
@@ -246,13 +248,10 @@ def _describe(key: str, hint: Any, node: Any, places: dict[str, Any]) -> View:
             "type": "" if item.annotation in (Any, MISSING) else type_name(item.annotation),
             "value": _as_typed(node[name]) if name in node else shown,
             "default": shown,
-            "choices": _choices(item.annotation),
-            "required": item.default is MISSING and not node.get("_partial_"),
             "help": texts.get(name, ""),
         }
     return {
         "target": node["_target_"],
-        "annotation": type_name(hint),
         "blocks": None if _block_hint(target) is None else [f"{key}.{ARGS}[{index}]" for index in blocks],
         "open": takes_any_keyword(parameters(target) or []),
         "fields": fields,
@@ -263,15 +262,6 @@ def _is_fixed(node: Any, key: str) -> bool:
     """Return True if no text can be typed for a value: a mapping, what a node imports, or `params` of an optimizer."""
     is_mapping = isinstance(node.get(key.rpartition(".")[2]), dict)
     return is_mapping or node["_target_"] == IMPORT or PARAMS.fullmatch(key) is not None
-
-
-def _choices(hint: Any) -> list[str] | None:
-    """Return the texts of all values of a type, if they are few: of a bool, a Literal, an enum, or None."""
-    schema = schema_type(hint)
-    words = {"boolean": ["true", "false"], "null": ["null"]}
-    kinds = schema.get("anyOf", [schema])
-    found = [words.get(kind.get("type"), [_as_typed(item) for item in kind.get("enum", ())]) for kind in kinds]
-    return [word for texts in found for word in texts] if all(found) else None
 
 
 def _as_typed(value: Any) -> str:
@@ -293,6 +283,8 @@ def _literal(typed: str, hint: Any, key: str) -> Any:
     for value in values:
         with contextlib.suppress(TypeError):
             convert(value, hint, key, _refuse_node)
+            if isinstance(value, dict):
+                _refuse_node(value, hint, key)
             if "${" in json.dumps(value):
                 raise ConfigError(f"{key} is {typed!r:.100}, which resolves something; only ${{KEY}} may, as a whole")
             return value
@@ -310,38 +302,36 @@ def _set(node: Any, key: str, name: str, typed: str) -> None:
         raise UsageError(f"{here} is no value of {node['_target_']} that can be typed here.{suggest(name, items)}")
     item = items[name]
     default = "???" if item.default is MISSING else plain(item.default)
-    value = default if typed == "" and item.annotation is not str else _literal(typed, item.annotation, here)
+    value = _literal(typed, item.annotation, here) if typed else default
     if value is MISSING or (key.endswith("]") and value == default != "???"):  # bind lists defaults outside of blocks
         if name in node:
             remove_key(node, name)
-    else:
-        written = commented_map(f"value: {json.dumps(value)}", CONF)["value"]  # lists in one line
-        node[name] = written if isinstance(value, list | dict) else quote_strings(value)
+        return
+    comments, slot = comments_behind(node, name) if name in node else ([None], 0)
+    below, comments[slot] = comments[slot], None
+    if isinstance(value, list):  # in one line
+        value = CommentedSeq(quote_strings(value))
+        value.fa.set_flow_style()
+    node[name] = quote_strings(value)
+    comments = node.ca.items.setdefault(name, [None] * 4)
+    comments[2:] = below or comments[2], None
 
 
-def _replace(tree: Any, key: str, path: str, target: Any) -> None:
-    node, new = _at(tree, key), _new_node(path, target)
-    if node in (None, "???"):
-        above, name, index = re.fullmatch(r"(.*)(?:\.(\w+)|\[(\d+)\])", key).groups()  # type: ignore[union-attr]
-        _at(tree, above)[name or int(index)] = quote_strings(new)
-    elif object_at(node["_target_"]) is not target:
-        node["_target_"] = path
-        kept = {*_arguments(target), "_target_", "_partial_", ARGS if _block_hint(target) is not None else ""}
-        for name in [name for name in node if name not in kept]:
-            remove_key(node, name)
-        if not node.get("_partial_"):
-            node.update({name: value for name, value in new.items() if name not in node})
-
-
-def _new_node(path: str, target: Any) -> Any:
-    """Return a node with only the arguments that have no default, to be filled in."""
-    return {"_target_": path} | {name: "???" for name, item in _arguments(target).items() if item.default is MISSING}
-
-
-def _chosen(path: str, offers: dict[str, Any], key: str) -> Any:
+def _choose(node: Any, path: str, offers: Mapping[str, Any], key: str) -> None:
+    """Give a node, or an empty one, a class. It keeps the arguments that this one has, too; others must be given."""
     if path not in offers:
         raise UsageError(f"{key} cannot be {path!r:.100}, which is not one of the {len(offers)} classes offered for it")
-    return offers[path]
+    target = offers[path]
+    if "_target_" in node and object_at(node["_target_"]) is target:
+        return
+    node["_target_"] = path
+    items = _arguments(target)
+    kept = {*items, "_target_", "_partial_", ARGS if _block_hint(target) is not None else ""}
+    for name in [name for name in node if name not in kept]:
+        remove_key(node, name)
+    for name, item in items.items():
+        if item.default is MISSING and not node.get("_partial_"):
+            node.setdefault(name, "???")
 
 
 def _offers(hint: Any, node: Any) -> dict[str, Any]:
@@ -392,46 +382,13 @@ def _known() -> Iterator[tuple[str, Any]]:
 
 
 def check(text: str) -> View:
-    """Return the problems of a conf.yaml, and its models as `structure.describe` finds them.
-
-    `problems` has the key of the node, or "", and a line for each.
-    """
+    """Return the `problems` of a conf.yaml, lines with their keys, and its `models`, as `structure.describe` does."""
     with tempfile.TemporaryDirectory(prefix="mlx-draft-") as folder:
         path = Path(folder, CONF.name)
         path.write_text(text)
         try:
             found = describe(conf=path)
         except MlxError as error:
-            keys = sorted(_places(main_class(AN_EXPERIMENT, Path.cwd()), text), key=len, reverse=True)
-            lines = getattr(error, "problems", ()) or [short_message(error)]
-            at = ((next((key for key in keys if line.startswith((f"{key}.", f"{key}:"))), ""), line) for line in lines)
-            return {"problems": [*at], "models": []}
+            return {"problems": [*(getattr(error, "problems", ()) or [short_message(error)])], "models": []}
     node, line = found["failure"]
-    return {"problems": [[node, f"{node}: {line}"]] if node else [], "models": found["models"]}
-
-
-def words_of(arguments: str) -> list[str]:
-    """Return the words after `mlx train run` for typed arguments, which start a new run and name no other classes."""
-    try:
-        request = Request.parse(words := shlex.split(arguments))
-    except ValueError as error:
-        raise UsageError(f"{arguments!r:.100} is not understood: {error}") from None
-    if request.resume or request.origin or request.claimed or request.checkpoint:
-        raise UsageError("only new runs start here; to continue one, type: mlx train run --resume RUN")
-    experiment = main_class(AN_EXPERIMENT, Path.cwd())
-    variants = [item for item in request.overrides if item.startswith(composition.OPTION)]
-    before, after = (composition.read(CONF, given, settings_of(experiment)) for given in (variants, request.overrides))
-    if others := [name for name in _imports(after.tree) if name not in {*_imports(before.tree)}]:
-        raise UsageError(f"the overrides name {others[0]!r:.100}; choose classes in the form, and save")
-    composition.check(experiment, after)  # after that, because it builds cfg
-    return words
-
-
-def _imports(tree: Any) -> Iterator[str]:
-    """Yield what a config imports: the targets of its nodes, and what their `path` names."""
-    yield from targets_of(tree)
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    if isinstance(tree, dict) and tree.get("_target_") == IMPORT:
-        yield str(tree.get("path"))
-    for value in values:
-        yield from _imports(value)
+    return {"problems": [f"{node}: {line}"] if node else [], "models": found["models"]}

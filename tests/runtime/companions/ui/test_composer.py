@@ -12,6 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 from browser import Browser, Page
+from conftest import edit
 
 from mlx_runtime.config.projects import CONF
 
@@ -39,8 +40,7 @@ HELPERS = """
 all = (selector, root = document) => [...root.querySelectorAll(selector),
     ...[...root.querySelectorAll("*")].filter(item => item.shadowRoot).flatMap(item => all(selector, item.shadowRoot))];
 shown = () => all("pre, td").map(item => item.innerText).join("\\n");
-button = label => all("marimo-button").map(item => item.shadowRoot.querySelector("button"))
-    .filter(item => item && item.innerText == label && !item.disabled)[0];
+button = label => all("button").filter(item => item.innerText == label && !item.disabled)[0];
 labelled = (kind, label) => all(kind).filter(item => item.shadowRoot?.querySelector("label")?.innerText == label)[0];
 field = label => labelled("marimo-text", label)?.shadowRoot.querySelector("input");
 fill = (input, text) => {
@@ -67,19 +67,20 @@ class Person:
         self.page.evaluate(f"button({json.dumps(label)}).click()")
         self.sees(then)
 
-    def choose(self, label: str, option: str, then: str) -> None:
+    def choose(self, label: str, option: str, then: str = "") -> None:
         self.page.until(f"!!list({json.dumps(label)})")
         self.page.evaluate(f"list({json.dumps(label)}).click()")
         self.page.until("!!all('[cmdk-input]')[0]")
         self.page.evaluate(f"fill(all('[cmdk-input]')[0], {json.dumps(option)})")
         self.page.until(f"!!option({json.dumps(option)})")
         self.page.evaluate(f"option({json.dumps(option)}).click()")
+        self.page.until(f"list({json.dumps(label)})?.innerText.includes({json.dumps(option)})")
         self.sees(then)
 
-    def type(self, label: str, text: str, then: str = "") -> None:
-        self.page.until(f"!!field({json.dumps(label)})")
-        self.page.evaluate(f"fill(field({json.dumps(label)}), {json.dumps(text)})")
-        self.sees(then)
+    def fill(self, **texts: str) -> None:
+        for label, text in texts.items():
+            self.page.until(f"!!field({json.dumps(label)})")
+            self.page.evaluate(f"fill(field({json.dumps(label)}), {json.dumps(text)})")
 
     def sees(self, text: str) -> None:
         try:
@@ -117,6 +118,8 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def test_a_network_is_composed_by_clicks_and_trained(digits: Path, environment: dict[str, str], tmp_path: Path) -> None:
     environment = environment | {"MLX_CACHE": str(tmp_path / "cache"), "MPLCONFIGDIR": str(tmp_path)}
+    edit(digits / CONF, "num_epochs: 30", "num_epochs: 5")
+    edit(digits / CONF, "start_workers: 2", "start_workers: 0")
     before = (digits / CONF).read_text()
     (tmp_path / "browser").mkdir()
     with served(digits, environment) as url, Browser(tmp_path / "browser") as browser:
@@ -126,31 +129,35 @@ def test_a_network_is_composed_by_clicks_and_trained(digits: Path, environment: 
         person.sees("no problems")
         person.choose("Class", "torch.nn.Sequential", then="+    _target_: torch.nn.Sequential")
         for number, path in enumerate(("src.models.ConvBlock", "src.models.ConvBlock", "torch.nn.Flatten")):
-            person.choose("Add block", path, then=f"{number}  {path}")
-        person.choose(
-            "Add block", "torch.nn.Linear", then="models.net._args_[3].in_features: ??? must be given a value"
-        )
+            person.choose("Block", path)
+            person.click("Add block", then=f"{number}  {path}")
+        person.choose("Block", "torch.nn.Linear")
+        person.click("Add block", then="models.net._args_[3].in_features: ??? must be given a value")
         person.choose("Node", "models.net._args_[3]: Linear", then="size of each input sample")
-        person.type("in_features", "128", then="+        in_features: 128")
-        person.type("out_features", "10", then="models.net._args_[1]: ")
+        person.fill(in_features="128", out_features="10", bias="false")
+        page.evaluate("button('Apply').click(), button('Save conf.yaml').click()")  # before the result is shown
+        person.sees("nothing is done: the page has changed since that click")
+        assert (digits / CONF).read_text() == before
+        for line in ("in_features: 128", "out_features: 10", "bias: false"):
+            person.sees(f"+        {line}")
+        person.sees("models.net._args_[1]: ")
         person.sees("to have 1 channels, but got 32 channels instead")
         person.choose("Node", "models.net._args_[1]: ConvBlock", then="int = 1")
-        person.type("in_channels", "thirty", then="is 'thirty', not of type int")
-        person.click("Save conf.yaml", then="nothing is saved: models.net._args_[1].in_channels is 'thirty'")
-        assert (digits / CONF).read_text() == before
-        person.type("in_channels", "32", then="no problems")
+        person.fill(in_channels="thirty")
+        person.click("Apply", then="models.net._args_[1].in_channels is 'thirty', not of type int")
+        page.until("field('in_channels')?.value == '1'")
+        person.fill(in_channels="32")
+        person.click("Apply", then="no problems")
         person.sees("(n, 32, 2, 2)")
-        person.sees("1,290")
+        person.sees("1,280")
         page.picture(tmp_path / "composed.png")
         person.click("Save conf.yaml", then="conf.yaml: no changes")
         assert "in_channels: 32\n      - _target_: torch.nn.Flatten\n" in (digits / CONF).read_text()
-        person.type("Arguments", "cfg.start_workers=0 cfg.num_epochs=5")
-        person.click("Start run", then="started; the run appears in the list of runs")
-        while "ended with exit code 0" not in page.evaluate("shown()"):
-            person.click("Refresh", then="mlx train run cfg.start_workers=0 cfg.num_epochs=5: ")
-            time.sleep(0.5)
+        person.click("Start run", then="started; output in ")
         assert [error for error in page.errors() if "was preloaded" not in error] == []  # of marimo's own pages
         assert all(request.startswith(url) for request in page.requests())
-    record = json.loads((digits / "runs" / "digits" / "run_001" / "run.json").read_text())
-    assert record["status"] == "SUCCEEDED"
-    assert record["best"]["value"] >= 0.97  # of val/accuracy
+        file, deadline = digits / "runs" / "digits" / "run_001" / "run.json", time.monotonic() + 120
+        while not (file.exists() and "SUCCEEDED" in file.read_text()):
+            assert time.monotonic() < deadline, page.evaluate("shown()")
+            time.sleep(0.2)
+    assert json.loads(file.read_text())["best"]["value"] >= 0.97  # of val/accuracy
