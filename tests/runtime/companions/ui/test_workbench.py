@@ -132,7 +132,7 @@ def test_an_import_that_hangs_is_stopped_and_holds_no_other_project(
         wait_for((tmp_path / "begun").exists)
         assert Workbench(project).call("src.work:size", [])["size"] == 0
         assert not any(call.done() for call in stuck)
-        workbench._servers[tmp_path].close()
+        workbench._servers[tmp_path][-1].close()
         for call in stuck:
             with pytest.raises(MlxError, match="importing src took more than 120 s, or ended its process"):
                 call.result()
