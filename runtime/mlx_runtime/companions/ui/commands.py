@@ -33,7 +33,7 @@ DRAW_S = 600.0
 def train_draw(output: Path, depth: int, variants: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Draw the experiment: the modules of its models with shapes and sizes, and its wiring.
 
-    A .md file has a mermaid diagram and tables. worker_loop runs until it has called the models; nothing is trained.
+    A .md file has a mermaid diagram and a table. worker_loop runs until it has called the models; nothing is trained.
     """
     from mlx_runtime.companions.ui import drawing
 

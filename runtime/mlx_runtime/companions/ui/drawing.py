@@ -79,7 +79,7 @@ def to_svg(structure: Row, depth: int = DEPTH) -> str:
     """Return a picture: the datasets, the models with `depth` levels of modules, the losses and the optimizers."""
     columns = [[*_levels(structure[group], depth)] for group in ("datasets", "models", "losses", "optimizers")]
     places = {
-        row["key"]: (270 * x + 12 * level, 70 * y, row)
+        row["key"]: (270 * x + 12 * min(level, 5), 70 * y, row)
         for x, column in enumerate(columns)
         for y, (row, level) in enumerate(column)
     }
@@ -87,15 +87,17 @@ def to_svg(structure: Row, depth: int = DEPTH) -> str:
     for start, end in _edges(structure, places):
         (x, y, _), (to_x, to_y, _) = places[start], places[end]
         out, end_x = x + 200, to_x if to_x > x + 200 else to_x + 200  # from its right side to the nearer one
-        bend = f"{out + 40},{y + 30} {end_x + 40 * (1 if end_x > to_x else -1)},{to_y + 20}"
-        drawn.append(f'<path marker-end="url(#tip)" d="M{out},{y + 30} C{bend} {end_x},{to_y + 20}"/>')
+        drawn.append(
+            f'<path marker-end="url(#tip)" d="M{out},{y + 30} C{out + 40},{y + 30} '
+            f'{end_x + 40 * (1 if end_x > to_x else -1)},{to_y + 20} {end_x},{to_y + 20}"/>'
+        )
     for x, y, row in places.values():
         kind = ' class="conf"' if row["node"] else ""
         drawn.append(f'<rect{kind} x="{x}" y="{y}" width="200" height="56" rx="4"/>')
         for line, text in enumerate(_facts(row)):
             cut = f'<svg x="{x}" y="{y + 17 * line}" width="196" height="20">'
             drawn.append(f'{cut}<text x="8" y="15">{escape(text)}</text></svg>')
-    return PICTURE.format(width=1080 + 12 * depth, height=70 * max(map(len, columns)) + 20, drawn="\n".join(drawn))
+    return PICTURE.format(width=1080, height=70 * max(map(len, columns)) + 20, drawn="\n".join(drawn))
 
 
 def drawing_tab(project: Path) -> Any:

@@ -124,8 +124,9 @@ class Workbench:
 def _work(function: str, connection: Any) -> int:
     """Call the function in this process, which the server has just started, and send what it returns."""
     connection.send_bytes(b"")
+    args = connection.recv()  # in any case: if it ended with unread data, the answer could be lost
     try:
-        answer = json.dumps([True, object_at(function.replace(":", "."))(*connection.recv())])
+        answer = json.dumps([True, object_at(function.replace(":", "."))(*args)])
     except BaseException as error:  # also Ctrl-C, which no terminal sends here
         answer = json.dumps([False, printable(located(error), one_line=True)])
     connection.send_bytes(answer.encode())
