@@ -92,6 +92,8 @@ def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monke
     assert not {"src", "src.work"} & set(sys.modules)
     assert bench.call("src.work:shout") == "done"
     assert bench.call("src.work:size", ["x" * 100] * 100_000)["size"] == 100_000
+    with pytest.raises(MlxError, match="has no attribute 'missing'"):  # it fails before it needs its arguments
+        bench.call("src.work:missing", "x" * 1_000_000)
 
 
 @pytest.mark.parametrize(
