@@ -25,13 +25,15 @@ DRAW_S = 600.0
     show_default=True,
     help="A .md or .svg.",
 )
-@click.option("--depth", metavar="N", type=click.IntRange(min=0), help="Levels of modules. Default: about 60 modules.")
+@click.option(
+    "--depth", metavar="N", type=click.IntRange(min=0), default=2, show_default=True, help="Levels of modules."
+)
 @commands.variant_option
 @click.argument("overrides", nargs=-1)
-def train_draw(output: Path, depth: int | None, variants: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+def train_draw(output: Path, depth: int, variants: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Draw the experiment: the modules of its models with shapes and sizes, and its wiring.
 
-    A .md file has a mermaid diagram and tables. worker_loop runs until it has called the models; nothing is trained.
+    A .md file has a mermaid diagram and a table. worker_loop runs until it has called the models; nothing is trained.
     """
     from mlx_runtime.companions.ui import drawing
 
@@ -45,6 +47,3 @@ def train_draw(output: Path, depth: int | None, variants: tuple[str, ...], overr
     structure = drawing.structure_of(folder, words, DRAW_S)
     output.write_text(write(structure, depth), encoding="utf-8")
     options.say(f"wrote {output}")
-    for model in structure["models"]:
-        line = f"{model['name']}: {model['class']} with {model['parameters']:,} parameters"
-        options.say("; ".join(filter(None, (line, model["note"]))))

@@ -187,5 +187,5 @@ def _findings(state: Composer, draft: composing.Draft, report: dict[str, Any]) -
         state.button("Start run", state.start),
         mo.plain_text("With variants or other values: mlx train run --variant NAME KEY=VALUE"),
         mo.plain_text(changes or "conf.yaml: no changes"),
-        mo.md(to_tables(report)),
+        mo.Html(to_tables(report)),
     ]

@@ -391,4 +391,4 @@ def check(text: str) -> View:
         except MlxError as error:
             return {"problems": [*(getattr(error, "problems", ()) or [short_message(error)])], "models": []}
     node, line = found["failure"]
-    return {"problems": [f"{node}: {line}"] if node else [], "models": found["models"]}
+    return {"problems": [f"{node}: {line}"] if node and line else [], "models": found["models"]}

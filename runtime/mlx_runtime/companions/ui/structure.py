@@ -25,9 +25,6 @@ from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.loop.stopping import LoopStopped
 from mlx_runtime.runs.checkpoints.groups import members
 
-CALLS = 500
-"""Calls of models and losses after which a loop ends that does not call all of them."""
-
 
 def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) -> dict[str, Any]:
     """Return the structure of the experiment in the working directory, as plain data.
@@ -35,11 +32,11 @@ def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) ->
         {name, datasets: [row, …], models: [row, …], losses: [row, …], optimizers: [row, …], edges: [[from, to], …],
          failure: [key, line]}
 
-    A row is `{key, name, class, node, shape, parameters, buffers, note, modules}`: its key, like `datasets.train` or
+    A row is `{key, name, class, node, shape, parameters, note, modules}`: its key, like `datasets.train` or
     `models.net.layers.0`, which edges name; the key of its node in conf.yaml, if it has one; the shape of its output,
-    in which `n` is the number of rows; the numbers of values, those of shared tensors where they come first; and the
-    rows of the modules in it. The note of a model without shapes says why. The failure is the error in the loop, after
-    the key in conf.yaml of the innermost module that raised it, or "".
+    in which `n` is a size that equals the number of rows; the number of values in its parameters; and the rows of the
+    modules in it. The note of a model without a shape says why. The failure is the error in the loop, after the key in
+    conf.yaml of the innermost module that raised it, or "".
 
     Args:
         overrides: Hydra's.
@@ -52,10 +49,13 @@ def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) ->
     observer.set(nodes.__setitem__)
     for on_meta in (True, False):
         watch, problem = _Watch(), why
-        with built(experiment, config, cpu, on_meta=on_meta, follow=_followed) as (groups, run_loop):
+        with built(experiment, config, cpu, on_meta=on_meta, follow=watch.follow) as (groups, run_loop):
             keys = {id(module): key for key, module in nodes.items()}
-            kinds = {group: members(groups.get(group), nn.Module) for group in ("models", "losses")}
-            roots = {f"{group}.{name}": part for group, parts in kinds.items() for name, part in parts.items()}
+            roots = {
+                f"{group}.{name}": module
+                for group in ("models", "losses")
+                for name, module in members(groups.get(group), nn.Module).items()
+            }
             watch.attach(roots)
             try:
                 if not why:
@@ -66,11 +66,12 @@ def describe(overrides: Sequence[str] = (), why: str = "", conf: Path = CONF) ->
         missing = {key for key in watch.missing if key.startswith("models.")}
         if why or not problem or not missing or is_large(config.tree, cpu):
             break
-    seen: dict[int, str] = {}
-    models = [_row(roots[f"models.{name}"], f"models.{name}", watch.shapes, keys, seen) for name in kinds["models"]]
-    for row in models:
-        if row["key"] in missing:
-            row["note"] = f"no shapes: {problem or 'worker_loop has not called it in its first batches'}"
+    note = f"no shape: {problem or 'its forward was not called in the first batches'}"
+    models = [
+        _row(module, key, watch.shapes, keys) | {"note": note * (key in missing)}
+        for key, module in roots.items()
+        if key.startswith("models.")
+    ]
     mapping = getattr(groups.get("models"), "map_params_to_optimizers", {})
     return {
         "name": config.cfg.name,
@@ -89,16 +90,29 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shapes: dict[str, str] = {}
+        self.shapes: dict[int, str] = {}  # by the id of the module
         self.edges: dict[tuple[str, str], None] = {}
         self.missing: set[str] = set()  # models and losses that have not been called
-        self.calls: list[tuple[nn.Module, set[str], int]] = []  # in progress: sources of inputs, leaves called before
-        self._leaves = self._rows = 0
+        self.calls: list[tuple[nn.Module, set[str], set[str]]] = []  # in progress, with the sources of their inputs,
+        # and the keys and sources of the modules that they have called
+        self._rows = 0  # of the last batch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        _mark(made, _sources((args, kwargs, made)))
+        _mark(args[:1] if made is None else made, _sources((args, kwargs, made)))  # None: wrote into the first
         return made
+
+    def follow(self, loader: Loader) -> Loader:
+        """Return a loader whose batches are marked with their dataset."""
+
+        def marked(loader: Loader) -> Iterator[Any]:
+            for batch in Loader.__iter__(loader):
+                self._rows = loader.batch_size
+                _mark(batch, {f"datasets.{loader.shard.name}"})
+                yield batch
+
+        loader.__class__ = type("Loader", (Loader,), {"__iter__": marked})
+        return loader
 
     def attach(self, roots: Mapping[str, nn.Module]) -> None:
         """Add hooks to models and losses, and to the modules in them. They end the loop after the last root."""
@@ -109,37 +123,28 @@ class _Watch(TorchFunctionMode):
 
     def _hook(self, key: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self.calls:
-                self._rows = next((len(item) for item in _tensors((args, kwargs)) if item.ndim), 0)
-            self.calls.append((module, _sources((args, kwargs)), self._leaves))
+            sources = _sources((args, kwargs))
+            for *_others, inner in self.calls:
+                inner |= {key, *sources}
+            self.calls.append((module, sources, set()))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            _module, sources, leaves = self.calls.pop()
-            self.shapes.setdefault(key, ", ".join(_shape(item, self._rows) for item in _tensors(output)))
-            is_leaf = leaves == self._leaves  # it has called no module
-            if is_leaf:
-                self._leaves += 1
-                self.edges |= {(source, key): None for source in sorted(sources)}
-            if is_leaf or len(_sources(output)) > 1:  # paths join in it, such as those of a residual
+            called = None
+            while called is not module:  # those above it have raised an exception
+                called, sources, inner = self.calls.pop()
+            self.shapes.setdefault(id(module), ", ".join(map(self._shape, _tensors(output))))
+            if not inner or len(_sources(output)) > 1:  # paths join in it, such as those of a residual
+                self.edges |= {(source, key): None for source in sorted(sources - inner)}
                 _mark(output, {key})
             self.missing.discard(key)
-            if not self.calls and (not self.missing or self._leaves > CALLS):
+            if not self.missing:
                 raise LoopStopped
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
-
-def _followed(loader: Loader) -> Loader:
-    """Return a loader whose batches are marked with their dataset."""
-
-    def marked(self: Loader) -> Iterator[Any]:
-        for batch in Loader.__iter__(self):
-            _mark(batch, {f"datasets.{self.shard.name}"})
-            yield batch
-
-    loader.__class__ = type("Loader", (Loader,), {"__iter__": marked})
-    return loader
+    def _shape(self, tensor: torch.Tensor) -> str:
+        return f"({', '.join('n' if size == self._rows else str(size) for size in tensor.shape)})"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -156,33 +161,30 @@ def _mark(value: Any, sources: set[str]) -> None:
             item._mlx_sources = sources  # type: ignore[attr-defined]
 
 
-def _shape(tensor: torch.Tensor, rows: int) -> str:
-    sizes = ["n" if place == 0 and size == rows else str(size) for place, size in enumerate(tensor.shape)]
-    return f"({', '.join(sizes)})"
-
-
-def _row(
-    module: nn.Module, key: str, shapes: Mapping[str, str], nodes: Mapping[int, str], seen: dict[int, str]
-) -> dict[str, Any]:
-    """Return the row of a module. `seen` has the keys of the modules and tensors before it, by id."""
-    row = _empty(key, type(module).__name__, nodes.get(id(module), "")) | {"shape": shapes.get(key, "")}
-    if (first := seen.setdefault(id(module), key)) != key:
-        return row | {"note": f"same as {first}", "shape": shapes.get(first, "")}
-    notes = set()
-    for kind, tensors in (("parameters", module._parameters), ("buffers", module._buffers)):
-        for item in [item for item in tensors.values() if item is not None]:
-            if (owner := seen.setdefault(id(item), key)) != key:
-                notes.add(f"shared with {owner}")
-            elif not is_lazy(item):
-                row[kind] += item.numel()
-    inner = [_row(child, f"{key}.{name}", shapes, nodes, seen) for name, child in module._modules.items() if child]
-    counts = {kind: row[kind] + sum(item[kind] for item in inner) for kind in ("parameters", "buffers")}
-    return row | counts | {"note": "; ".join(sorted(notes)), "modules": inner}
+def _row(module: nn.Module, key: str, shapes: Mapping[int, str], nodes: Mapping[int, str]) -> dict[str, Any]:
+    """Return the row of a module; shapes and nodes are by the id of the module."""
+    return _empty(key, type(module).__name__, nodes.get(id(module), "")) | {
+        "shape": shapes.get(id(module), ""),
+        "parameters": sum(item.numel() for item in module.parameters() if not is_lazy(item)),
+        "modules": [
+            _row(child, f"{key}.{name}", shapes, nodes)
+            for name, child in module._modules.items()  # also those that have a second name
+            if child is not None
+        ],
+    }
 
 
 def _empty(key: str, kind: str, node: str) -> dict[str, Any]:
-    facts = {"key": key, "name": key.rpartition(".")[2], "class": kind, "node": node}
-    return facts | {"shape": "", "parameters": 0, "buffers": 0, "note": "", "modules": []}
+    return {
+        "key": key,
+        "name": key.rpartition(".")[2],
+        "class": kind,
+        "node": node,
+        "shape": "",
+        "parameters": 0,
+        "note": "",
+        "modules": [],
+    }
 
 
 def _parts(tree: Mapping[str, Any], group: str) -> list[dict[str, Any]]:
@@ -193,10 +195,11 @@ def _parts(tree: Mapping[str, Any], group: str) -> list[dict[str, Any]]:
 
 def _to_optimizers(mapping: Mapping[str, str], edges: Mapping[tuple[str, str], None]) -> list[tuple[str, str]]:
     """Return the edges to optimizers: from the losses of the models that they train, or from models without one."""
-    found = []
-    for model, optimizer in mapping.items():
-        losses = [
-            end for start, end in edges if f"{start}.".startswith(f"models.{model}.") and end.startswith("losses.")
-        ]
-        found += [(start, f"optimizers.{optimizer}") for start in losses or [f"models.{model}"]]
-    return found
+
+    def last(model: str) -> list[str]:
+        to_losses = [edge for edge in edges if edge[1].startswith("losses.")]
+        return [end for start, end in to_losses if f"{start}.".startswith(f"{model}.")] or [model]
+
+    return [
+        (start, f"optimizers.{optimizer}") for model, optimizer in mapping.items() for start in last(f"models.{model}")
+    ]

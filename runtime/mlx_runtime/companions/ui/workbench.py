@@ -26,7 +26,8 @@ from mlx_runtime.workers.fork_server import ForkServer
 START_S = 120.0
 """Time limit for importing torch and the project's code, which is no part of the time limit of a call."""
 
-_servers: "dict[Path, _Server]" = {}
+_servers: "dict[Path, list[_Server]]" = {}
+"""Of each project: the last one is used, and earlier ones have calls in progress."""
 
 _lock = threading.Lock()
 """Held while `_servers` or a number of users changes."""
@@ -40,7 +41,7 @@ class NoAnswerError(MlxError):
 
 class _Server(ForkServer):
     def __init__(self, project: Path, digest: str) -> None:
-        self.digest, self.users = digest, 1  # calls in progress, and `_servers`
+        self.digest, self.users = digest, 0  # calls in progress
         self.lock = threading.Lock()  # held while requests are sent, which must not mix
         os.environ.pop("MLX_UI_TOKEN", None)  # the project's code must not read it
         super().__init__(fresh=True, folder=project)
@@ -59,13 +60,6 @@ class _Server(ForkServer):
         with self.lock, contextlib.suppress(MlxError):  # the server has ended, and all its processes with it
             self.kill(number)
             list(self.exits())  # otherwise they would fill the connection
-
-    def leave(self) -> None:
-        with _lock:
-            self.users -= 1
-            is_last = not self.users
-        if is_last:
-            self.close()
 
 
 class Workbench:
@@ -110,26 +104,29 @@ class Workbench:
     @contextlib.contextmanager
     def _server(self) -> Iterator[_Server]:
         """Provide the server of the project, which does not end within the block."""
-        digest = code_digest(self.project)
+        digest, servers = code_digest(self.project), _servers.setdefault(self.project, [])
         with _lock:
-            earlier = _servers.get(self.project)
-            if earlier is None or not earlier.alive or earlier.digest != digest:
-                _servers[self.project] = _Server(self.project, digest)
-            server = _servers[self.project]
+            if not servers or not servers[-1].alive or servers[-1].digest != digest:
+                servers.append(_Server(self.project, digest))
+            server = servers[-1]
             server.users += 1
-        if earlier not in (None, server):
-            earlier.leave()
         try:
             yield server
         finally:
-            server.leave()
+            with _lock:
+                server.users -= 1
+                unused = [item for item in servers[:-1] if not item.users]
+                servers[:] = [item for item in servers if item not in unused]
+            for item in unused:
+                item.close()
 
 
 def _work(function: str, connection: Any) -> int:
     """Call the function in this process, which the server has just started, and send what it returns."""
     connection.send_bytes(b"")
+    args = connection.recv()  # in any case: if it ended with unread data, the answer could be lost
     try:
-        answer = json.dumps([True, object_at(function.replace(":", "."))(*connection.recv())])
+        answer = json.dumps([True, object_at(function.replace(":", "."))(*args)])
     except BaseException as error:  # also Ctrl-C, which no terminal sends here
         answer = json.dumps([False, printable(located(error), one_line=True)])
     connection.send_bytes(answer.encode())

@@ -1,5 +1,6 @@
 """The experiment drawn: what the pictures show, and that names from code are text in them."""
 
+import asyncio
 import re
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from conftest import Mlx
 from hostile import TEXTS
 
-from mlx_runtime.companions.ui.drawing import COLUMNS, structure_of, to_markdown, to_mermaid, to_svg
+from mlx_runtime.companions.ui.drawing import drawing_tab, structure_of, to_mermaid, to_svg, to_tables
 
 DESCRIBE = "mlx_runtime.companions.ui.structure:describe"
 
@@ -40,7 +41,6 @@ class DigitsNet(nn.Module):
         self.again = self.head
         self.tied = nn.Linear(8, 10)
         self.tied.bias = self.unused = nn.Parameter(torch.zeros(10))
-        self.register_buffer("scale", torch.ones(3))
 
     def forward(self, image):
         x = self.first(image.flatten(1))
@@ -50,15 +50,64 @@ class DigitsNet(nn.Module):
 """
 
 
+JOINS = """
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+
+class Offset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(1, 8)
+
+    def forward(self, x):
+        return x + self.table(torch.zeros(1, dtype=torch.long, device=x.device))
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+
+class DigitsNet(nn.Module):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.first, self.offset, self.fails = nn.Linear(64, width), Offset(), Fails()
+        self.normed, self.turned, self.head = weight_norm(nn.Linear(width, width)), nn.Identity(), nn.Linear(width, 10)
+
+    def forward(self, image):
+        x = self.offset(self.first(image.flatten(1)))
+        written = torch.zeros(x.shape, device=x.device)
+        written[:, :] = self.normed(x)
+        logits = self.head(self.turned(written.T).T)
+        try:
+            return self.fails(logits)
+        except ValueError:
+            return logits
+"""
+
+
 def rows_of(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield row
     for inner in row["modules"]:
         yield from rows_of(inner)
 
 
+def table_of(page: str) -> list[list[str]]:
+    """Return the cells of a table below its title."""
+    return [line.split("</td><td>") for line in re.findall(r"<tr><td>(.*)</td></tr>", page)][1:]
+
+
+def arrows_of(page: str) -> set[tuple[str, str]]:
+    """Return the names of the boxes that arrows connect."""
+    names = dict(re.findall(r'(n\d+)\S{1,3}"(\w+)', page))
+    return {(names[start], names[end]) for start, end in re.findall(r"(n\d+) --> (n\d+)", page)}
+
+
 @pytest.fixture
 def drawn(digits: Path, mlx: Mlx) -> Path:
-    """An experiment whose model has repeated, shared and lazy modules, shared parameters and buffers."""
+    """An experiment whose model has repeated, shared and lazy modules, and shared parameters."""
     (digits / "src" / "models.py").write_text(MODELS)
     (digits / "src" / "conf.yaml").unlink()
     return digits
@@ -68,28 +117,48 @@ def drawn(digits: Path, mlx: Mlx) -> Path:
 def test_the_command_draws_modules_with_shapes_and_the_wiring(drawn: Path, mlx: Mlx) -> None:
     done = mlx(drawn, "train", "draw", "-o", "net.md", "--depth", "2", "models.net.blocks=3")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["wrote net.md", "net: DigitsNet with 946 parameters"]
+    assert done.stdout.splitlines()[-1] == "wrote net.md"
     page = (drawn / "net.md").read_text()
-    table = [
-        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
+    assert table_of(page) == [
+        ["net", "DigitsNet", "(n, 10)", "946", "models.net"],
+        ["· first", "Linear", "(n, 8)", "520", "models.net.first"],
+        ["· blocks", "ModuleList", "", "264", ""],
+        *([f"· · {number}", "Block", "(n, 8)", "88", ""] for number in range(3)),
+        ["· head", "Linear", "(n, 8)", "72", ""],
+        ["· again", "Linear", "(n, 8)", "72", ""],
+        ["· tied", "Linear", "(n, 10)", "90", ""],
     ]
-    assert table == [
-        ["net", "DigitsNet", "(n, 10)", "946", "3", "models.net"],
-        ["· first", "Linear", "(n, 8)", "520", "", "models.net.first"],
-        ["· blocks", "ModuleList", "", "264", "", ""],
-        ["· · 0 … 2", "Block (x3)", "(n, 8)", "88", "", ""],
-        ["· head", "Linear", "(n, 8)", "72", "", ""],
-        ["· again", "Linear", "(n, 8)", "", "", "same as models.net.head"],
-        ["· tied", "Linear", "(n, 10)", "80", "", "shared with models.net"],
-    ]
-    labels = dict(re.findall(r'(n\d+)\S{1,3}"(\w+)', page))
-    arrows = {(labels[start], labels[end]) for start, end in re.findall(r"(n\d+) --> (n\d+)", page)}
-    assert arrows >= {("train", "first"), ("first", "0"), ("0", "head"), ("tied", "cross_entropy")}
-    assert arrows >= {("train", "cross_entropy"), ("cross_entropy", "adam")}
+    wiring = {("train", "first"), ("train", "cross_entropy"), ("tied", "cross_entropy"), ("cross_entropy", "adam")}
+    assert arrows_of(page) == wiring | {("first", "0"), ("0", "1"), ("1", "2"), ("2", "head"), ("head", "tied")}
     assert not (drawn / "runs").exists()
     refused = mlx(drawn, "train", "draw", "-o", "net.png")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert "net.png is neither a .md nor a .svg file" in refused.stderr
+
+
+@pytest.mark.process
+def test_arrows_follow_joins_writes_and_failures(drawn: Path, mlx: Mlx) -> None:
+    (drawn / "src" / "models.py").write_text(JOINS)
+    done = mlx(drawn, "train", "draw", "--depth", "1")
+    assert done.returncode == 0, done.stderr
+    page = (drawn / "model.md").read_text()
+    assert arrows_of(page) == {
+        *[("train", "first"), ("first", "offset"), ("offset", "normed"), ("normed", "turned"), ("turned", "head")],
+        *[("train", "cross_entropy"), ("head", "cross_entropy"), ("cross_entropy", "adam")],
+    }
+    shapes = {name: shape for name, _, shape, *_others in table_of(page)}
+    assert [shapes[f"· {name}"] for name in ("offset", "fails", "turned")] == ["(n, 8)", "", "(8, n)"]
+
+
+@pytest.mark.process
+def test_the_tab_shows_names_as_text(digits: Path) -> None:
+    with (digits / "src" / "models.py").open("a") as file:
+        file.write('\n\nDigitsNet.__name__ = "::lucide:rocket::<b>"\n')
+    tab = drawing_tab(digits)
+    page = asyncio.run(tab._element()).text
+    assert "<td>::lucide:rocket::&lt;b&gt;</td>" in page
+    assert "<marimo-mermaid" in page
+    assert "iconify" not in page
 
 
 LOOP = """\
@@ -108,8 +177,8 @@ def test_a_loop_that_fails_leaves_the_modules(digits: Path) -> None:
     file = digits / "src" / "experiment.py"
     file.write_text(file.read_text().replace(loop, LOOP, 1))
     notes = {
-        1: "no shapes: ValueError: no batch",
-        2: f"no shapes: {DESCRIBE} returned nothing: its process exited with code 3",
+        1: "no shape: ValueError: no batch",
+        2: f"no shape: {DESCRIBE} returned nothing: its process ended",
     }
     for seed in (0, 1, 2):
         (net,) = structure_of(digits, [f"cfg.seed={seed}"])["models"]
@@ -123,7 +192,7 @@ def test_a_loop_that_fails_leaves_the_modules(digits: Path) -> None:
 
 def row(key: str, text: str, *modules: Any) -> dict[str, Any]:
     facts = {"name": text, "class": text, "node": text, "shape": text, "note": text}
-    return {"key": key, **facts, "parameters": 1, "buffers": 0, "modules": [*modules]}
+    return {"key": key, **facts, "parameters": 1, "modules": [*modules]}
 
 
 XSS = (
@@ -135,6 +204,7 @@ XSS = (
     "`x` | <b>",
     "#quot; &lt;",
     "%%{init: {}}%%",
+    "::lucide:rocket::",
     "end",
 )
 
@@ -148,20 +218,17 @@ def test_names_are_text(text: str) -> None:
     picture = ElementTree.fromstring(to_svg(structure))
     assert {item.tag.removeprefix(SVG) for item in picture.iter()} <= {"svg", "style", "marker", "path", "rect", "text"}
     shape = r"""(subgraph )?n\d+(\[\(|\{\{|\(\[|\[)"([\w ,()]|<br/>|#\d+;)*"(\)\]|\}\}|\]\)|\])"""
-    others = r"flowchart TD|classDef conf [\w:-]+|end|class n\d+ conf|n\d+ (-->|~~~) n\d+"
+    others = r"flowchart TD|classDef conf [\w:-]+|end|class n\d+ conf|n\d+ --> n\d+"
     for line in to_mermaid(structure).splitlines():
         assert re.fullmatch(f"{shape}|{others}", line)
-    rest = re.sub(r"```mermaid\n.*?```", "", to_markdown(structure), flags=re.DOTALL)
-    assert not set(re.sub(r"`[^`\n]*`", "", rest)) - set("# |:-\n" + "".join(COLUMNS))
+    assert {item.tag for item in ElementTree.fromstring(to_tables(structure)).iter()} == {"table", "tr", "td"}
 
 
 @pytest.mark.pure
-def test_large_models_stay_readable() -> None:
-    parts = [[row(f"models.a.{n}.{k}", f"part{k}") for k in range(20)] for n in range(9)]
-    layers = [row(f"models.a.{n}", "layer", *parts[n]) for n in range(9)]
-    layers[4]["shape"] = "another"
-    structure = {"datasets": [], "losses": [], "optimizers": [], "name": "a", "models": [row("models.a", "a", *layers)]}
-    structure["edges"] = [[f"models.a.{n}.0", f"models.a.{n + 1}.0"] for n in range(8)]
-    assert to_mermaid(structure).count("part") == 0
-    assert to_mermaid(structure, 2).count("part") == 3 * 3 * 20  # names, classes and shapes in three layers
-    assert re.findall("n\\d --> n\\d", to_mermaid(structure)) == ["n1 --> n2", "n2 --> n3"]
+def test_modules_below_the_depth_are_part_of_the_one_above() -> None:
+    layers = [row(f"models.a.{n}", f"layer{n}", row(f"models.a.{n}.0", "part")) for n in range(3)]
+    structure = {"datasets": [], "losses": [], "optimizers": [], "models": [row("models.a", "a", *layers)]}
+    structure["edges"] = [[f"models.a.{n}.0", f"models.a.{n + 1}.0"] for n in range(2)] + [["datasets.x", "models.a.0"]]
+    assert "part" not in to_mermaid(structure, 1)
+    assert arrows_of(to_mermaid(structure, 1)) == {("layer0", "layer1"), ("layer1", "layer2")}
+    assert to_mermaid(structure, 0).count("layer") == to_svg(structure, 0).count("layer") == 0

@@ -61,6 +61,15 @@ def no_data():
 """
 
 
+HANGS = """
+import os, time
+open({begun!r}, "w")
+while not os.path.exists({end!r}):
+    time.sleep(0.01)
+os._exit(3)
+"""
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
@@ -83,6 +92,8 @@ def test_a_call_runs_in_the_project_and_in_no_other_process(project: Path, monke
     assert not {"src", "src.work"} & set(sys.modules)
     assert bench.call("src.work:shout") == "done"
     assert bench.call("src.work:size", ["x" * 100] * 100_000)["size"] == 100_000
+    with pytest.raises(MlxError, match="has no attribute 'missing'"):  # it fails before it needs its arguments
+        bench.call("src.work:missing", "x" * 1_000_000)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +135,20 @@ def test_an_import_that_hangs_is_stopped_and_holds_no_other_project(
 ) -> None:
     hangs = tmp_path / "src" / "experiment.py"
     hangs.parent.mkdir()
-    hangs.write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w')\ntime.sleep(1000)\n")
+    begun, end = tmp_path / "begun", tmp_path / "end"
+    hangs.write_text(HANGS.format(begun=str(begun), end=str(end)))
     with ThreadPoolExecutor() as threads:
         Workbench(project).call("src.work:size", [])
         large = ["x" * 1000] * 1000
         stuck = [threads.submit(Workbench(tmp_path).call, "src.experiment:f", large) for _ in range(3)]
-        wait_for((tmp_path / "begun").exists)
+        wait_for(begun.exists)
         assert Workbench(project).call("src.work:size", [])["size"] == 0
         assert not any(call.done() for call in stuck)
-        workbench._servers[tmp_path].close()
+        end.touch()
         for call in stuck:
             with pytest.raises(MlxError, match="importing src took more than 120 s, or ended its process"):
                 call.result()
+    end.unlink()
     monkeypatch.setattr(workbench, "START_S", 0.5)
     with pytest.raises(MlxError, match=r"importing src took more than 0\.5 s, or ended its process"):
         Workbench(tmp_path).call("src.experiment:f")
