@@ -133,7 +133,7 @@ def _check_written(text: str, tree: Node, path: Path) -> None:
     except BindError:
         same = False
     if not same:
-        raise BindError(f"{path} cannot be written with its comments in lists; move them above the lists and bind again")
+        raise BindError(f"{path} cannot be written with its comments in lists; move them above the lists")
 
 
 def _select_settings(experiment: type, cfg: Node, present: Any) -> Node:
