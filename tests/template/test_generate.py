@@ -1,5 +1,7 @@
 """Generating an experiment: with cookiecutter from a folder and from a git URL, and with `mlx`."""
 
+import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,9 @@ FILES = [
     "src/tools.py",
     "tests/test_experiment.py",
 ]
+
+RECORD = ".mlx/template.json"
+"""Written by a hook, for `mlx train upgrade`."""
 
 
 def files(folder: Path) -> list[str]:
@@ -71,7 +76,7 @@ def test_every_way_makes_the_same_files(mlx: Mlx, repository: str, tmp_path: Pat
     assert mlx(tmp_path, "new", "alpha", "-o", "short").returncode == 0
     assert mlx(tmp_path, "train", "new", "alpha", "-o", "long").returncode == 0
     for way in ("url", "prompted", "short", "long"):
-        assert files(tmp_path / way / "alpha") == FILES, way
+        assert files(tmp_path / way / "alpha") == sorted([RECORD, *FILES]), way
         for name in ("src/experiment.py", "src/config.py", "README.md", "pyproject.toml"):
             assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
     assert f"\nRUNTIME ?= mlx-runtime @ git+{repository}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
@@ -92,7 +97,14 @@ def test_no_template_syntax_is_left(baked: Path) -> None:
 def test_the_version_of_the_template_is_recorded_and_is_the_runtimes(baked: Path) -> None:
     import mlx_runtime
 
-    assert f'template_version = "{mlx_runtime.__version__}"' in (baked / "pyproject.toml").read_text()
+    record = json.loads((baked / RECORD).read_text())
+    assert (record["version"], record["context"]) == (mlx_runtime.__version__, {"experiment_name": "digits"})
+    assert [*record["files"]] == FILES
+    for name in FILES:
+        content, item = (baked / name).read_bytes(), record["files"][name]
+        digest = {"sha256": hashlib.sha256(content).hexdigest()}
+        lines = {"executable": False, "lines": content.decode().splitlines(keepends=True)}
+        assert item == (digest if name.startswith(("src/", "tests/", "notebook")) else lines)
 
 
 @pytest.mark.parametrize("name", ["9lives", "a/b"])
