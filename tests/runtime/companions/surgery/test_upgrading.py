@@ -43,7 +43,7 @@ def crlf(content: bytes) -> bytes:
 NEW = line(2, "new")
 MINE = line(8, "mine")
 BOTH = line(2, "new", MINE)
-MARKED = b"<<<<<<< yours\nmine\n=======\nnew\n>>>>>>> template 1.1.0\n"
+MARKED = b"<<<<<<< yours\nmine\n=======\nnew\n>>>>>>> template 1.10.0\n"
 CONFLICT = BASE.replace(b"line 2\n", MARKED)
 BINARY = bytes(range(256)) * 4
 
@@ -128,6 +128,7 @@ CASES = {
     "no_longer_executable.sh": Case(BASE, BASE, BASE, "updated", BASE, old_executable=True),
     "link.txt": Case(BASE, NEW, link, "conflict", BASE),
     "linked/file.txt": Case(BASE, NEW, link_folder, "conflict", BASE),
+    "linked/added.txt": Case(None, NEW, None, "conflict", None),
     "linked_and_dropped.txt": Case(BASE, None, link, "kept", BASE),
     "folder.txt": Case(BASE, NEW, make_folder, "conflict", None),
     "is_a_file/file.txt": Case(None, NEW, in_place_of_folder, "conflict", None),
@@ -187,9 +188,9 @@ def release(folder: Path, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folders of two releases, as PYTHONPATH: 1.0.0, and 1.1.0."""
+    """The folders of two releases, as PYTHONPATH: 1.9.0, and 1.10.0."""
     old, new = (tmp_path_factory.mktemp(name) for name in ("old", "new"))
-    templates = release(old, "1.0.0"), release(new, "1.1.0")
+    templates = release(old, "1.9.0"), release(new, "1.10.0")
     for name, case in CASES.items():
         contents = ((case.old, case.old_executable), (case.new, case.new_executable))
         for template, (content, is_executable) in zip(templates, contents, strict=True):
@@ -262,6 +263,10 @@ def edited(baked_old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     edit(folder / "README.md", "generated from a template", "which is mine")
     edit(folder / "src" / "tools.py", "patience: int = 5", "patience: int = 6")
     edit(folder / "src" / "conf.yaml", "num_epochs: ", "num_epochs: 1")
+    record = json.loads((folder / ".mlx" / "template.json").read_text())
+    owned = {"executable": False, "lines": (folder / "src" / "losses.py").read_text().splitlines(keepends=True)}
+    record["files"]["src/losses.py"] = owned  # as if it had not yet been the user's
+    (folder / ".mlx" / "template.json").write_text(json.dumps(record))
     late = []
     for name, case in CASES.items():
         file = folder / "cases" / name
@@ -282,7 +287,7 @@ def upgraded(by: Upgrade, releases: tuple[Path, Path], edited: Path) -> Upgraded
     """The same after its upgrade."""
     before = tree(edited)
     done = by(releases[1], edited, "train", "upgrade", "-y")
-    diff, _, lines = done.stdout.partition("template  1.0.0 -> 1.1.0\n")
+    diff, _, lines = done.stdout.partition("template  1.9.0 -> 1.10.0\n")
     return Upgraded(edited, before, lines.splitlines(), diff, done.stderr, done.returncode)
 
 
@@ -319,7 +324,7 @@ def test_nothing_else_is_written(upgraded: Upgraded) -> None:
 
 def test_real_files_follow_and_keep_edits(upgraded: Upgraded) -> None:
     readme = (upgraded.folder / "README.md").read_text()
-    assert readme.endswith("\nNew in 1.1.0.\n")
+    assert readme.endswith("\nNew in 1.10.0.\n")
     assert "A PyTorch experiment, which is mine." in readme
     assert "pytest>=9\n" in (upgraded.folder / "requirements.txt").read_text()
     for name in ("merged    README.md", "updated   requirements.txt"):
@@ -355,7 +360,7 @@ def test_an_upgrade_is_undone_by_the_command_that_it_prints_and_done_once(
     assert tree(project) == after
     commit(project)
     done = by(releases[1], project, "train", "upgrade", "-y")
-    assert (done.returncode, done.stdout) == (0, "the project follows the template of version 1.1.0 already\n")
+    assert (done.returncode, done.stdout) == (0, "the project follows the template of version 1.10.0 already\n")
     assert tree(project) == after
     git(project, "revert", "--no-edit", "HEAD")
     assert tree(project) == before
@@ -367,7 +372,7 @@ def test_nothing_is_written_without_a_yes(
 ) -> None:
     before = tree(project)
     done = by(releases[1], project, "train", "upgrade", *words)
-    assert "template  1.0.0 -> 1.1.0\n" in done.stdout
+    assert "template  1.9.0 -> 1.10.0\n" in done.stdout
     assert "\n-line 2\n+new\n" in done.stdout
     refused = "error: nothing was changed; add -y to skip this question\n"
     assert (done.returncode, done.stderr) == ((0, "") if words else (1, refused))
@@ -415,8 +420,7 @@ def rewritten(**changes: object) -> Callable[[Path], None]:
         (untracked_record, "git does not track .mlx/template.json; type: git add --force .mlx/template.json, and"),
         (unfinished, f"there are uncommitted changes, as in Makefile: commit them, or put them aside: {UNDO[0]} "),
         (untracked, "there are uncommitted changes, as in cases/added.txt: commit them, or put them aside: git "),
-        (rewritten(version="1.2.0"), "this project follows the template of version 1.2.0, and the runtime here is 1.1"),
-        (rewritten(version="10.0.0"), "this project follows the template of version 10.0.0, and the runtime here is "),
+        (rewritten(version="1.11.0"), "this project follows the template of version 1.11.0, and the runtime here is"),
         (rewritten(version=1), ".mlx/template.json is damaged (version is 1, not text); restore it with: git "),
         (rewritten(context={}), ".mlx/template.json is damaged ('experiment_name'); restore it with: git "),
         (rewritten(context={"experiment_name": "<< 6 * 7 >>"}), "'<< 6 * 7 >>' is not a valid experiment name; use"),
