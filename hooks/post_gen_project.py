@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 USERS = ("src", "tests", "notebook.ipynb")
@@ -13,6 +14,9 @@ answers = json.loads(r'''<< cookiecutter | tojson >>''')  # fmt: skip
 for name in ("__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"):
     for folder in list(Path().rglob(name)):
         shutil.rmtree(folder)
+
+if Path(".git").exists():  # rendered over a project by `cookiecutter -f`: its record, if any, is still the base
+    sys.exit()
 
 files: dict[str, object] = {}
 for path in sorted(Path().rglob("*")):
@@ -26,5 +30,5 @@ for path in sorted(Path().rglob("*")):
         )
 context = {key: value for key, value in answers.items() if not key.startswith("_")}
 record = {"version": answers["_version"], "context": context, "files": files}
-Path(".mlx").mkdir()
+Path(".mlx").mkdir(exist_ok=True)
 Path(".mlx", "template.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,12 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: mine already exists; choose another name, or another folder with -o\n"
     assert files(tmp_path / "mine") == ["precious"]
+
+
+def test_rendering_over_a_repository_keeps_the_record_of_the_template(baked: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(baked, tmp_path / "out" / "digits"))
+    (folder / RECORD).write_text("that of an older template")
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    done = cookiecutter(str(ROOT), tmp_path / "out", "--no-input", "-f")
+    assert done.returncode == 0, done.stderr
+    assert (folder / RECORD).read_text() == "that of an older template"

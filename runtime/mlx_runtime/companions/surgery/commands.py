@@ -28,7 +28,7 @@ def upgrade_command(kind: Kind) -> click.Command:
         if dry_run or not found.needed:
             return
         if not yes:
-            confirm("upgrade these files?", "nothing was changed")
+            confirm("upgrade?", "nothing was changed")
         found.apply()
         say(f"undo with: {upgrading.UNDO}")
         if (found.folder / CONF).exists() and find_spec("torch") is not None:  # a client cannot import the code

@@ -28,9 +28,10 @@ RECORD = Path(".mlx/template.json")
 UNDO = "git stash push --include-untracked -- ."
 """Command that puts all uncommitted changes in the project folder aside."""
 
+_VERSION = documents.Kind("a version", lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.+-]+", value)))
 _PATH = documents.Kind("a path below the project", documents.stays_below)
 _FILE = mapping_with({"sha256": TEXT, "executable": FLAG, "lines": list_of(TEXT)})
-_SHAPE = {"version": TEXT, "context": mapping_of(TEXT), "files": mapping_of(_FILE, _PATH)}
+_SHAPE = {"version": _VERSION, "context": mapping_of(TEXT), "files": mapping_of(_FILE, _PATH)}
 
 
 class File(NamedTuple):

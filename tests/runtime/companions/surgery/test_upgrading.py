@@ -215,11 +215,10 @@ Upgrade = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def by(commands: Commands, environment: dict[str, str]) -> Upgrade:
-    """`by(release, folder, "train", "upgrade")` runs the command of a release; `code` is run before."""
+    """`by(release, folder, "train", "upgrade")` runs the command of a release, or the code that does."""
 
     def run(package: Path, folder: Path, *words: str, code: str | None = None) -> "subprocess.CompletedProcess[str]":
-        changed = environment | {"PYTHONPATH": str(package), "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b"}
-        return commands.run(folder, [*words], changed, TIMEOUT_S, code)
+        return commands.run(folder, [*words], environment | {"PYTHONPATH": str(package)}, TIMEOUT_S, code)
 
     return run
 
@@ -421,7 +420,10 @@ def rewritten(**changes: object) -> Callable[[Path], None]:
         (unfinished, f"there are uncommitted changes, as in Makefile: commit them, or put them aside: {UNDO[0]} "),
         (untracked, "there are uncommitted changes, as in cases/added.txt: commit them, or put them aside: git "),
         (rewritten(version="1.11.0"), "this project follows the template of version 1.11.0, and the runtime here is"),
-        (rewritten(version=1), ".mlx/template.json is damaged (version is 1, not text); restore it with: git "),
+        (
+            rewritten(version="1\n\0"),
+            ".mlx/template.json is damaged (version is '1\\n\\x00', not a version); restore it ",
+        ),
         (rewritten(context={}), ".mlx/template.json is damaged ('experiment_name'); restore it with: git "),
         (rewritten(context={"experiment_name": "<< 6 * 7 >>"}), "'<< 6 * 7 >>' is not a valid experiment name; use"),
         (rewritten(files={"../precious": {"lines": ["mine"]}}), ".mlx/template.json is damaged (files is a mapping"),
