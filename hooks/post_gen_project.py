@@ -15,12 +15,14 @@ for name in ("__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"):
     for folder in list(Path().rglob(name)):
         shutil.rmtree(folder)
 
-if Path(".git").exists():  # rendered over a project by `cookiecutter -f`: its record, if any, is still the base
+new = Path(".mlx", "new")
+if not new.exists():  # rendered over files of the user by `cookiecutter -f`: their record, if any, is still the base
     sys.exit()
+new.unlink()
 
 files: dict[str, object] = {}
 for path in sorted(Path().rglob("*")):
-    if path.is_file():
+    if path.is_file() and path.parts[0] != ".git":
         content = path.read_bytes()
         lines = content.decode("latin-1").splitlines(keepends=True)  # any bytes, and back
         files[path.as_posix()] = (
@@ -30,5 +32,4 @@ for path in sorted(Path().rglob("*")):
         )
 context = {key: value for key, value in answers.items() if not key.startswith("_")}
 record = {"version": answers["_version"], "context": context, "files": files}
-Path(".mlx").mkdir(exist_ok=True)
 Path(".mlx", "template.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -133,10 +133,28 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     assert files(tmp_path / "mine") == ["precious"]
 
 
-def test_rendering_over_a_repository_keeps_the_record_of_the_template(baked: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(baked, tmp_path / "out" / "digits"))
-    (folder / RECORD).write_text("that of an older template")
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    done = cookiecutter(str(ROOT), tmp_path / "out", "--no-input", "-f")
-    assert done.returncode == 0, done.stderr
-    assert (folder / RECORD).read_text() == "that of an older template"
+@pytest.mark.parametrize("template", ["", "data_job"])
+def test_only_what_is_rendered_is_recorded(baked: Path, tmp_path: Path, template: str) -> None:
+    """Not the files of a user over which it is rendered, and no newer template in place of the one before."""
+    name = "digits-shards" if template else "digits"
+    with_record, mine, cloned = (tmp_path / way / name for way in ("with_record", "mine", "cloned"))
+    shutil.copytree(baked, with_record)
+    (with_record / RECORD).write_text("that of an older template")
+    mine.mkdir(parents=True)
+    (mine / ".env").write_text("TOKEN=secret\n")
+    subprocess.run(["git", "init", "-q", cloned], check=True)
+    for folder in (with_record, mine, cloned):
+        done = cookiecutter(str(ROOT / template), folder.parent, "--no-input", "-f")
+        assert done.returncode == 0, done.stderr
+        assert (folder / "Makefile").is_file()
+    assert (with_record / RECORD).read_text() == "that of an older template"
+    assert not (mine / RECORD).exists()
+    recorded = json.loads((cloned / RECORD).read_text())["files"]
+    assert [*recorded] == [path for path in files(cloned) if not path.startswith((".git/", ".mlx/"))]
+
+
+def test_the_templates_have_the_same_hook() -> None:
+    """A copy, not a link: a zip file has none."""
+    hooks = [ROOT / template / "hooks" / "post_gen_project.py" for template in ("", "data_job")]
+    assert hooks[0].read_text() == hooks[1].read_text()
+    assert not any(hook.is_symlink() for hook in hooks)

@@ -66,7 +66,10 @@ def say(text: object, *, err: bool = False) -> None:
 
 
 def confirm(question: str, otherwise: str = "nothing was removed") -> None:
-    """Ask for confirmation, with a name from the storage. Raises MlxError unless the answer is yes."""
+    """Ask a question, which may contain names from the storage.
+
+    Raises MlxError, which begins with `otherwise`, unless the answer is yes.
+    """
     if Settings.read().on:  # the terminal is on another machine
         companions.part("ray.frames").confirm(question)
         return

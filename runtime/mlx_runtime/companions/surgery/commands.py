@@ -1,14 +1,12 @@
 """The commands that upgrade projects."""
 
-from importlib.util import find_spec
-
 import click
 
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import confirm, say
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, DATA_JOB, Kind
-from mlx_runtime.errors import MlxError, printable
+from mlx_runtime.errors import MlxError, UsageError, printable
 
 
 def upgrade_command(kind: Kind) -> click.Command:
@@ -25,18 +23,28 @@ def upgrade_command(kind: Kind) -> click.Command:
         click.echo(printable(found.diff()), nl=False)
         for line in found.lines():
             say(line)
-        if dry_run or not found.needed:
+        if dry_run:
             return
-        if not yes:
-            confirm("upgrade?", "nothing was changed")
-        found.apply()
-        say(f"undo with: {upgrading.UNDO}")
-        if (found.folder / CONF).exists() and find_spec("torch") is not None:  # a client cannot import the code
-            for line in projects.bind(kind):
-                say(line)
+        if found.needed:
+            if not yes:
+                confirm("upgrade?", "nothing was changed")
+                if upgrading.plan(kind) != found:
+                    raise UsageError(
+                        "the project has changed in the meantime; nothing was changed; run the command again"
+                    )
+            say(f"undo with: {found.undo}")
+            found.apply()
         if found.conflicts:
-            raise MlxError(f"resolve the conflicts in {', '.join(found.conflicts)}, then type: make test")
-        say("test with: make test")
+            raise MlxError(
+                f"resolve the conflicts in {', '.join(found.conflicts)}, then type: {kind.command} bind && make test"
+            )
+        if found.binds:
+            for line in projects.bind(kind, check=not found.needed):  # an earlier upgrade may have failed to
+                say(line)
+        elif (found.folder / CONF).exists():
+            say(f"bind with: {kind.command} bind")
+        if found.needed:
+            say("test with: make test")
 
     return upgrade
 

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ import pytest
 from conftest import MAIN, ROOT, TIMEOUT_S, edit
 from forkserver import Commands
 
+from mlx_runtime import __version__
+
 pytestmark = pytest.mark.process
 
 PACKAGE = ROOT / "runtime" / "mlx_runtime"
-
-UNDO = ["git", "stash", "push", "--include-untracked", "--", "."]
 
 Edit = bytes | Callable[[Path], object] | None
 
@@ -46,6 +47,8 @@ BOTH = line(2, "new", MINE)
 MARKED = b"<<<<<<< yours\nmine\n=======\nnew\n>>>>>>> template 1.10.0\n"
 CONFLICT = BASE.replace(b"line 2\n", MARKED)
 BINARY = bytes(range(256)) * 4
+PATIENCE = ("patience: int = 5", "patience: int = 6")
+"""An edit of `src/tools.py` after which conf.yaml has to be bound."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ CASES = {
     "added_executable.sh": Case(None, NEW, None, "added", NEW, True, new_executable=True),
     "added_by_both.txt": Case(None, b"new\n", b"mine\n", "conflict", MARKED),
     "added_by_both_alike.txt": Case(None, NEW, NEW, None, NEW),
-    "added_but_ignored.secret": Case(None, NEW, MINE, "conflict", MINE),
+    "added_but_ignored.secret": Case(None, NEW, MINE, "kept", MINE),
     "dropped.txt": Case(BASE, None, BASE, "deleted", None),
     "dropped_and_edited.txt": Case(BASE, None, MINE, "kept", MINE),
     "dropped_and_executable.sh": Case(BASE, None, executable, "kept", BASE, True),
@@ -126,21 +129,21 @@ CASES = {
     "made_executable_there.sh": Case(BASE, BASE, MINE, "merged", MINE, True, new_executable=True),
     "made_executable_here.sh": Case(BASE, NEW, executable, "merged", NEW, True),
     "no_longer_executable.sh": Case(BASE, BASE, BASE, "updated", BASE, old_executable=True),
-    "link.txt": Case(BASE, NEW, link, "conflict", BASE),
-    "linked/file.txt": Case(BASE, NEW, link_folder, "conflict", BASE),
-    "linked/added.txt": Case(None, NEW, None, "conflict", None),
+    "link.txt": Case(BASE, NEW, link, "kept", BASE),
+    "linked/file.txt": Case(BASE, NEW, link_folder, "kept", BASE),
+    "linked/added.txt": Case(None, NEW, None, "kept", None),
     "linked_and_dropped.txt": Case(BASE, None, link, "kept", BASE),
-    "folder.txt": Case(BASE, NEW, make_folder, "conflict", None),
-    "is_a_file/file.txt": Case(None, NEW, in_place_of_folder, "conflict", None),
+    "folder.txt": Case(BASE, NEW, make_folder, "kept", None),
+    "is_a_file/file.txt": Case(None, NEW, in_place_of_folder, "kept", None),
     "binary.bin": Case(BINARY, BINARY[::-1], BINARY, "updated", BINARY[::-1]),
-    "binary_edited.bin": Case(BINARY, BINARY[::-1], BINARY + b"mine", "conflict", BINARY + b"mine"),
+    "binary_edited.bin": Case(BINARY, BINARY[::-1], BINARY + b"mine", "kept", BINARY + b"mine"),
     "crlf_here.txt": Case(BASE, NEW, crlf(MINE), "merged", crlf(BOTH)),
     "crlf_there.txt": Case(BASE, crlf(BASE), MINE, "merged", crlf(MINE)),
     "crlf_there_and_conflict.txt": Case(BASE, crlf(NEW), line(2, "mine"), "conflict", crlf(CONFLICT)),
     "mixed_line_ends.txt": Case(BASE, NEW, BASE[:-7] + b"line 9\r\n", "merged", NEW[:-7] + b"line 9\r\n"),
     "no_line_end.txt": Case(BASE, NEW, MINE[:-1], "merged", BOTH[:-1]),
     "nämé of a file.txt": Case(BASE, line(2, "né"), line(8, "ÿ"), "merged", line(2, "né", line(8, "ÿ"))),
-    "assumed.txt": Case(BASE, NEW, hide, "conflict", MINE),
+    "assumed.txt": Case(BASE, NEW, hide, "kept", MINE),
     "named.txt": Case(
         b"of << cookiecutter.experiment_name >>\n" + BASE,
         b"of << cookiecutter.experiment_name >>\n" + NEW,
@@ -176,13 +179,13 @@ def release(folder: Path, version: str) -> Path:
     """Build a release of the package, as its wheel has it."""
     package = folder / "mlx_runtime"
     shutil.copytree(PACKAGE, package)  # with its bytecode
-    edit(package / "__init__.py", '"0.1.0"', f'"{version}"')
+    edit(package / "__init__.py", f'"{__version__}"', f'"{version}"')
     for name in ("cookiecutter.json", "hooks", "data_job", PROJECT):
         source, target = ROOT / name, package / "template" / name
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     for file in (package / "template").rglob("cookiecutter.json"):
-        edit(file, '"0.1.0"', f'"{version}"')
+        edit(file, f'"{__version__}"', f'"{version}"')
     return package / "template"
 
 
@@ -205,6 +208,8 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with (templates[1] / PROJECT / "README.md").open("a") as file:
         file.write("New in << cookiecutter._version >>.\n")
     edit(templates[1] / PROJECT / "requirements.txt", "pytest>=8", "pytest>=9")
+    edit(templates[1] / PROJECT / ".gitignore", "runs/\n", "")
+    (templates[0] / PROJECT / "src" / "dropped.py").touch()
     with (templates[1] / JOB / "Makefile").open("a") as file:
         file.write("new:\n\techo new\n")
     return old, new
@@ -257,14 +262,14 @@ class Upgraded:
 def edited(baked_old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project with the edits of all cases, committed. Its folder has another name than the experiment."""
     folder = Path(shutil.copytree(baked_old, tmp_path_factory.mktemp("edited") / "renamed"))
-    with (folder / ".gitignore").open("a") as file:
-        file.write("*.secret\n")
+    edit(folder / ".gitignore", ".venv/\n", "*.secret\n.venv/\n")
     edit(folder / "README.md", "generated from a template", "which is mine")
-    edit(folder / "src" / "tools.py", "patience: int = 5", "patience: int = 6")
-    edit(folder / "src" / "conf.yaml", "num_epochs: ", "num_epochs: 1")
+    edit(folder / "src" / "tools.py", *PATIENCE)
+    (folder / "Dockerfile").write_text("mine\n")
     record = json.loads((folder / ".mlx" / "template.json").read_text())
     owned = {"executable": False, "lines": (folder / "src" / "losses.py").read_text().splitlines(keepends=True)}
-    record["files"]["src/losses.py"] = owned  # as if it had not yet been the user's
+    record["files"] |= {"src/losses.py": owned, "src/dropped.py": {"lines": []}}  # as if not yet the user's
+    record["files"]["Dockerfile"] = {"sha256": "none"}  # as if it had been
     (folder / ".mlx" / "template.json").write_text(json.dumps(record))
     late = []
     for name, case in CASES.items():
@@ -298,20 +303,18 @@ def test_an_edit_and_a_change_of_the_template(upgraded: Upgraded, name: str) -> 
     assert (file.read_bytes() if file.is_file() else None) == case.result
     if case.result is not None and not file.is_symlink():
         assert bool(file.stat().st_mode & 0o111) == case.executable
-    shown = re.search(rf"^diff --git [ab]/cases/{name} [ab]/cases/{name}$", upgraded.diff, re.MULTILINE)
+    shown = re.findall(rf"^diff --git (a|b|old|new)/cases/{name} ", upgraded.diff, re.MULTILINE)
     written = tree(upgraded.folder).get(f"cases/{name}") != upgraded.before.get(f"cases/{name}")
     if name.isascii():  # git quotes other names
-        assert bool(shown) == written
+        assert len(shown) == bool(case.word)
+        assert written == (shown in (["a"], ["b"]))  # otherwise it is the change of the template, not applied
 
 
 def test_nothing_else_is_written(upgraded: Upgraded) -> None:
     after, before = tree(upgraded.folder), upgraded.before
     changed = {path for path in {*after, *before} if after.get(path) != before.get(path)}
     others = {path for path in changed if not path.startswith("cases/")}
-    assert others == {
-        *(".mlx/template.json", "README.md", "requirements.txt"),
-        *("src/conf.yaml", "src/conf.schema.json"),  # bound again
-    }
+    assert others == {*(".mlx/template.json", ".gitignore", "README.md", "requirements.txt")}
     assert (upgraded.folder / "cases" / "link.txt").is_symlink()
     assert (upgraded.folder / "cases" / "linked").is_symlink()
     assert (upgraded.folder / "cases" / "folder.txt" / "precious.txt").read_text() == "mine\n"
@@ -328,40 +331,138 @@ def test_real_files_follow_and_keep_edits(upgraded: Upgraded) -> None:
     assert "pytest>=9\n" in (upgraded.folder / "requirements.txt").read_text()
     for name in ("merged    README.md", "updated   requirements.txt"):
         assert name in upgraded.output
-    names = "notebook.ipynb, src/models.py, src/new.py, tests/test_experiment.py"
+    names = "Dockerfile, notebook.ipynb, src/models.py, src/new.py, tests/test_experiment.py"
     assert f"yours     {names}: the template has changed them, this project keeps its own" in upgraded.output
 
 
-def test_the_config_is_bound_again_and_conflicts_are_an_error(upgraded: Upgraded) -> None:
-    conf = (upgraded.folder / "src" / "conf.yaml").read_text()
-    assert "patience: 6" in conf
-    assert "num_epochs: 1" in conf
-    assert "updated src/conf.yaml" in upgraded.output
+def test_conflicts_are_an_error_also_if_they_are_committed(
+    by: Upgrade, releases: tuple[Path, Path], upgraded: Upgraded, tmp_path: Path
+) -> None:
     conflicts = sorted(f"cases/{name}" for name, case in CASES.items() if case.word == "conflict")
-    assert upgraded.code == 1
-    assert upgraded.error == f"error: resolve the conflicts in {', '.join(conflicts)}, then type: make test\n"
+    cure = "then type: mlx train bind && make test"
+    assert (upgraded.code, upgraded.error) == (1, f"error: resolve the conflicts in {', '.join(conflicts)}, {cure}\n")
+    folder = Path(shutil.copytree(upgraded.folder, tmp_path / "digits", symlinks=True))
+    commit(folder)
+    done = by(releases[1], folder, "train", "upgrade", "-y")
+    why = "has conflicts of an earlier upgrade; resolve them, and commit"
+    assert (done.returncode, done.stderr) == (2, f"error: {conflicts[0]} {why}\n")
+
+
+def undo(folder: Path, done: "subprocess.CompletedProcess[str]") -> None:
+    """Run the command that an upgrade has printed."""
+    command = done.stdout.partition("undo with: ")[2].partition("\n")[0]
+    subprocess.run(command, shell=True, cwd=folder, check=True, capture_output=True)
 
 
 def test_an_upgrade_is_undone_by_the_command_that_it_prints_and_done_once(
     by: Upgrade, releases: tuple[Path, Path], project: Path
 ) -> None:
+    """Undo touches no edits that git ignores, and no files that are not ignored any more, like runs."""
     (project / "cases" / "updated.txt").write_bytes(MINE)
+    edit(project / "src" / "tools.py", *PATIENCE)
+    edit(project / "src" / "conf.yaml", "num_epochs: ", "num_epochs: 1")
     commit(project)
+    hide(project / "cases" / "assumed.txt")
+    (project / "runs").mkdir()
+    (project / "runs" / "precious").write_text("mine\n")
+    with (project / ".git" / "info" / "exclude").open("a") as file:
+        file.write("*.secret\n")
     before = tree(project)
     done = by(releases[1], project, "train", "upgrade", "-y")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("unchanged src/conf.yaml\ntest with: make test\n")
-    assert f"undo with: {' '.join(UNDO)}\n" in done.stdout
+    assert "\nupdated src/conf.yaml\n" in done.stdout
+    assert done.stdout.endswith("\ntest with: make test\n")
+    conf = (project / "src" / "conf.yaml").read_text()
+    assert "patience: 6" in conf
+    assert "num_epochs: 1" in conf
     after = tree(project)
-    git(project, *UNDO[1:])
+    assert "cases/added_but_ignored.secret" in after
+    undo(project, done)
     assert tree(project) == before
     done = by(releases[1], project, "train", "upgrade", "-y")
     assert tree(project) == after
     commit(project)
     done = by(releases[1], project, "train", "upgrade", "-y")
-    assert (done.returncode, done.stdout) == (0, "the project follows the template of version 1.10.0 already\n")
+    already = "the project follows the template of version 1.10.0 already\nsrc/conf.yaml is up to date\n"
+    assert (done.returncode, done.stdout) == (0, already)
     assert tree(project) == after
-    git(project, "revert", "--no-edit", "HEAD")
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_config_that_git_cannot_restore_is_not_bound(
+    by: Upgrade, releases: tuple[Path, Path], project: Path, tracked: bool
+) -> None:
+    edit(project / "src" / "tools.py", *PATIENCE)
+    conf = project / "src" / "conf.yaml"
+    if tracked:
+        outside = shutil.move(conf, project.parent / "conf.yaml")
+        conf.symlink_to(outside)
+    else:
+        git(project, "rm", "-q", "--cached", "src/conf.yaml")
+        edit(project / ".gitignore", ".venv/\n", "conf.yaml\n.venv/\n")
+    commit(project)
+    before = conf.read_text()
+    done = by(releases[1], project, "train", "upgrade", "-y")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\nbind with: mlx train bind\ntest with: make test\n")
+    assert "to bind " not in done.stdout
+    assert (conf.read_text(), conf.is_symlink()) == (before, tracked)
+
+
+def test_the_source_of_the_runtime_is_that_of_the_project(
+    by: Upgrade, releases: tuple[Path, Path], project: Path
+) -> None:
+    """Not that of the machine which upgrades."""
+    source = re.search("RUNTIME .= (.+)", (project / "Makefile").read_text())
+    assert source is not None
+    for name in ("Makefile", ".mlx/template.json"):
+        edit(project / name, source[1], "/home/colleague/runtime")
+    commit(project)
+    done = by(releases[0], project, "train", "upgrade", "-y")
+    assert done.stdout.startswith("the project follows the template of version 1.9.0 already\n")
+    done = by(releases[1], project, "train", "upgrade", "-y")
+    assert done.returncode == 0
+    assert " Makefile\n" not in done.stdout
+
+
+def test_versions_are_ordered_as_by_pip(by: Upgrade, releases: tuple[Path, Path], project: Path) -> None:
+    rewritten(version="1.10rc1")(project)
+    done = by(releases[1], project, "train", "upgrade", "--dry-run")
+    assert "\ntemplate  1.10rc1 -> 1.10.0\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("commits", "message"),
+    [(False, "there are uncommitted changes, as in main.py: "), (True, "the project has changed")],
+)
+def test_edits_while_the_question_waits_are_kept(
+    environment: dict[str, str], releases: tuple[Path, Path], project: Path, commits: bool, message: str
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "mlx_runtime", "train", "upgrade"],
+        cwd=project,
+        env=environment | {"PYTHONPATH": str(releases[1])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        shown = ""
+        while not shown.endswith("upgrade? [y/N]: "):
+            letter = process.stdout.read(1)
+            assert letter, process.stderr.read()
+            shown += letter
+        (project / "main.py" if not commits else project / "cases" / "updated.txt").write_text("mine\n")
+        if commits:
+            commit(project)
+        before = tree(project)
+        process.stdin.write("y\n")
+        process.stdin.close()
+        assert process.stderr.read().startswith(f"error: {message}")
+    assert process.returncode == 2
     assert tree(project) == before
 
 
@@ -373,6 +474,7 @@ def test_nothing_is_written_without_a_yes(
     done = by(releases[1], project, "train", "upgrade", *words)
     assert "template  1.9.0 -> 1.10.0\n" in done.stdout
     assert "\n-line 2\n+new\n" in done.stdout
+    assert "\nto bind   src/conf.yaml, src/conf.schema.json: " in done.stdout
     refused = "error: nothing was changed; add -y to skip this question\n"
     assert (done.returncode, done.stderr) == ((0, "") if words else (1, refused))
     assert tree(project) == before
@@ -392,6 +494,16 @@ def untracked_record(project: Path) -> None:
     git(project, "rm", "-q", "-r", "--cached", ".mlx")
     (project / ".gitignore").write_text(".mlx/\n")
     commit(project)
+
+
+def linked_record(project: Path) -> None:
+    shutil.move(project / ".mlx" / "template.json", project / "template.json")
+    (project / ".mlx" / "template.json").symlink_to("../template.json")
+    commit(project)
+
+
+def damaged_index(project: Path) -> None:
+    (project / ".git" / "index").write_bytes(b"x" * 100)
 
 
 def unfinished(project: Path) -> None:
@@ -414,17 +526,17 @@ def rewritten(**changes: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (no_git, "git, which could undo an upgrade, cannot read "),
+        (no_git, "git status, with which an upgrade can be undone, failed: fatal: not a git repository (or any of "),
+        (damaged_index, "git status, with which an upgrade can be undone, failed: error: bad signature 0x78787878 "),
         (no_record, "there is no .mlx/template.json: this experiment is older than upgrades; to follow the template "),
-        (untracked_record, "git does not track .mlx/template.json; type: git add --force .mlx/template.json, and"),
-        (unfinished, f"there are uncommitted changes, as in Makefile: commit them, or put them aside: {UNDO[0]} "),
-        (untracked, "there are uncommitted changes, as in cases/added.txt: commit them, or put them aside: git "),
+        (untracked_record, "git does not track .mlx/template.json as a file; type: git add --force .mlx/template.json"),
+        (linked_record, "git does not track .mlx/template.json as a file; type: git add --force .mlx/template.json"),
+        (unfinished, "there are uncommitted changes, as in Makefile: commit or undo them, and try again"),
+        (untracked, "there are uncommitted changes, as in cases/added.txt: commit or undo them, and try again"),
         (rewritten(version="1.11.0"), "this project follows the template of version 1.11.0, and the runtime here is"),
-        (
-            rewritten(version="1\n\0"),
-            ".mlx/template.json is damaged (version is '1\\n\\x00', not a version); restore it ",
-        ),
-        (rewritten(context={}), ".mlx/template.json is damaged ('experiment_name'); restore it with: git "),
+        (rewritten(version="1.10.0+local"), "this project follows the template of version 1.10.0+local, and the "),
+        (rewritten(version="1\n\0"), ".mlx/template.json is damaged (Invalid version: '1\\n\\x00'); restore it "),
+        (rewritten(context={}), ".mlx/template.json is damaged ('experiment_name'); restore it from an earlier "),
         (rewritten(context={"experiment_name": "<< 6 * 7 >>"}), "'<< 6 * 7 >>' is not a valid experiment name; use"),
         (rewritten(files={"../precious": {"lines": ["mine"]}}), ".mlx/template.json is damaged (files is a mapping"),
         (rewritten(files={"a": {"lines": ["\u2013"]}}), ".mlx/template.json is damaged ('latin-1' codec can't "),
@@ -462,23 +574,34 @@ pathlib.Path.replace = killed
 
 @pytest.mark.kills
 def test_a_killed_upgrade_is_repeated(by: Upgrade, releases: tuple[Path, Path], project: Path, tmp_path: Path) -> None:
+    edit(project / "src" / "tools.py", *PATIENCE)
+    commit(project)
     before = tree(project)
-    assert by(releases[1], project, "train", "upgrade", "-y").returncode == 0
+    done = by(releases[1], project, "train", "upgrade", "-y")
+    assert done.returncode == 0
     after = tree(project)
-    git(project, *UNDO[1:])
+    undo(project, done)
     names = [path for path in {*before, *after} if before.get(path) != after.get(path) and path in after]
-    for moment in (0, 1, len(names) // 2, len(names) - 1):  # the record is the last
-        done = by(releases[1], project, "train", "upgrade", "-y", code=KILLED.format(moment=moment) + MAIN)
-        assert done.returncode == -9
+    record = len(names) - 3  # the last, but for conf.yaml and its schema
+    for moment in (0, 1, record // 2, record, record + 1):
+        killed = by(releases[1], project, "train", "upgrade", "-y", code=KILLED.format(moment=moment) + MAIN)
+        assert killed.returncode == -9
         halfway = tree(project)
         assert after != halfway != before
-        assert halfway[".mlx/template.json"] == before[".mlx/template.json"]
+        assert (halfway[".mlx/template.json"] == before[".mlx/template.json"]) == (moment <= record)
         done = by(releases[1], project, "train", "upgrade", "-y")
         assert (done.returncode, done.stderr.partition(", as in")[0]) == (2, "error: there are uncommitted changes")
-        assert done.stderr.endswith(f"or put them aside: {' '.join(UNDO)}\n")
-        git(project, *UNDO[1:])
-        assert tree(project) == before
-    assert by(releases[1], project, "train", "upgrade", "-y").returncode == 0
+        for path in {*halfway} - {*before, *after}:  # the file that was to be put in its place
+            assert re.fullmatch(r"(.*/)?\..+\.[0-9a-f]{8}", path)
+            (project / path).unlink()
+        if moment <= record:
+            undo(project, killed)
+            assert tree(project) == before
+    commit(project)
+    done = by(releases[1], project, "train", "upgrade", "-y")
+    assert (done.returncode, done.stdout) == (1, "the project follows the template of version 1.10.0 already\n")
+    assert done.stderr.startswith("error: src/conf.yaml is not up to date; run: mlx train bind\n")
+    assert by(releases[1], project, "train", "bind").returncode == 0
     assert tree(project) == after
 
 
@@ -496,11 +619,14 @@ def test_a_data_job_below_the_root_of_its_repository(by: Upgrade, releases: tupl
     makefile = (tmp_path / "shards" / "Makefile").read_text()
     assert "ARGS ?= mine\n" in makefile
     assert makefile.endswith("new:\n\techo new\n")
-    git(tmp_path / "shards", *UNDO[1:])
+    undo(tmp_path / "shards", done)
     assert tree(tmp_path) == before
 
 
 def test_the_record_is_not_uploaded(project: Path) -> None:
     from mlx_runtime.runs.snapshots import Upload
 
-    assert [path for path, _ in Upload.of(project).files if path.parts[0] == ".mlx"] == []
+    own = project / "src" / ".mlx" / "own.txt"
+    own.parent.mkdir()
+    own.touch()
+    assert [path for path, _ in Upload.of(project).files if ".mlx" in path.parts] == [own.relative_to(project)]
