@@ -561,7 +561,7 @@ import os, pathlib, signal
 replace, left = pathlib.Path.replace, [{moment}]
 
 def killed(self, target):
-    if pathlib.Path.cwd() in self.parents:
+    if pathlib.Path.cwd() in self.absolute().parents:
         left[0] -= 1
         if left[0] < 0:
             os.kill(os.getpid(), signal.SIGKILL)
