@@ -31,11 +31,9 @@ from mlx_runtime.config.constructors.signatures import (
 )
 from mlx_runtime.config.constructors.targets import names_repositories, object_at
 from mlx_runtime.config.interpolation import parse_config, values_by_key
-from mlx_runtime.config.projects import commands
+from mlx_runtime.config.projects import SCHEMA, commands
 from mlx_runtime.errors import BindError, ConfigError, short_message
 from mlx_runtime.storage.local import read_regular, write_atomic
-
-SCHEMA = "conf.schema.json"
 
 DEFAULTS = "x-defaults"
 """Key in the schema of the defaults at the last bind, by full key, without the classes that the user has chosen."""
