@@ -1,4 +1,4 @@
-"""Trials and their scores: the metrics of their runs, epoch by epoch, and means over folds."""
+"""Trials and their scores: the metrics of their runs, epoch by epoch, and means over seeds and folds."""
 
 import contextlib
 import math
@@ -51,7 +51,7 @@ class Trial:
     Attributes:
         number: Number of the trial, from 1.
         texts: Text of each value by key, as in overrides.
-        runs: Its run or, with folds, one run per fold.
+        runs: Its run or, with seeds or folds, one run per seed and fold.
         metric: Metric by which trials are compared.
         mode: `max` or `min`.
     """
@@ -74,7 +74,7 @@ class Trial:
 
     @property
     def status(self) -> str:
-        """Status of its run; with folds, the worst one."""
+        """Status of its run; of several, the worst one."""
         statuses = [run.status for run in self.runs]
         return min(statuses, key=lambda status: STATUSES.index(status) if status in STATUSES else 0)
 
@@ -106,7 +106,7 @@ class Trial:
 
     @property
     def curve(self) -> dict[int, float]:
-        """The metric by epoch, from 1; with folds, the mean; otherwise, of a better checkpoint within the epoch."""
+        """The metric by epoch, from 1: the mean of several runs; of one, a better checkpoint within the epoch."""
         curve, row = self.means, self.runs[0].row
         if len(self.runs) > 1 or row is None or (row.monitor, row.record.get("mode")) != (self.metric, self.mode):
             return curve
@@ -133,7 +133,7 @@ class Trial:
 
     @property
     def spread(self) -> dict[str, float]:
-        """Standard deviations of these metrics over the folds."""
+        """Standard deviations of these metrics over the runs."""
         found = self._metrics_of_runs() if len(self.runs) > 1 else {}
         return {
             name: statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan

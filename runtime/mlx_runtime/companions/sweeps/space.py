@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_runtime.config.composition import parse_overrides, raise_if
 from mlx_runtime.config.projects import CONF
@@ -38,6 +38,34 @@ COMMON = (
 def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
     """Return the overrides of a run that holds out one of several folds."""
     return f"++cfg.cross_validation.folds={folds}", f"++cfg.cross_validation.fold={fold}"
+
+
+class Part(NamedTuple):
+    """One of several runs of a trial, which differ in their seed, in the fold that they hold out, or in both."""
+
+    index: int  # in the trial, from 0
+    seed: int | None  # None if all runs have the same
+    fold: int | None  # from 0; None without folds
+
+    @property
+    def title(self) -> str:
+        """Text like `seed 3 fold 1`, with folds counted from 1."""
+        fold = None if self.fold is None else self.fold + 1
+        return " ".join(f"{name} {value}" for name, value in (("seed", self.seed), ("fold", fold)) if value is not None)
+
+    def overrides(self, folds: int | None) -> tuple[str, ...]:
+        """Return the overrides of this run."""
+        seed = () if self.seed is None else (f"++cfg.seed={self.seed}",)
+        return seed if folds is None or self.fold is None else (*seed, *fold_overrides(folds, self.fold))
+
+
+def parts_of(seed: int, seeds: int | None, folds: int | None) -> list[Part | None]:
+    """Return the runs of each trial, with all folds of the first seed first; None is the only run of a trial."""
+    if not (seeds or folds):
+        return [None]
+    numbers = range(seed, seed + seeds) if seeds else [None]
+    pairs = itertools.product(numbers, range(folds) if folds else [None])
+    return [Part(index, *pair) for index, pair in enumerate(pairs)]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from mlx_runtime.companions.notebook.background import conf_of
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.scores import plain_keys
+from mlx_runtime.companions.sweeps.space import Part
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
 from mlx_runtime.driver.arguments import Request
@@ -39,12 +40,17 @@ class TrialJob:
 
     sweep: str  # like `sweep_001`
     trial: int  # from 1
-    fold: int | None  # from 0; None without folds
+    part: Part | None  # None if it is the only run of the trial
     values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
     run: str  # path or URI of its claimed folder
     overrides: tuple[str, ...]  # all overrides of its config
     experiment: str = ""  # path of its class; empty for `src.experiment`
     gpus: float = 0  # reserved GPUs, or the share of one; there is no fallback to the CPU
+
+    @property
+    def index(self) -> int:
+        """Index of the run in its trial."""
+        return self.part.index if self.part else 0
 
     @property
     def folder(self) -> RunFolder:
@@ -55,7 +61,9 @@ class TrialJob:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts about the sweep for the record of the run."""
-        return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": plain_keys(self.values)}
+        facts = {"name": self.sweep, "trial": self.trial, "fold": self.part and self.part.fold}
+        seed = {} if self.part is None or self.part.seed is None else {"seed": self.part.seed}
+        return facts | seed | {"values": plain_keys(self.values)}
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:

@@ -36,7 +36,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loss(job: Any, epoch: int) -> float:
     """The best value of each run is in its second epoch."""
-    return float(job.values.get("lr", 1)) + float(job.values.get("width", 0)) / 100 + (job.fold or 0) + abs(epoch - 1)
+    return float(job.values.get("lr", 1)) + float(job.values.get("width", 0)) / 100 + job.index + abs(epoch - 1)
 
 
 def carry_out(plan: Any, engine: FakeEngine, heard: list | None = None, **options: Any) -> Sweep:
@@ -72,7 +72,7 @@ def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> No
         ["run_001", "run_002", "run_003"],
         ["run_004", "run_005", "run_006"],
     ]
-    whole = [event for event in heard if isinstance(event, TrialEnded) and event.fold is None]
+    whole = [event for event in heard if isinstance(event, TrialEnded) and event.part is None]
     assert [(event.trial, event.status, event.best) for event in whole] == [
         (1, "SUCCEEDED", (1, 2.0)),
         (2, "SUCCEEDED", (1, 3.0)),
@@ -102,12 +102,12 @@ def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
     """Fold 1 of the second trial is better than that of the first one, but its mean is worse."""
 
     def score(job: Any, epoch: int) -> float:
-        return [1.0, 1.0][job.fold] if job.trial == 1 else [0.5, 9.0][job.fold]
+        return [1.0, 1.0][job.part.fold] if job.trial == 1 else [0.5, 9.0][job.part.fold]
 
     heard: list = []
     plan = plan_of(tmp_path, LR, folds=2, scheduler="asha", epochs=9)
     carry_out(plan, FakeEngine(score, parallel=2, epochs=9), heard)
-    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.fold is None}
+    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.part is None}
     assert statuses[1] == "SUCCEEDED"
     assert statuses[2] == "PRUNED"
     again = FakeEngine(score)
