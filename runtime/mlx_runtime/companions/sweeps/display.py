@@ -195,7 +195,7 @@ class SweepDisplay:
 
 def _order(item: tuple[_Key, _Row]) -> tuple[int, int]:
     (trial, part), _ = item
-    return trial, part.index if part else 0
+    return trial, part.number if part else 0
 
 
 def _title(trial: int, part: Part | None) -> str:

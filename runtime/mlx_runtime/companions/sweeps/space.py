@@ -43,7 +43,7 @@ def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
 class Part(NamedTuple):
     """One of several runs of a trial, which differ in their seed, in the fold that they hold out, or in both."""
 
-    index: int  # in the trial, from 0
+    number: int  # in the trial, from 0
     seed: int | None  # None if all runs have the same
     fold: int | None  # from 0; None without folds
 
@@ -65,7 +65,7 @@ def parts_of(seed: int, seeds: int | None, folds: int | None) -> list[Part | Non
         return [None]
     numbers = range(seed, seed + seeds) if seeds else [None]
     pairs = itertools.product(numbers, range(folds) if folds else [None])
-    return [Part(index, *pair) for index, pair in enumerate(pairs)]
+    return [Part(number, *pair) for number, pair in enumerate(pairs)]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class TrialJob:
     @property
     def index(self) -> int:
         """Index of the run in its trial."""
-        return self.part.index if self.part else 0
+        return self.part.number if self.part else 0
 
     @property
     def folder(self) -> RunFolder:
