@@ -48,7 +48,7 @@ COMPANIONS = {
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
     "torchrun": Companion(("train join",)),
-    "views": Companion(("xp diff", "xp report")),
+    "views": Companion(("xp compare", "xp diff", "xp report")),
 }
 """Companions by the name of their folder."""
 
