@@ -76,7 +76,7 @@ class Interval(NamedTuple):
     difference: float
     low: float
     high: float
-    seeds: int | None = None  # None if 0 is excluded, or if it takes more than `MOST_SEEDS`
+    seeds: int | None  # None if 0 is excluded, or if it takes more than `MOST_SEEDS`
 
 
 def interval(a: Sequence[float], b: Sequence[float], *, paired: bool, folds: int = 1) -> Interval:
@@ -98,15 +98,15 @@ def interval(a: Sequence[float], b: Sequence[float], *, paired: bool, folds: int
     difference = float(np.mean(b) - np.mean(a))
     margin = float((high - low) / 2 * math.sqrt(1 + max(len(a), len(b)) * shared))
 
-    def settles(seeds: int) -> bool:
-        runs = seeds * folds
-        freedom = (runs - 1) * (1 if paired else 2)
-        needed = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) + stats.t.ppf(POWER, freedom)
-        return bool(abs(difference) >= needed * math.sqrt(variance * (1 / runs + shared)))
-
-    more = range(min(len(a), len(b)) // folds + 1, MOST_SEEDS + 1)
-    seeds = next(filter(settles, more), None) if margin and margin >= abs(difference) else None
-    return Interval(difference, difference - margin, difference + margin, seeds)
+    seeds = np.arange(min(len(a), len(b)) // folds + 1, MOST_SEEDS + 1)
+    freedom = (seeds * folds - 1) * (1 if paired else 2)
+    needed = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) + stats.t.ppf(POWER, freedom)
+    enough = seeds[abs(difference) >= needed * np.sqrt(variance * (1 / (seeds * folds) + shared))]
+    # Values of few rows may differ by the same number in all pairs, which does not mean that they always would.
+    flat = paired and np.ptp(a) > 0 and np.allclose(np.subtract(b, a), difference, rtol=1e-6, atol=0)
+    unsettled = difference != 0 and (flat or margin >= abs(difference))
+    more = int(enough[0]) if unsettled and len(enough) else None
+    return Interval(difference, difference - margin, difference + margin, more)
 
 
 def compare(
@@ -147,7 +147,7 @@ def compare(
         "difference": found.difference,
         "interval": [found.low, found.high],
         "confidence": CONFIDENCE,
-        "better": None if found.low <= 0 <= found.high else "b" if (found.low > 0) == (mode == "max") else "a",
+        "better": None if found.seeds or found.low <= 0 <= found.high else "ab"[(found.low > 0) == (mode == "max")],
         "more_seeds": max(map(len, missing)) or None,
         "commands": _commands(groups, missing),
         "left_out": {title: why for title, why in left_out.items() if title not in groups[0].titles | groups[1].titles},
@@ -170,7 +170,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     if found["better"]:
         rows["result"] = f"{found['better'].upper()} is better"
     elif found["interval"] == [0, 0]:
-        rows["result"] = "all values are the same"
+        rows["result"] = "the same values in both"
     elif found["more_seeds"]:
         more = plural(found["more_seeds"], "more seed")
         rows["result"] = f"not enough runs: {more} would settle it, if the difference is as measured"

@@ -230,6 +230,39 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
 
 
 @pytest.mark.kills
+def test_a_killed_sweep_over_seeds_resumes_and_ranks_by_the_mean(experiment: Make, mlx: Mlx, start: Start) -> None:
+    """Killed within the second seed; then more seeds are added, and the trials are compared."""
+    folder = experiment("faults")
+    process = start(folder, "train", "sweep", LR, *COMMON, "--seeds=2", "cfg.seed=5", "cfg.pause_s=0.5", "--parallel=1")
+    wait_for(lambda: (folder / "runs" / "faults" / "run_002" / "run.json").exists())
+    process.kill()
+    process.wait()
+    (folder / "diary" / "hurry").touch()
+    done = mlx(folder, "train", "sweep", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = mlx(folder, "train", "sweep", "--resume", "--seeds=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [record(folder, name) for trial in record(folder)["trials"] for name in trial["runs"]]
+    assert [(run["sweep"]["trial"], run["seed"], run["status"]) for run in runs] == [
+        (trial, seed, "SUCCEEDED") for trial in (1, 2) for seed in (5, 6, 7)
+    ]
+    assert runs[0]["attempt"] == 1
+    result = SweepResult(RunFolder(folder / "runs" / "faults" / "sweep_001"))
+    best, other = result.ranked()
+    values = [run.epochs[best.epoch]["val/mse"] for run in best.runs]
+    assert best.score == pytest.approx(sum(values) / 3)
+    assert best.score <= other.score
+    lines = [line for line in done.stdout.splitlines() if " ± " in line and " … " in line]
+    assert [int(line.split()[0]) for line in lines] == [best.number, other.number]
+    refused = mlx(folder, "train", "sweep", "--resume", "--seeds=2")
+    assert (refused.returncode, "--seeds 3, which may only grow" in refused.stderr) == (2, True)
+    compared = mlx(folder, "xp", "compare", "--json", "run_001", runs[3]["run"], "--metric=val/mse", "--mode=min")
+    found = json.loads(compared.stdout)
+    assert (found["paired"], found["a"]["std"]) == (True, pytest.approx(result.trials[0].spread["val/mse"]))
+    assert [found[name]["mean"] for name in "ab"] == pytest.approx([trial.score for trial in result.trials])
+
+
+@pytest.mark.kills
 @pytest.mark.timeout(1200)
 def test_a_driver_killed_at_random_moments_finds_what_an_undisturbed_one_does(
     experiment: Make, mlx: Mlx, start: Start, tmp_path: Path

@@ -16,6 +16,7 @@ from faults import wait_for
 from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
+from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
@@ -78,6 +79,30 @@ def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> No
         (2, "SUCCEEDED", (1, 3.0)),
     ]
     assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 1, "value": 2.0, "std": 1.0}
+
+
+def test_a_lucky_seed_does_not_make_its_trial_the_best(tmp_path: Path) -> None:
+    """Trials are ranked by the mean over seeds and folds, and a resumed sweep trains the runs of further seeds only."""
+    losses = {"1": (2, 2, 2, 2, 2, 2), "2": (9, 9, 1, 1, 1, 1)}  # by run; the last two are those of the third seed
+
+    def score(job: Any, epoch: int) -> float:
+        return float(losses[job.values["lr"]][job.index])
+
+    plan, engine = plan_of(tmp_path, "lr=1,2", folds=2, seeds=2, seed=7), FakeEngine(score)
+    carry_out(plan, engine)
+    assert [job.overrides for job in engine.seen[:3]] == [
+        ("lr=1", "++cfg.seed=7", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=0"),
+        ("lr=1", "++cfg.seed=7", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=1"),
+        ("lr=1", "++cfg.seed=8", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=0"),
+    ]
+    assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 2, "value": 2.0, "std": 0.0}
+    assert [trial.number for trial in SweepResult(find_run(str(tmp_path), "digits", "sweep_001")).ranked()] == [1, 2]
+    losses["2"] = (9, 9, 1, 1, -9, -9)
+    more, again = plan_of(tmp_path, "lr=1,2", folds=2, seeds=3, seed=7), FakeEngine(score)
+    carry_out(resumed(more, tmp_path), again)
+    parts = [(job.trial, job.part.seed, job.part.fold) for job in again.seen if job.part is not None]
+    assert parts == [(1, 9, 0), (1, 9, 1), (2, 9, 0), (2, 9, 1)]
+    assert record_of(tmp_path)["best"]["trial"] == 2
 
 
 def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
