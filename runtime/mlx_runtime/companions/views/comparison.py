@@ -5,17 +5,17 @@ import itertools
 import math
 import shlex
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from mlx_runtime import companions
 from mlx_runtime.config.interpolation import plain_tree
-from mlx_runtime.errors import MlxError, StorageError, UsageError
+from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs.checkpoints.index import score
 from mlx_runtime.runs.folder import SWEEP, RunFolder, list_runs, read_errors
-from mlx_runtime.runs.queries.listing import AskJobs, map_concurrently, suggest_metric, summarize
+from mlx_runtime.runs.queries.listing import AskJobs, Row, map_concurrently, suggest_metric, summarize
 from mlx_runtime.runs.snapshots import unpack
 from mlx_runtime.runs.sources import code_digest
 from mlx_runtime.runs.tables import aligned, format_number, plural
@@ -23,73 +23,32 @@ from mlx_runtime.storage.documents import from_yaml
 from mlx_runtime.storage.redaction import redact_tree
 from mlx_runtime.tracking.trackers import flatten
 
-CONFIDENCE = 0.95
-"""Probability with which the interval covers the true difference."""
-
-POWER = 0.8
-"""Probability with which the recommended number of seeds settles a difference like the measured one."""
+CONFIDENCE, POWER = 0.95, 0.8
+"""Probability that the interval covers the true difference, and that as many seeds as recommended settle it."""
 
 FIRST_SEEDS, MOST_SEEDS = 5, 100
 """Number of seeds to recommend if there are too few for an interval, and the maximum."""
 
-Key = tuple[int, int | None]
-"""Seed and fold of a run, from 0."""
+Runs = dict[tuple[int, int | None], Any]
+"""Runs of a config, as `sweeps.scores.TrialRun`, by seed and fold."""
 
 
-@dataclass
-class Group:
-    """The finished runs of one config and code.
+def interval(
+    a: Sequence[float], b: Sequence[float], *, paired: bool, folds: int = 1
+) -> tuple[float, float, float, int | None]:
+    """Return the difference of the means, B - A, and its interval, by Student's t test, or Welch's if not `paired`.
 
-    Attributes:
-        first: The run that stands for them.
-        config: The values of their conf.yaml by key.
-        runs: Runs to compare, as `sweeps.scores.TrialRun`.
-        trained: Seeds and folds of all finished runs.
-        left_out: Runs that are not compared, with the reason.
-    """
-
-    first: RunFolder
-    config: dict[str, Any]
-    runs: dict[Key, Any] = field(default_factory=dict)
-    trained: set[Key] = field(default_factory=set)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def folds(self) -> int | None:
-        """Number of folds in the cross-validation of the runs, if there is one."""
-        folds: int | None = self.config.get("cfg.cross_validation.folds")
-        return folds
-
-    @property
-    def titles(self) -> set[str]:
-        """Names of the runs to compare."""
-        return {run.row.folder.title for run in self.runs.values()}
-
-    def leave_out(self, key: Key, reason: str) -> None:
-        """Do not compare a run."""
-        self.left_out[self.runs.pop(key).row.folder.title] = reason
-
-
-class Interval(NamedTuple):
-    """The difference of two means, its confidence interval, and how many seeds of each group it takes to exclude 0."""
-
-    difference: float
-    low: float
-    high: float
-    seeds: int | None  # None if 0 is excluded, or if it takes more than `MOST_SEEDS`
-
-
-def interval(a: Sequence[float], b: Sequence[float], *, paired: bool, folds: int = 1) -> Interval:
-    """Return the difference of the means, B - A, with the interval of Student's t test, or Welch's if not `paired`.
+    The last item is the number of seeds that would settle a difference like this one; None if it is settled, or if that
+    takes more than `MOST_SEEDS`.
 
     Runs of different folds share training rows, so their values are not independent. As in Nadeau and Bengio, Inference
     for the Generalization Error (2003), the factor 1/n of the variance becomes 1/n + 1/(folds - 1), where the latter is
     the ratio of held-out rows to training rows.
     """
-    import numpy as np
+    require("scipy", "a comparison")
     from scipy import stats
 
-    shared = 1 / (folds - 1) if folds > 1 else 0.0
+    shared, size = 1 / (folds - 1) if folds > 1 else 0.0, min(len(a), len(b))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # equal values have an interval without width
         test = stats.ttest_rel(b, a) if paired else stats.ttest_ind(b, a, equal_var=False)
@@ -97,16 +56,14 @@ def interval(a: Sequence[float], b: Sequence[float], *, paired: bool, folds: int
         variance = np.var(np.subtract(b, a), ddof=1) if paired else np.var(a, ddof=1) + np.var(b, ddof=1)
     difference = float(np.mean(b) - np.mean(a))
     margin = float((high - low) / 2 * math.sqrt(1 + max(len(a), len(b)) * shared))
-
-    seeds = np.arange(min(len(a), len(b)) // folds + 1, MOST_SEEDS + 1)
+    seeds = np.arange(size // folds + 1, MOST_SEEDS + 1)
     freedom = (seeds * folds - 1) * (1 if paired else 2)
     needed = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) + stats.t.ppf(POWER, freedom)
     enough = seeds[abs(difference) >= needed * np.sqrt(variance * (1 / (seeds * folds) + shared))]
     # Values of few rows may differ by the same number in all pairs, which does not mean that they always would.
     flat = paired and np.ptp(a) > 0 and np.allclose(np.subtract(b, a), difference, rtol=1e-6, atol=0)
     unsettled = difference != 0 and (flat or margin >= abs(difference))
-    more = int(enough[0]) if unsettled and len(enough) else None
-    return Interval(difference, difference - margin, difference + margin, more)
+    return difference, difference - margin, difference + margin, next(map(int, enough[:unsettled]), None)
 
 
 def compare(
@@ -115,7 +72,7 @@ def compare(
     """Compare two configs over all of their runs; a sweep stands for its best trial.
 
     Runs with the same seed and fold are paired if there are at least two such pairs. Otherwise, the groups are compared
-    as independent samples.
+    as independent samples. Values are those at the end of the epoch with the best mean, as in the table of a sweep.
 
     Args:
         a, b: Each stands for all runs of its experiment with the same code and config, except for seed and fold.
@@ -127,30 +84,53 @@ def compare(
         UsageError: They do not differ, or have no metric in common.
         MlxError: There are too few runs, or they were evaluated on different rows.
     """
-    require("scipy", "a comparison")
-    groups = [_group(_representative(folder), ask) for folder in (a, b)]
-    if groups[0].first == groups[1].first or groups[0].titles & groups[1].titles:
+    firsts = [_first_run(folder) for folder in (a, b)]
+    configs = [_config(first) for first in firsts]
+    if configs[0] == configs[1]:
         raise UsageError(f"{a.title} and {b.title} have the same config and code; name runs that differ")
-    metric, mode = _metric(groups, metric, mode)
-    paired = _select(groups, metric)
-    measured = [_values(group, metric, mode) for group in groups]
-    found = interval(*(values for _, values in measured), paired=paired, folds=groups[0].folds or 1)
-    missing = _missing(groups, found.seeds or 0)
-    config = {key: [group.config.get(key) for group in groups] for key in groups[0].config | groups[1].config}
-    left_out = groups[0].left_out | groups[1].left_out
+    left_out = dict[str, str]()
+    groups = [_runs(first, config, left_out, ask) for first, config in zip(firsts, configs, strict=True)]
+    rows = [run.row for runs in groups for run in runs.values()]
+    metric, mode = _metric(rows, metric, mode)
+    trained, folds = [{*runs} for runs in groups], (rows[0].record.get("fold") or {}).get("folds")
+    paired = _select(groups, metric, left_out)
+    if few := [first.title for first, runs in zip(firsts, groups, strict=True) if len(runs) < 2]:
+        commands = _commands(firsts, trained, FIRST_SEEDS, folds)
+        raise MlxError(
+            "\n".join([f"{few[0]} has one seed to compare, and an interval needs two; train more:", *commands])
+        )
+    trials = [companions.part("sweeps.scores").Trial(1, {}, [*runs.values()], metric, mode) for runs in groups]
+    if any(trial.epoch is None for trial in trials):
+        raise MlxError(f"no epoch has a value of {metric} in all runs of a config; choose another --metric")
+    values = [[run.curve(metric)[trial.epoch] for run in trial.runs] for trial in trials]
+    difference, low, high, seeds = interval(*values, paired=paired, folds=folds or 1)
+    compared = {run.row.folder.title for trial in trials for run in trial.runs}
     return {
         "metric": metric,
         "mode": mode,
-        **{name: _facts(group, *item) for name, group, item in zip("ab", groups, measured, strict=True)},
-        "config": {key: values for key, values in config.items() if values[0] != values[1]},
+        **{
+            name: {
+                "runs": [run.row.folder.title for run in trial.runs],
+                "epoch": trial.epoch,
+                "values": found,
+                "mean": float(np.mean(found)),
+                "std": float(np.std(found, ddof=1)),
+            }
+            for name, trial, found in zip("ab", trials, values, strict=True)
+        },
+        "config": {
+            key: both
+            for key in configs[0] | configs[1]
+            if (both := [config.get(key) for config in configs])[0] != both[1]
+        },
         "paired": paired,
-        "difference": found.difference,
-        "interval": [found.low, found.high],
+        "difference": difference,
+        "interval": [low, high],
         "confidence": CONFIDENCE,
-        "better": None if found.seeds or found.low <= 0 <= found.high else "ab"[(found.low > 0) == (mode == "max")],
-        "more_seeds": max(map(len, missing)) or None,
-        "commands": _commands(groups, missing),
-        "left_out": {title: why for title, why in left_out.items() if title not in groups[0].titles | groups[1].titles},
+        "better": None if seeds or low <= 0 <= high else "ab"[(low > 0) == (mode == "max")],
+        "more_seeds": seeds and seeds - min(map(len, values)) // (folds or 1),
+        "commands": _commands(firsts, trained, seeds or 0, folds),
+        "left_out": {title: reason for title, reason in left_out.items() if title not in compared},
     }
 
 
@@ -160,26 +140,22 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     for name in "ab":
         group = found[name]
         spread = f"{format_number(group['mean'])} ± {format_number(group['std'])}"
-        at = f", epoch {group['epoch']}" if group["epoch"] else ""
-        rows[name.upper()] = f"{spread}  {group['runs'][0]} and {len(group['runs']) - 1} more{at}"
-    rows |= {key: f"{one} → {other}" for key, (one, other) in found["config"].items()} or {"code": "differs"}
+        rows[name.upper()] = f"{spread}  {group['runs'][0]} and {len(group['runs']) - 1} more, epoch {group['epoch']}"
+    rows |= {key: f"{one} → {other}" for key, (one, other) in found["config"].items()}
+    pairs = f"{plural(len(found['a']['runs']), 'pair')} of the same seed"
+    how = pairs if found["paired"] else "not paired, because fewer than two seeds are the same"
     low, high = map(format_number, found["interval"])
-    pairs = plural(len(found["a"]["runs"]), "pair")
-    how = f"{pairs} of the same seed" if found["paired"] else "Welch's: fewer than two seeds are the same"
     rows["B - A"] = f"{format_number(found['difference'])}, {CONFIDENCE:.0%} interval {low} to {high} ({how})"
+    rows["result"] = f"not settled: for a difference this small, {MOST_SEEDS} seeds would not be enough"
     if found["better"]:
         rows["result"] = f"{found['better'].upper()} is better"
-    elif found["interval"] == [0, 0]:
-        rows["result"] = "the same values in both"
     elif found["more_seeds"]:
         more = plural(found["more_seeds"], "more seed")
         rows["result"] = f"not enough runs: {more} would settle it, if the difference is as measured"
-    else:
-        rows["result"] = f"not settled: for a difference this small, {MOST_SEEDS} seeds would not be enough"
     return [*aligned(rows), *found["commands"]]
 
 
-def _representative(folder: RunFolder) -> RunFolder:
+def _first_run(folder: RunFolder) -> RunFolder:
     """Return a run, or the first run of the best trial of a sweep."""
     if not folder.name.startswith(SWEEP):
         return folder
@@ -187,153 +163,93 @@ def _representative(folder: RunFolder) -> RunFolder:
     return first
 
 
-def _group(first: RunFolder, ask: AskJobs | None) -> Group:
-    """Collect the runs with the same config and code; of several with the same seed and fold, the latest."""
-    new_run = companions.part("sweeps.scores").TrialRun
-    group, code = Group(first, _config(first)), _code(first)
-    folders = [folder for folder in list_runs(first.root, first.experiment) if folder.has_begun()]
-    configs = map_concurrently(_readable_config, folders)
-    same = [folder for folder, config in zip(folders, configs, strict=True) if config == group.config]
-    for row in summarize(same, ask):
-        key = row.record.get("seed") or 0, (row.record.get("fold") or {}).get("fold")
-        if row.status != "SUCCEEDED":
-            group.left_out[row.folder.title] = row.status
-        elif _code(row.folder) != code:
-            group.left_out[row.folder.title] = f"other code than {first.title}"
-        else:
-            if key in group.runs:
-                group.leave_out(key, f"{row.folder.title} is newer and has the same {_text(key)}")
-            group.runs[key] = new_run(row.folder.name, row.status, row)
-    group.trained = {*group.runs}
-    if not group.runs:
-        left = ", ".join(f"{title}: {reason}" for title, reason in group.left_out.items())
-        raise MlxError(f"no run with the config of {first.title} has finished ({left})")
-    return group
-
-
 def _config(folder: RunFolder) -> dict[str, Any]:
-    """Return the values of a conf.yaml by key, as if seed, fold and storage were the same in all runs."""
+    """Return a digest of a run's code, and its config by key, as if seed, fold and storage were always the same."""
+    same = {"seed": 0, "storage_path": None, "cross_validation": {"fold": None}}
     with read_errors(folder, folder.conf.name):
         tree = from_yaml(folder.document(folder.conf.name))
-        cfg = tree.get("cfg")
-        if not isinstance(cfg, MutableMapping):
-            raise ValueError("it has no group cfg")
-        cfg.update(seed=0, storage_path=None)  # values that refer to them, like `${cfg.seed}`, follow
-        if isinstance(cfg.get("cross_validation"), Mapping):
-            cfg["cross_validation"]["fold"] = None
-        return dict(flatten(redact_tree(plain_tree(tree, environment=False))))
+        tree.merge_with({"cfg": same})  # before values that refer to them, like `${cfg.seed}`, are resolved
+        config = dict(flatten(redact_tree(plain_tree(tree, environment=False))))
+    return config | {"code": code_digest(unpack(folder))[:12]}
 
 
-def _readable_config(folder: RunFolder) -> dict[str, Any] | None:
-    with contextlib.suppress(StorageError):
+def _readable_config(folder: RunFolder) -> dict[str, Any]:
+    with contextlib.suppress(MlxError):  # damaged, or about to begin
         return _config(folder)
-    return None
+    return {}
 
 
-def _code(folder: RunFolder) -> str | None:
-    """Return a digest of the stored code of a run; None if it has none."""
-    with contextlib.suppress(MlxError):
-        return code_digest(unpack(folder))
-    return None
+def _runs(first: RunFolder, config: Mapping[str, Any], left_out: dict[str, str], ask: AskJobs | None) -> Runs:
+    """Return the finished runs of a config; of several with the same seed and fold, the latest."""
+    folders = list_runs(first.root, first.experiment)
+    found = dict(zip(folders, map_concurrently(_readable_config, folders), strict=True))
+    same = [folder for folder, other in found.items() if {**other, "code": ""} == {**config, "code": ""}]
+    scores, runs = companions.part("sweeps.scores"), Runs()
+    for row in summarize(same, ask):
+        key, title = (row.record.get("seed") or 0, (row.record.get("fold") or {}).get("fold")), row.folder.title
+        if row.status != "SUCCEEDED":
+            left_out[title] = row.status
+        elif found[row.folder]["code"] != config["code"]:
+            left_out[title] = f"other code than {first.title}"
+        else:
+            if key in runs:
+                left_out[runs[key].row.folder.title] = f"{title} is newer, with the same seed and fold"
+            runs[key] = scores.TrialRun(row.folder.name, row.status, row, scores.read_epochs(row.folder))
+    if not runs:
+        raise MlxError(f"no run with the config of {first.title} has finished; it is {left_out[first.title]}")
+    return runs
 
 
-def _metric(groups: Sequence[Group], metric: str | None, mode: str | None) -> tuple[str, str]:
-    """Return the metric to compare, and its mode."""
-    rows = [run.row for group in groups for run in group.runs.values()]
-    monitored = {row.monitor for row in rows if row.monitor}
-    if metric is None and len(monitored) != 1:
-        names = " and ".join(sorted(monitored)) or "none"
-        raise UsageError(f"by which metric? The runs monitor {names}; pass --metric")
-    metric = metric or monitored.pop()
-    modes = {row.record.get("mode") or "min" for row in rows if row.monitor == metric}
-    if mode is None and len(modes) != 1:
-        cause = "the runs have different modes" if modes else "no run monitors it"
-        raise UsageError(f"is the best {metric} the max or the min? Pass --mode, because {cause}")
-    return str(metric), mode or modes.pop()
+def _metric(rows: Sequence[Row], metric: str | None, mode: str | None) -> tuple[str, str]:
+    """Return the metric to compare and its mode, which the runs that monitor it agree on."""
+    if metric is None or mode is None:
+        monitored = {(row.monitor or "none", row.record.get("mode") or "min") for row in rows}
+        chosen = {item for item in monitored if metric in (None, item[0]) and mode in (None, item[1])}
+        if len(chosen) != 1:
+            names = " and ".join(f"{name} ({known})" for name, known in sorted(monitored))
+            raise UsageError(f"by which metric? The runs monitor {names}; pass --metric and --mode")
+        [(metric, mode)] = chosen
+    return metric, mode
 
 
-def _select(groups: Sequence[Group], metric: str) -> bool:
+def _select(groups: Sequence[Runs], metric: str, left_out: dict[str, str]) -> bool:
     """Leave out runs that cannot be compared. Return True if the others are pairs, in the same order in both groups."""
-    read = companions.part("sweeps.scores").read_epochs
-    for group in groups:
-        rows = [run.row for run in group.runs.values()]
-        for key, run in [*group.runs.items()]:
-            run.epochs = read(run.row.folder)
-            if not any(map(math.isfinite, run.curve(metric).values())):
-                group.leave_out(key, f"no finite {metric}")
-        if not group.runs:
-            raise UsageError(f"no run like {group.first.title} has a finite {metric}.{suggest_metric(rows, metric)}")
-    shared = [key for key in groups[0].runs if key in groups[1].runs]
-    paired = len(shared) > 1
-    for group, other in (groups, groups[::-1]) if paired else ():
-        for key in group.runs.keys() - {*shared}:
-            group.leave_out(key, f"no run like {other.first.title} has {_text(key)}")
-        group.runs = {key: group.runs[key] for key in shared}
-    if few := [group for group in groups if len(group.runs) < 2]:
-        reason = f"{few[0].first.title} has one seed to compare, and an interval needs two; train more"
-        raise MlxError("\n".join([f"{reason}:", *_commands(groups, _missing(groups, FIRST_SEEDS))]))
+    rows = [run.row for runs in groups for run in runs.values()]
+    for runs in groups:
+        lost = [key for key, run in runs.items() if not any(map(math.isfinite, run.curve(metric).values()))]
+        left_out |= {runs.pop(key).row.folder.title: f"no finite {metric}" for key in lost}
+        if not runs:
+            raise UsageError(f"no run of a config has a finite {metric}.{suggest_metric(rows, metric)}")
+    shared = [key for key in groups[0] if key in groups[1]]
+    for runs in groups if len(shared) > 1 else ():
+        others = [runs.pop(key).row.folder.title for key in runs.keys() - {*shared}]
+        left_out |= dict.fromkeys(others, "no run of the other config has its seed and fold")
+        runs |= {key: runs.pop(key) for key in shared}
     stage = metric.rpartition("/")[0]
-    rows_of = [[_evaluated_rows(run.row.record, stage, paired) for run in group.runs.values()] for group in groups]
-    if rows_of[0] != rows_of[1] if paired else {*rows_of[0]} != {*rows_of[1]}:
-        a, b = (group.first.title for group in groups)
-        raise MlxError(f"{a} and {b} were evaluated on different rows of {stage}; their values cannot be compared")
-    return paired
-
-
-def _evaluated_rows(record: Mapping[str, Any], stage: str, paired: bool) -> tuple[Any, Any]:
-    """Return the number of rows of a dataset, and the fold that is held out or, if seeds differ, how many there are."""
-    rows = (record.get("datasets") or {}).get(stage, {}).get("rows")
-    return rows, (record.get("fold") or {}).get("rows" if paired else "folds")
-
-
-def _values(group: Group, metric: str, mode: str) -> tuple[int | None, list[float]]:
-    """Return the epoch with the best mean, as in the table of a sweep, and the values of the runs at its end.
-
-    If the runs have no such epoch in common, it is None, and each value is the best one of its run.
-    """
-    runs = [*group.runs.values()]
-    epoch: int | None = companions.part("sweeps.scores").Trial(1, {}, runs, metric, mode).epoch
-    curves = [run.curve(metric) for run in runs]
-    if epoch is None:
-        return None, [max(curve.values(), key=lambda value: score(value, mode)) for curve in curves]
-    return epoch, [curve[epoch] for curve in curves]
-
-
-def _facts(group: Group, epoch: int | None, values: Sequence[float]) -> dict[str, Any]:
-    import numpy as np
-
-    return {
-        "runs": [run.row.folder.title for run in group.runs.values()],
-        "epoch": epoch,
-        "values": [*values],
-        "mean": float(np.mean(values)),
-        "std": float(np.std(values, ddof=1)),
-    }
-
-
-def _missing(groups: Sequence[Group], seeds: int) -> list[list[int]]:
-    """Return the seeds that each group lacks for a number of pairs: first those of both groups, then new ones."""
-    trained = [
-        {seed for seed, _ in group.trained if all((seed, fold) in group.trained for fold in range(group.folds or 0))}
-        for group in groups
+    sizes = [
+        {(run.row.record.get("datasets") or {}).get(stage, {}).get("rows") for run in runs.values()} for runs in groups
     ]
-    known = sorted(trained[0] | trained[1], key=lambda seed: (sum(seed not in own for own in trained), seed))
-    wanted = [*known, *range(max(known, default=-1) + 1, max(known, default=-1) + 1 + seeds)][:seeds]
-    return [sorted(set(wanted) - own) for own in trained]
+    if sizes[0] != sizes[1]:
+        counts = " and ".join(", ".join(map(str, sorted(size, key=str))) for size in sizes)
+        raise MlxError(f"the configs were evaluated on {counts} rows of {stage}; their values cannot be compared")
+    return len(shared) > 1
 
 
-def _commands(groups: Sequence[Group], missing: Sequence[Sequence[int]]) -> list[str]:
-    """Return the commands that train these seeds of each group."""
-    found = []
-    for group, seeds in zip(groups, missing, strict=True):
-        folds = ["--folds", str(group.folds)] if group.folds else []
-        for _, block in itertools.groupby(enumerate(seeds), lambda item: item[1] - item[0]):
-            first, *others = [seed for _, seed in block]
-            words = ["--from", group.first.title, f"cfg.seed={first}", "--seeds", str(1 + len(others)), *folds]
-            found.append(shlex.join(["mlx", "train", "sweep", *words]))
+def _commands(
+    firsts: Sequence[RunFolder], trained: Sequence[set[tuple[int, int | None]]], seeds: int, folds: int | None
+) -> list[str]:
+    """Return the commands that train the seeds that each config lacks for a number of pairs.
+
+    Seeds of the other config come first, then new ones.
+    """
+    parts = [*range(folds)] if folds else [None]
+    known = [{seed for seed, _ in own if all((seed, fold) in own for fold in parts)} for own in trained]
+    old = sorted(known[0] | known[1], key=lambda seed: (seed not in known[0] & known[1], seed))
+    new = max(old, default=-1) + 1
+    wanted, found = {*[*old, *range(new, new + seeds)][:seeds]}, []
+    for first, own in zip(firsts, known, strict=True):
+        for _, block in itertools.groupby(enumerate(sorted(wanted - own)), lambda item: item[1] - item[0]):
+            (_, seed), *more = block
+            words = ["--from", first.title, f"cfg.seed={seed}", "--seeds", str(1 + len(more))]
+            found.append(shlex.join(["mlx", "train", "sweep", *words, *(["--folds", str(folds)] if folds else [])]))
     return found
-
-
-def _text(key: Key) -> str:
-    seed, fold = key
-    return f"seed {seed}" if fold is None else f"seed {seed} and fold {fold + 1}"
