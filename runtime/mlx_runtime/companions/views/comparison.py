@@ -95,10 +95,8 @@ def compare(
     trained, folds = [{*runs} for runs in groups], (rows[0].record.get("fold") or {}).get("folds")
     paired = _select(groups, metric, left_out)
     if few := [first.title for first, runs in zip(firsts, groups, strict=True) if len(runs) < 2]:
-        commands = _commands(firsts, trained, FIRST_SEEDS, folds)
-        raise MlxError(
-            "\n".join([f"{few[0]} has one seed to compare, and an interval needs two; train more:", *commands])
-        )
+        text = f"{few[0]} has one seed to compare, and an interval needs two; train more:"
+        raise MlxError("\n".join([text, *_commands(firsts, trained, FIRST_SEEDS, folds)]))
     trials = [companions.part("sweeps.scores").Trial(1, {}, [*runs.values()], metric, mode) for runs in groups]
     if any(trial.epoch is None for trial in trials):
         raise MlxError(f"no epoch has a value of {metric} in all runs of a config; choose another --metric")
@@ -143,7 +141,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         rows[name.upper()] = f"{spread}  {group['runs'][0]} and {len(group['runs']) - 1} more, epoch {group['epoch']}"
     rows |= {key: f"{one} → {other}" for key, (one, other) in found["config"].items()}
     pairs = f"{plural(len(found['a']['runs']), 'pair')} of the same seed"
-    how = pairs if found["paired"] else "not paired, because fewer than two seeds are the same"
+    how = pairs if found["paired"] else "unpaired, because fewer than two seeds are the same"
     low, high = map(format_number, found["interval"])
     rows["B - A"] = f"{format_number(found['difference'])}, {CONFIDENCE:.0%} interval {low} to {high} ({how})"
     rows["result"] = f"not settled: for a difference this small, {MOST_SEEDS} seeds would not be enough"
@@ -219,7 +217,7 @@ def _select(groups: Sequence[Runs], metric: str, left_out: dict[str, str]) -> bo
         lost = [key for key, run in runs.items() if not any(map(math.isfinite, run.curve(metric).values()))]
         left_out |= {runs.pop(key).row.folder.title: f"no finite {metric}" for key in lost}
         if not runs:
-            raise UsageError(f"no run of a config has a finite {metric}.{suggest_metric(rows, metric)}")
+            raise UsageError(f"no run like {[*left_out][-1]} has a finite {metric}.{suggest_metric(rows, metric)}")
     shared = [key for key in groups[0] if key in groups[1]]
     for runs in groups if len(shared) > 1 else ():
         others = [runs.pop(key).row.folder.title for key in runs.keys() - {*shared}]
