@@ -166,7 +166,10 @@ def _config(folder: RunFolder) -> dict[str, Any]:
     same = {"seed": 0, "storage_path": None, "cross_validation": {"fold": None}}
     with read_errors(folder, folder.conf.name):
         tree = from_yaml(folder.document(folder.conf.name))
-        tree.merge_with({"cfg": same})  # before values that refer to them, like `${cfg.seed}`, are resolved
+        try:
+            tree.merge_with({"cfg": same})  # before values that refer to them, like `${cfg.seed}`, are resolved
+        except TypeError as error:  # from OmegaConf
+            raise ValueError("cfg or its cross_validation is not a mapping") from error
         config = dict(flatten(redact_tree(plain_tree(tree, environment=False))))
     return config | {"code": code_digest(unpack(folder))[:12]}
 
