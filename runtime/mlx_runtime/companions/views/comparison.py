@@ -61,7 +61,7 @@ def interval(
     needed = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) + stats.t.ppf(POWER, freedom)
     enough = seeds[abs(difference) >= needed * np.sqrt(variance * (1 / (seeds * folds) + shared))]
     # Values of few rows may differ by the same number in all pairs, which does not mean that they always would.
-    flat = paired and np.ptp(a) > 0 and np.allclose(np.subtract(b, a), difference, rtol=1e-6, atol=0)
+    flat = paired and np.ptp(a) > 0 and np.allclose(np.subtract(b, a), difference, rtol=1e-3, atol=0)
     unsettled = difference != 0 and (flat or margin >= abs(difference))
     return difference, difference - margin, difference + margin, next(map(int, enough[:unsettled]), None)
 
