@@ -108,7 +108,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     ),
     "trials": list_of(
         mapping_with(
-            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(RUN_NAME.or_null())},
+            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(RUN_NAME.or_null()), "trained": _POSITIVE},
             needs=("trial", "values", "runs"),
         )
     ),

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_runtime.companions.sweeps.definition import SweepPlan
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.scores import Trial, TrialRun, best_epoch, ranked
-from mlx_runtime.companions.sweeps.space import Part
+from mlx_runtime.companions.sweeps.space import WHOLE, Part
 from mlx_runtime.companions.sweeps.study import Study
 from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.errors import MlxError, UsageError
@@ -43,14 +42,14 @@ def best_trial(trials: Sequence[Trial], mode: str) -> Trial | None:
     return None if first is None or first.status == "FAILED" or first.score is None else first
 
 
-def read_record(run: RunFolder, sweep: str, trial: int, part: Part | None) -> dict[str, Any] | None:
+def read_record(run: RunFolder, sweep: str, trial: int, part: Part) -> dict[str, Any] | None:
     """Return the record of a run of a trial; empty if it has none yet, None if the folder belongs to another run."""
     if storage_at(run.location).size_bytes(run.record.name) is None:
         return {}
     record = records.load_record(run)
     facts = record.get("sweep") or {}
-    found = (facts.get("name"), facts.get("trial"), facts.get("seed"), facts.get("fold"))
-    return record if found == (sweep, trial, *(part[1:] if part else (None, None))) else None
+    found = facts.get("name"), facts.get("trial"), (facts.get("seed"), facts.get("fold"))
+    return record if found == (sweep, trial, part) else None
 
 
 class Sweep:
@@ -151,10 +150,10 @@ class Sweep:
         (run.row,), run.status = summarize([job.folder]), status
         if status == "SUCCEEDED" and self._first_epochs is not None:
             self._refuse_metric(job)
-        curve = trial.curve if job.part is None else run.curve(trial.metric)
+        curve = trial.curve if job.part == WHOLE else run.curve(trial.metric)
         self._emit(TrialEnded(job.trial, job.part, status, _best_of(curve, trial.mode), error))
-        if job.part is not None and trial.done:
-            self._emit(TrialEnded(job.trial, None, trial.status, _best_of(trial.curve, trial.mode)))
+        if job.part != WHOLE and trial.done:
+            self._emit(TrialEnded(job.trial, WHOLE, trial.status, _best_of(trial.curve, trial.mode)))
         if trial.done:
             self.record.note(best=self._best())
         self._tell(trial)
@@ -186,20 +185,19 @@ class Sweep:
         """Return the fields about the best trial for the record: the mean of its runs and their standard deviation."""
         if (trial := best_trial(self.trials, self.plan.definition.mode)) is None or (epoch := trial.epoch) is None:
             return None
-        values = [run.epochs[epoch][trial.metric] for run in trial.runs] if len(trial.runs) > 1 else []
-        std = statistics.stdev(values) if values else None
+        std = trial.spread.get(trial.metric)
         return {"trial": trial.number, "epoch": epoch - 1, "value": trial.score, "std": std}
 
     def _job(self, trial: Trial, index: int) -> TrialJob:
         """Claim the folder of a run, unless it was claimed before, and return the job for its process."""
         definition = self.plan.definition
         part, folder = definition.parts[index], self._claim_folder(trial, index)
-        own = part.overrides(definition.folds) if part else ()
-        overrides = () if folder.has_begun() else (*self.plan.space.expand(trial.texts), *own)
+        own = (*self.plan.space.expand(trial.texts), *part.overrides(definition.folds))
+        overrides = () if folder.has_begun() else own
         trial.runs[index].status = "RUNNING"
         self._emit(TrialStarted(trial.number, part, trial.texts, folder.name))
-        name = self.record.folder.name
-        return TrialJob(name, trial.number, part, trial.texts, folder.location, overrides, definition.experiment)
+        name, experiment = self.record.folder.name, definition.experiment
+        return TrialJob(name, trial.number, index, part, trial.texts, folder.location, overrides, experiment)
 
     def _claim_folder(self, trial: Trial, index: int) -> RunFolder:
         """Return the recorded folder of a run, or a new one if it now belongs to another run."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.companions.notebook.background import conf_of
-from mlx_runtime.companions.sweeps.space import Part, Space, check, fold_overrides, parse, parts_of, trial_count
+from mlx_runtime.companions.sweeps.space import Part, Space, check, parse, parts_of, trial_count
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.data.folds import Fold, fold_rows
 from mlx_runtime.driver.request import RunConfig, load_config
@@ -15,11 +15,11 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.redaction import redact_override
 
-CHANGEABLE = ("trials", "seeds", "parallel", "gpus_per_trial")
+CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""
 
-FIXED = ("overrides", "folds")
-"""Fields that a resumed sweep cannot change."""
+FIXED = ("overrides", "folds", "seeds")
+"""Fields that a resumed sweep cannot change, except for more seeds."""
 
 OF_FOLDS = ("cfg.seed", "cfg.cross_validation.splitter")
 """Settings that determine the held-out rows of a fold."""
@@ -58,7 +58,7 @@ class Definition:
     experiment: str = ""
 
     @property
-    def parts(self) -> list[Part | None]:
+    def parts(self) -> list[Part]:
         """The runs of each trial; see `parts_of`."""
         return parts_of(self.seed, self.seeds, self.folds)
 
@@ -112,8 +112,7 @@ def plan(experiment: type, asked: Definition, *, large: bool = False, split: boo
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
     if asked.seeds and space.find_varying_key("cfg.seed"):
         raise UsageError("--seeds trains each trial with cfg.seed and those after it; give cfg.seed a single value")
-    folds = fold_overrides(asked.folds, 0) if asked.folds else ()
-    overrides = [*space.expand(space.first), *folds]
+    overrides = [*space.expand(space.first), *parts_of(0, None, asked.folds)[0].overrides(asked.folds)]
     with conf_of(experiment) as conf:
         check(space, experiment, conf, title=asked.experiment)
         config = load_config(experiment, overrides, conf, title=asked.experiment or None)
@@ -150,6 +149,8 @@ def merge(stored: Definition, asked: Definition) -> Definition:
 def differences(stored: Definition, resumed: Definition) -> dict[str, str]:
     """Return the old and the new value of each field that a resumed sweep may change only with `--force`, or never."""
     before, after = stored.as_json(), resumed.as_json()
+    if 0 < (stored.seeds or 0) < (resumed.seeds or 0):
+        del before["seeds"]
     return {
         name: _format_change(before[name], after[name])
         for name in before

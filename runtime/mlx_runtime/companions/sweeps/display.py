@@ -17,7 +17,7 @@ from mlx_runtime.companions.sweeps.definition import SweepPlan
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
-from mlx_runtime.companions.sweeps.space import Part
+from mlx_runtime.companions.sweeps.space import WHOLE, Part
 from mlx_runtime.errors import printable
 from mlx_runtime.events import Event, StopRequested
 from mlx_runtime.runs.checkpoints.index import score
@@ -37,8 +37,8 @@ class _Row:
     value: float | None = None
 
 
-_Key = tuple[int, Part | None]
-"""A trial and one of its runs; None stands for the only one, or for all together."""
+_Key = tuple[int, Part]
+"""A trial and one of its runs, or `WHOLE`."""
 
 
 class SweepDisplay:
@@ -99,7 +99,8 @@ class SweepDisplay:
         best = self._best()
         for (trial, part), row in self._visible(best, max(3, self._console.height - 3)):
             is_best = best is not None and (trial, part) == best
-            of_run = [part.title if part else "mean"] if several else []
+            title = part.title + (f"/{definition.folds}" if definition.folds else "")  # like `seed 3 fold 1/5`
+            of_run = ["mean" if part == WHOLE else title] if several else []
             texts = [str(trial), *of_run, *(row.values.get(key, "") for key in keys), row.epoch]
             texts += [format_number(row.value), row.status + (" best" if is_best else "")]
             style = "bold" if is_best else COLORS.get(row.status, "")
@@ -107,17 +108,18 @@ class SweepDisplay:
         return table
 
     def _visible(self, best: _Key | None, limit: int) -> list[tuple[_Key, _Row]]:
-        rows = sorted(self._rows.items(), key=_order)
+        rows = sorted(self._rows.items(), key=lambda item: item[0][0])  # of each, in the order of their start
         urgent = [item for item in rows if item[1].status == "RUNNING" or item[0] == best][:limit]
         others = [item for item in rows if item not in urgent]
-        return sorted(urgent + others[max(0, len(others) - limit + len(urgent)) :], key=_order)
+        shown = urgent + others[max(0, len(others) - limit + len(urgent)) :]
+        return [item for item in rows if item in shown]
 
     def _best(self) -> _Key | None:
         """Return the trial with the best value so far."""
         scores = {
             key: found
             for key, row in self._rows.items()
-            if key[1] is None
+            if key[1] == WHOLE
             and row.status != "FAILED"
             and (found := score(row.value, self._plan.definition.mode)) > -math.inf
         }
@@ -139,7 +141,7 @@ class SweepDisplay:
             self._print(f"resumed   {plural(len(event.done), 'trial')} {'is' if len(event.done) == 1 else 'are'} done")
         for trial in event.done:
             row = _Row(trial.texts, trial.status, str(trial.epoch or ""), trial.score)
-            self._rows[trial.number, None] = row
+            self._rows[trial.number, WHOLE] = row
         if self._console.is_terminal and not self._quiet:
             self._live = Live(console=self._console, get_renderable=self.table, transient=True)
             self._live.start()
@@ -147,7 +149,7 @@ class SweepDisplay:
     def _end(self, event: TrialEnded) -> None:
         definition, trial = self._plan.definition, event.trial
         values = next((row.values for key, row in self._rows.items() if key[0] == trial), {})
-        if event.part is None:
+        if event.part == WHOLE:
             self._rows = {key: row for key, row in self._rows.items() if key[0] != trial}
         key = trial, event.part
         row = self._rows[key] = _Row(values, event.status)
@@ -193,14 +195,9 @@ class SweepDisplay:
             self._console.print(Text(printable(text)))
 
 
-def _order(item: tuple[_Key, _Row]) -> tuple[int, int]:
-    (trial, part), _ = item
-    return trial, part.number if part else 0
-
-
-def _title(trial: int, part: Part | None) -> str:
+def _title(trial: int, part: Part) -> str:
     """Return `trial 3`, or `trial 3 seed 0 fold 2`."""
-    return f"trial {trial}" + (f" {part.title}" if part else "")
+    return f"trial {trial} {part.title}".rstrip()
 
 
 def _cells(trial: Trial, result: SweepResult) -> dict[str, str]:

@@ -24,7 +24,7 @@ class TrialStarted(Event):
     """A run of a trial is about to start or resume."""
 
     trial: int  # from 1
-    part: Part | None  # None without seeds and folds
+    part: Part  # `WHOLE` without seeds and folds
     values: Mapping[str, str]
     run: str  # like `run_007`
 
@@ -34,7 +34,7 @@ class TrialProgress(Event):
     """A run of a trial has ended an epoch, or recorded something after its checkpoint."""
 
     trial: int
-    part: Part | None
+    part: Part
     epoch: int  # from 0
     epochs: int  # in total
     value: float | None  # of the sweep's metric, if it was recorded
@@ -42,10 +42,10 @@ class TrialProgress(Event):
 
 @dataclass(frozen=True)
 class TrialEnded(Event):
-    """A run of a trial has ended; with several, sent again for the whole trial, without a part."""
+    """A run of a trial has ended; with several, sent again for the `WHOLE` trial."""
 
     trial: int
-    part: Part | None
+    part: Part
     status: str
     best: tuple[int, float] | None = None  # best epoch, from 0, and its value of the metric
     error: str = ""

@@ -206,7 +206,7 @@ class SweepResult:
             "trial": best.number,
             "values": best.values,
             "runs": [row.folder.name for row, _ in best.started],
-            **({"checkpoints": kept} if self.parts[0] else {"checkpoint": kept[0]}),
+            **({"checkpoints": kept} if len(self.parts) > 1 else {"checkpoint": kept[0]}),
             "command": self.command,
         }
 
@@ -214,23 +214,23 @@ class SweepResult:
         """Format the summary for the terminal."""
         found, epoch = self.summary(), self.best.epoch
         spread = f" ± {format_number(found['std'])}" if found["std"] is not None else ""
-        at = f", epoch {epoch}" if self.parts[0] else ""
+        at = f", epoch {epoch}" if len(self.parts) > 1 else ""
         rows = {self.metric: f"{format_number(found['value'])}{spread} ({self.mode}{at})"}
         rows["trial"] = f"{found['trial']} of {self.folder.title}"
         if found["values"]:
             rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
         rows["run"] = f"{self.folder.experiment}/{', '.join(found['runs'])}"
         lost = f"none of epoch {epoch} is kept; {MORE}"
-        if self.parts[0]:
+        if len(self.parts) > 1:
             titled = zip(self.parts, found["checkpoints"], strict=False)  # there is a result before the last run
-            rows |= {part.title: path or lost for part, path in titled if part}
+            rows |= {part.title: path or lost for part, path in titled}
         else:
             rows["checkpoint"] = f"{found['checkpoint']} (epoch {epoch})" if found["checkpoint"] else lost
         return aligned(rows | {"full run": found["command"]})
 
     def _find_checkpoint(self, row: Row, run: TrialRun, trial: Trial) -> str | None:
         """Return the path of the checkpoint of a run at the best epoch of its trial; None if it was removed."""
-        value = run.epochs[trial.epoch or 0][self.metric] if len(self.parts) > 1 else trial.score
+        value = run.curve(self.metric).get(trial.epoch or 0) if len(self.parts) > 1 else trial.score
         saved = [item for item in list_checkpoints(row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
         kept = [item for item in saved if item.metrics.get(self.metric) == value]
         kept = kept or [item for item in saved if item.finished]
@@ -241,7 +241,7 @@ class SweepResult:
         metrics: dict[str, float] = {}
         for name in self.metric_names:
             metrics[name] = known.get(name, math.nan)
-            if self.parts[0]:
+            if len(self.parts) > 1:
                 metrics[f"{name}_std"] = spread.get(name, math.nan)
         facts = {"status": trial.status, "epoch": trial.epoch}
         return {"trial": trial.number, **trial.values, **facts, **metrics, "duration_s": trial.duration_s}

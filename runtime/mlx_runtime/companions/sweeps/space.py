@@ -35,37 +35,32 @@ COMMON = (
 """Settings that must be the same in all runs of a sweep."""
 
 
-def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
-    """Return the overrides of a run that holds out one of several folds."""
-    return f"++cfg.cross_validation.folds={folds}", f"++cfg.cross_validation.fold={fold}"
-
-
 class Part(NamedTuple):
     """One of several runs of a trial, which differ in their seed, in the fold that they hold out, or in both."""
 
-    number: int  # in the trial, from 0
-    seed: int | None  # None if all runs have the same
-    fold: int | None  # from 0; None without folds
+    seed: int | None = None  # None if all runs have the same
+    fold: int | None = None  # from 0; None without folds
 
     @property
     def title(self) -> str:
-        """Text like `seed 3 fold 1`, with folds counted from 1."""
+        """Text like `seed 3 fold 1`, with folds counted from 1; empty for a trial as a whole."""
         fold = None if self.fold is None else self.fold + 1
         return " ".join(f"{name} {value}" for name, value in (("seed", self.seed), ("fold", fold)) if value is not None)
 
     def overrides(self, folds: int | None) -> tuple[str, ...]:
         """Return the overrides of this run."""
-        seed = () if self.seed is None else (f"++cfg.seed={self.seed}",)
-        return seed if folds is None or self.fold is None else (*seed, *fold_overrides(folds, self.fold))
+        values = {"seed": self.seed, "cross_validation.folds": folds, "cross_validation.fold": self.fold}
+        return tuple(f"++cfg.{key}={value}" for key, value in values.items() if value is not None)
 
 
-def parts_of(seed: int, seeds: int | None, folds: int | None) -> list[Part | None]:
-    """Return the runs of each trial, with all folds of the first seed first; None is the only run of a trial."""
-    if not (seeds or folds):
-        return [None]
+WHOLE = Part()
+"""A trial as a whole, which is also its only run without seeds and folds."""
+
+
+def parts_of(seed: int, seeds: int | None, folds: int | None) -> list[Part]:
+    """Return the runs of each trial, with all folds of the first seed first."""
     numbers = range(seed, seed + seeds) if seeds else [None]
-    pairs = itertools.product(numbers, range(folds) if folds else [None])
-    return [Part(number, *pair) for number, pair in enumerate(pairs)]
+    return list(itertools.starmap(Part, itertools.product(numbers, range(folds) if folds else [None])))
 
 
 @dataclass(frozen=True)

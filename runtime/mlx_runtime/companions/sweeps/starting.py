@@ -80,12 +80,11 @@ def checked_plan(
         if name in changed:
             text = f"{folder.title} was started with other {name}, which cannot change: {changed[name]}"
             raise UsageError(f"{text}; leave them out, or start another sweep")
-    if stored.seeds != definition.seeds and not 0 < (stored.seeds or 0) < (definition.seeds or 0):
-        had = f"--seeds {stored.seeds}, which may only grow" if stored.seeds else "one seed per trial"
-        raise UsageError(f"{folder.title} was started with {had}; start another sweep")
     if definition.experiment:
         experiment = object_at(definition.experiment)
     found = plan(experiment, definition, **how)
+    if stored.seeds and found.definition.seed != stored.seed:
+        raise UsageError(f"{folder.title} was started with cfg.seed={stored.seed}, which cannot change; set it again")
     load_function(found.config.cfg)  # the files that it imports are compared
     changes = [f"{name}: {text}" for name, text in differences(stored, found.definition).items()]
     changes += [f"{file} differs" for file in sources.changed_files(Path.cwd(), folder)]
@@ -148,7 +147,9 @@ def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: boo
     final = {"SUCCEEDED", "PRUNED"} if retry_failed else {"SUCCEEDED", "PRUNED", "FAILED"}
     trials = read_trials(sweep, record["trials"], plan.definition.metric, plan.definition.mode)
     for trial in trials:
-        trial.runs += [TrialRun() for _ in parts[len(trial.runs) :]]  # of more seeds than before
+        if more := [TrialRun() for _ in parts[len(trial.runs) :]]:  # of further seeds
+            trial.trained = len(trial.runs) if trial.done else trial.trained
+            trial.runs += more
 
     def check(place: tuple[Trial, int]) -> None:
         trial, index = place

@@ -40,17 +40,13 @@ class TrialJob:
 
     sweep: str  # like `sweep_001`
     trial: int  # from 1
-    part: Part | None  # None if it is the only run of the trial
+    index: int  # of the run in its trial
+    part: Part  # seed and fold of the run
     values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
     run: str  # path or URI of its claimed folder
     overrides: tuple[str, ...]  # all overrides of its config
     experiment: str = ""  # path of its class; empty for `src.experiment`
     gpus: float = 0  # reserved GPUs, or the share of one; there is no fallback to the CPU
-
-    @property
-    def index(self) -> int:
-        """Index of the run in its trial."""
-        return self.part.number if self.part else 0
 
     @property
     def folder(self) -> RunFolder:
@@ -61,9 +57,7 @@ class TrialJob:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts about the sweep for the record of the run."""
-        facts = {"name": self.sweep, "trial": self.trial, "fold": self.part and self.part.fold}
-        seed = {} if self.part is None or self.part.seed is None else {"seed": self.part.seed}
-        return facts | seed | {"values": plain_keys(self.values)}
+        return {"name": self.sweep, "trial": self.trial, **self.part._asdict(), "values": plain_keys(self.values)}
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:

@@ -56,7 +56,8 @@ def test_a_sweep_trains_every_trial(swept: tuple[Path, str]) -> None:
     assert statuses(folder) == ["SUCCEEDED"] * 4
     for number, trial in enumerate(record(folder)["trials"], 1):
         run = record(folder, f"run_{number:03d}")
-        assert run["sweep"] == {"name": "sweep_001", "trial": number, "fold": None, "values": trial["values"]}
+        facts = {"name": "sweep_001", "trial": number, "seed": None, "fold": None, "values": trial["values"]}
+        assert run["sweep"] == facts
         assert run["epoch"] == 1
     assert record(folder)["trials"][1]["values"] == {"optimizers.adam.lr": "0.1", "models.net.width": "16"}
 

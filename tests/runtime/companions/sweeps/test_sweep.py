@@ -17,6 +17,7 @@ from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
 from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.companions.sweeps.space import WHOLE
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
@@ -73,7 +74,7 @@ def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> No
         ["run_001", "run_002", "run_003"],
         ["run_004", "run_005", "run_006"],
     ]
-    whole = [event for event in heard if isinstance(event, TrialEnded) and event.part is None]
+    whole = [event for event in heard if isinstance(event, TrialEnded) and event.part == WHOLE]
     assert [(event.trial, event.status, event.best) for event in whole] == [
         (1, "SUCCEEDED", (1, 2.0)),
         (2, "SUCCEEDED", (1, 3.0)),
@@ -82,10 +83,16 @@ def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> No
 
 
 def test_a_lucky_seed_does_not_make_its_trial_the_best(tmp_path: Path) -> None:
-    """Trials are ranked by the mean over seeds and folds, and a resumed sweep trains the runs of further seeds only."""
+    """Trials are ranked by the mean over seeds and folds, and a resumed sweep trains the runs of further seeds only.
+
+    Until these have ended, the results of the others stay.
+    """
+    seen = []
     losses = {"1": (2, 2, 2, 2, 2, 2), "2": (9, 9, 1, 1, 1, 1)}  # by run; the last two are those of the third seed
 
     def score(job: Any, epoch: int) -> float:
+        if job.part.seed == 9:
+            seen.append([trial.score for trial in SweepResult(find_run(str(tmp_path), "digits", "sweep_001")).trials])
         return float(losses[job.values["lr"]][job.index])
 
     plan, engine = plan_of(tmp_path, "lr=1,2", folds=2, seeds=2, seed=7), FakeEngine(score)
@@ -100,8 +107,9 @@ def test_a_lucky_seed_does_not_make_its_trial_the_best(tmp_path: Path) -> None:
     losses["2"] = (9, 9, 1, 1, -9, -9)
     more, again = plan_of(tmp_path, "lr=1,2", folds=2, seeds=3, seed=7), FakeEngine(score)
     carry_out(resumed(more, tmp_path), again)
-    parts = [(job.trial, job.part.seed, job.part.fold) for job in again.seen if job.part is not None]
+    parts = [(job.trial, job.part.seed, job.part.fold) for job in again.seen]
     assert parts == [(1, 9, 0), (1, 9, 1), (2, 9, 0), (2, 9, 1)]
+    assert seen == [[2.0, 5.0]] * 12
     assert record_of(tmp_path)["best"]["trial"] == 2
 
 
@@ -132,7 +140,7 @@ def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
     heard: list = []
     plan = plan_of(tmp_path, LR, folds=2, scheduler="asha", epochs=9)
     carry_out(plan, FakeEngine(score, parallel=2, epochs=9), heard)
-    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.part is None}
+    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.part == WHOLE}
     assert statuses[1] == "SUCCEEDED"
     assert statuses[2] == "PRUNED"
     again = FakeEngine(score)
