@@ -192,8 +192,7 @@ class Sweep:
         """Claim the folder of a run, unless it was claimed before, and return the job for its process."""
         definition = self.plan.definition
         part, folder = definition.parts[index], self._claim_folder(trial, index)
-        own = (*self.plan.space.expand(trial.texts), *part.overrides(definition.folds))
-        overrides = () if folder.has_begun() else own
+        overrides = () if folder.has_begun() else self.plan.space.expand(trial.texts) + part.overrides(definition.folds)
         trial.runs[index].status = "RUNNING"
         self._emit(TrialStarted(trial.number, part, trial.texts, folder.name))
         name, experiment = self.record.folder.name, definition.experiment

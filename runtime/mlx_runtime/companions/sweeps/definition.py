@@ -149,12 +149,11 @@ def merge(stored: Definition, asked: Definition) -> Definition:
 def differences(stored: Definition, resumed: Definition) -> dict[str, str]:
     """Return the old and the new value of each field that a resumed sweep may change only with `--force`, or never."""
     before, after = stored.as_json(), resumed.as_json()
-    if 0 < (stored.seeds or 0) < (resumed.seeds or 0):
-        del before["seeds"]
+    grown = 0 < (stored.seeds or 0) < (resumed.seeds or 0)
     return {
         name: _format_change(before[name], after[name])
         for name in before
-        if name not in CHANGEABLE and before[name] != after[name]
+        if name not in CHANGEABLE and before[name] != after[name] and not (name == "seeds" and grown)
     }
 
 

@@ -99,8 +99,8 @@ class SweepDisplay:
         best = self._best()
         for (trial, part), row in self._visible(best, max(3, self._console.height - 3)):
             is_best = best is not None and (trial, part) == best
-            title = part.title + (f"/{definition.folds}" if definition.folds else "")  # like `seed 3 fold 1/5`
-            of_run = ["mean" if part == WHOLE else title] if several else []
+            of_folds = f"/{definition.folds}" if definition.folds else ""  # as in `seed 3 fold 1/5`
+            of_run = ["mean" if part == WHOLE else part.title + of_folds] if several else []
             texts = [str(trial), *of_run, *(row.values.get(key, "") for key in keys), row.epoch]
             texts += [format_number(row.value), row.status + (" best" if is_best else "")]
             style = "bold" if is_best else COLORS.get(row.status, "")

@@ -44,8 +44,9 @@ class Part(NamedTuple):
     @property
     def title(self) -> str:
         """Text like `seed 3 fold 1`, with folds counted from 1; empty for a trial as a whole."""
-        fold = None if self.fold is None else self.fold + 1
-        return " ".join(f"{name} {value}" for name, value in (("seed", self.seed), ("fold", fold)) if value is not None)
+        return " ".join(
+            f"{name} {value + (name == 'fold')}" for name, value in self._asdict().items() if value is not None
+        )
 
     def overrides(self, folds: int | None) -> tuple[str, ...]:
         """Return the overrides of this run."""

@@ -147,9 +147,8 @@ def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: boo
     final = {"SUCCEEDED", "PRUNED"} if retry_failed else {"SUCCEEDED", "PRUNED", "FAILED"}
     trials = read_trials(sweep, record["trials"], plan.definition.metric, plan.definition.mode)
     for trial in trials:
-        if more := [TrialRun() for _ in parts[len(trial.runs) :]]:  # of further seeds
-            trial.trained = len(trial.runs) if trial.done else trial.trained
-            trial.runs += more
+        trial.trained = len(trial.runs) if trial.done else trial.trained
+        trial.runs += [TrialRun() for _ in parts[len(trial.runs) :]]  # of further seeds
 
     def check(place: tuple[Trial, int]) -> None:
         trial, index = place

@@ -1,7 +1,6 @@
 """Commands that show runs."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -39,8 +38,8 @@ def xp_diff(words: tuple[str, ...], as_json: bool) -> None:
 
 @click.command("compare")
 @click.argument("words", type=word, metavar="[NAME] A B", nargs=-1)
-@click.option("--metric", metavar="M", type=word, help="Metric, like val/accuracy. Default: the one that they monitor.")
-@click.option("--mode", type=MODES, help="Which value is best. Default: cfg.mode of runs that monitor the metric.")
+@click.option("--metric", metavar="M", type=word, help="Metric, like val/accuracy. Default: the one that A monitors.")
+@click.option("--mode", type=MODES, help="Which value is best. Default: cfg.mode of A or B.")
 @options.json
 def xp_compare(words: tuple[str, ...], metric: str | None, mode: str | None, as_json: bool) -> None:
     """Compare two configs over seeds and folds, with a confidence interval.
@@ -51,8 +50,6 @@ def xp_compare(words: tuple[str, ...], metric: str | None, mode: str | None, as_
     from mlx_runtime.companions.views import comparison
 
     found = comparison.compare(*_two_runs(words, "compare"), metric, mode, job_statuses)
-    for title, reason in found["left_out"].items():
-        say(f"note: without {title}: {reason}", err=True)
     if as_json:
         click.echo(to_json(found), nl=False)
     else:
@@ -60,7 +57,7 @@ def xp_compare(words: tuple[str, ...], metric: str | None, mode: str | None, as_
             say(line)
 
 
-def _two_runs(words: Sequence[str], verb: str) -> tuple[RunFolder, RunFolder]:
+def _two_runs(words: tuple[str, ...], verb: str) -> tuple[RunFolder, RunFolder]:
     """Return the two runs of `[NAME] A B`."""
     if len(words) not in (2, 3):
         raise UsageError(f"which two runs? mlx xp {verb} A B, or: mlx xp {verb} NAME A B")

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -232,9 +234,12 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
 
 @pytest.mark.kills
 def test_a_killed_sweep_over_seeds_resumes_and_ranks_by_the_mean(experiment: Make, mlx: Mlx, start: Start) -> None:
-    """Killed within the second seed; then more seeds are added, and the trials are compared."""
+    """Killed within the second seed; then seeds are added, and more by the commands of a comparison."""
     folder = experiment("faults")
-    process = start(folder, "train", "sweep", LR, *COMMON, "--seeds=2", "cfg.seed=5", "cfg.pause_s=0.5", "--parallel=1")
+    conf = folder / "src" / "conf.yaml"
+    given = conf.read_text()
+    conf.write_text(re.sub(r"(?m)^cfg:$", "cfg:\n  seed: 5", re.sub(r"(?m)^  seed: .*\n", "", given)))
+    process = start(folder, "train", "sweep", LR, *COMMON, "--seeds=2", "cfg.pause_s=0.5", "--parallel=1")
     wait_for(lambda: (folder / "runs" / "faults" / "run_002" / "run.json").exists())
     process.kill()
     process.wait()
@@ -256,11 +261,21 @@ def test_a_killed_sweep_over_seeds_resumes_and_ranks_by_the_mean(experiment: Mak
     lines = [line for line in done.stdout.splitlines() if " ± " in line and " … " in line]
     assert [int(line.split()[0]) for line in lines] == [best.number, other.number]
     refused = mlx(folder, "train", "sweep", "--resume", "--seeds=2")
-    assert (refused.returncode, "--seeds 3, which may only grow" in refused.stderr) == (2, True)
-    compared = mlx(folder, "xp", "compare", "--json", "run_001", runs[3]["run"], "--metric=val/mse", "--mode=min")
-    found = json.loads(compared.stdout)
-    assert (found["paired"], found["a"]["std"]) == (True, pytest.approx(result.trials[0].spread["val/mse"]))
-    assert [found[name]["mean"] for name in "ab"] == pytest.approx([trial.score for trial in result.trials])
+    assert (refused.returncode, "other seeds, which cannot change: 3 → 2" in refused.stderr) == (2, True)
+    conf.write_text(given)
+    refused = mlx(folder, "train", "sweep", "--resume", "--force")
+    assert (refused.returncode, "cfg.seed=5, which cannot change" in refused.stderr) == (2, True)
+    compare = ("xp", "compare", "--json", "run_001", runs[3]["run"], "--metric=val/mse", "--mode=min")
+    commands = json.loads(mlx(folder, *compare).stdout)["commands"]
+    assert [command.partition(" cfg.seed")[2] for command in commands] == [
+        "=8 --seeds 2 --metric val/mse --mode min"
+    ] * 2
+    for command in commands:
+        done = mlx(folder, *shlex.split(command)[1:])
+        assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(mlx(folder, *compare).stdout)
+    assert [len(found[side]["values"]) for side in "ab"] == [5, 5]
+    assert found["interval"][0] < found["interval"][1]
 
 
 @pytest.mark.kills
