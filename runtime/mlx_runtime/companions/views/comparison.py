@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from mlx_runtime import companions
 from mlx_runtime.errors import MlxError, UsageError
@@ -19,7 +18,7 @@ from mlx_runtime.runs.records import LIVING, load_record
 from mlx_runtime.runs.snapshots import unpack
 from mlx_runtime.runs.sources import changed_files, code_digest
 from mlx_runtime.runs.tables import aligned, format_number, plural
-from mlx_runtime.storage.documents import from_yaml
+from mlx_runtime.storage.documents import from_plain_yaml
 from mlx_runtime.storage.redaction import redact_tree
 from mlx_runtime.tracking.trackers import flatten
 
@@ -168,7 +167,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 def _config(folder: RunFolder) -> dict[str, str]:
     """Return the config of a run as Python code by key, because `1` and `true` are equal. Keep `${cfg.seed}`."""
     with read_errors(folder, folder.conf.name):
-        config = redact_tree(OmegaConf.to_container(from_yaml(folder.document(folder.conf.name))))
+        config = redact_tree(from_plain_yaml(folder.document(folder.conf.name)))
     return {key: repr(value) for key, value in flatten(config) if key not in OF_RUN}
 
 
