@@ -21,6 +21,7 @@ EXTRAS = {
     "plotly": "views",
     "ray": "train",
     "safetensors": "export",
+    "scipy": "sweeps",
     "sklearn": "sweeps",
     "starlette": "serving",
     "tensorboard": "train",

@@ -111,6 +111,7 @@ HOMES = {
     "requests": {"companions.ray.dashboard"},
     "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},
     "ruamel": {"config"},
+    "scipy": {"companions.views.comparison"},
     "sklearn": {"data.folds"},
     "starlette": {"companions.serving.http.application", "companions.serving.http.bodies"},
     "tensorboard": {"tracking.trackers"},

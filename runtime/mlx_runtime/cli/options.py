@@ -44,6 +44,7 @@ class _Path(click.Path):
 
 
 FOLDER = _Path(file_okay=False)
+MODES = click.Choice(["max", "min"])
 PAGE = _Path(dir_okay=False, path_type=Path)
 
 address = click.option("--ray-address", "--address", "ray_address", metavar="URL", help=ADDRESS_HELP)
