@@ -22,6 +22,7 @@ EXTRAS = {
     "plotly": "views",
     "ray": "train",
     "safetensors": "export",
+    "scipy": "sweeps",
     "sklearn": "sweeps",
     "starlette": "serving",
     "tensorboard": "train",

@@ -93,6 +93,7 @@ HOMES = {
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.report", "companions.sweeps.study"},
     "orjson": {"companions.serving.http.bodies"},
+    "packaging": {"companions.surgery.upgrading"},
     "pathspec": {"runs.snapshots"},
     "plotly": {"companions.views.report"},
     "pyarrow": {
@@ -112,6 +113,7 @@ HOMES = {
     "requests": {"companions.ray.dashboard"},
     "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},
     "ruamel": {"config"},
+    "scipy": {"companions.views.comparison"},
     "sklearn": {"data.folds"},
     "starlette": {"companions.serving.http.application", "companions.serving.http.bodies"},
     "tensorboard": {"tracking.trackers"},

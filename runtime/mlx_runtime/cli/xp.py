@@ -9,7 +9,7 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.cli import commands, options
-from mlx_runtime.cli.options import confirm, job_statuses, say, word
+from mlx_runtime.cli.options import MODES, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import UsageError, printable
@@ -17,8 +17,6 @@ from mlx_runtime.runs.folder import SWEEP, RunFolder
 from mlx_runtime.runs.queries import listing, lookup, ranking
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
-
-MODES = click.Choice(["max", "min"])
 
 
 def log_options(function: options.Function) -> options.Function:

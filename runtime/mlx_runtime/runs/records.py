@@ -81,6 +81,7 @@ _CHECKPOINT = mapping_with(
     },
     needs=("epoch",),
 )
+_POSITIVE = Kind("a positive number", lambda value: COUNT.fits(value) and value > 0)
 SHAPE: dict[str, Kind] = _DRIVER | {
     **dict.fromkeys(("experiment", "run"), NAME),
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
@@ -100,14 +101,14 @@ SHAPE: dict[str, Kind] = _DRIVER | {
             "overrides": list_of(TEXT),
             **dict.fromkeys(("search", "scheduler", "metric"), TEXT),
             **dict.fromkeys(("trials", "seed"), COUNT),
-            "folds": Kind("a number of folds", lambda value: value is None or (COUNT.fits(value) and value > 0)),
+            **dict.fromkeys(("folds", "seeds"), _POSITIVE.or_null()),
             "mode": one_of("max", "min"),
         },
         needs=("overrides", "search", "scheduler", "metric", "mode", "trials", "folds", "seed"),
     ),
     "trials": list_of(
         mapping_with(
-            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(RUN_NAME.or_null())},
+            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(RUN_NAME.or_null()), "trained": _POSITIVE},
             needs=("trial", "values", "runs"),
         )
     ),
@@ -115,8 +116,10 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "mirror": mapping_with({"uri": TEXT, "id": TEXT, "unfinished": FLAG}, needs=("uri", "id", "unfinished")).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
     "sweep": mapping_with(
-        {"name": NAME, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
+        {"name": NAME, **dict.fromkeys(("fold", "seed"), COUNT.or_null()), "trial": COUNT, "values": mapping_of(TEXT)},
+        needs=("name", "trial"),
     ).or_null(),
+    "datasets": mapping_of(mapping_of(COUNT)),
     "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }

@@ -192,7 +192,7 @@ def from_plain_yaml(content: bytes) -> dict[str, Any]:
     load: Any = yaml.safe_load  # has no annotations
     try:
         document = load(content)
-    except yaml.YAMLError as error:
+    except Exception as error:  # also those of its constructors and of recursion
         raise ValueError(yaml_message(error)) from error
     if not isinstance(document, dict):
         raise ValueError("it is not a mapping")

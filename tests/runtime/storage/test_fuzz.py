@@ -195,6 +195,7 @@ def test_records(storage: Path, tmp_path: Path) -> None:
     good = (storage / "digits/run_002/run.json").read_bytes()
     others: list[Callable[[str], tuple[str, ...]]] = [
         lambda run: ("xp", "diff", f"digits/{run}", "digits/2"),
+        lambda run: ("xp", "compare", f"digits/{run}", "digits/2"),
         lambda run: ("xp", "report", "digits", run, "-o", page),
         *(lambda run, verb=verb: ("xp", verb, "digits", run) for verb in ("stop", "rm", "logs")),  # type: ignore[misc]
         lambda run: ("data", "rm", f"digits/{run}"),
@@ -250,7 +251,8 @@ def test_documents_that_are_no_files(storage: Path, tmp_path: Path, kind: str, m
         run = ("digits", "run_001")
         mlx("xp", "best", "digits")
         mlx("xp", "report", *run, "-o", str(tmp_path / "page.html"))
-        for words in (("xp", "diff", "digits/1", "digits/2"), ("xp", "rm", *run), ("data", "rm", "data")):
+        pairs = [("xp", verb, "digits/1", "digits/2") for verb in ("diff", "compare")]
+        for words in (*pairs, ("xp", "rm", *run), ("data", "rm", "data")):
             mlx(*words)
         for read in (lambda found: found.record, lambda found: found.config, lambda found: found.state()):
             with contextlib.suppress(MlxError):
@@ -279,7 +281,7 @@ def test_configs_of_runs(storage: Path, tmp_path: Path) -> None:
         (storage / "digits/run_001/conf.yaml").write_bytes(content)
         assert mlx("xp", "ls")[0] == 0
         page = ("xp", "report", "digits", "1", "-o", str(tmp_path / "page.html"))
-        untouched(storage, ("xp", "diff", "digits/1", "digits/2"), page)
+        untouched(storage, *(("xp", verb, "digits/1", "digits/2") for verb in ("diff", "compare")), page)
         with contextlib.suppress(StorageError):
             assert isinstance(open_run(storage / "digits/run_001").config, dict)
 
@@ -417,6 +419,7 @@ def test_words(storage: Path, tmp_path: Path) -> None:
         one = [("xp", verb, word) for verb in ("ls", "best", "stop", "rm", "logs")]
         two = [("xp", verb, "digits", word) for verb in ("stop", "rm", "logs")]
         other = [("xp", "ls", "--sort", word), ("xp", "best", "digits", "--metric", word), ("xp", "diff", word, word)]
+        other.append(("xp", "compare", word, word))
         report = ("xp", "report", word, "-o", str(tmp_path / "nowhere/page.html"))
         untouched(tmp_path, *one, *two, *other, report, ("data", "show", word), ("data", "rm", word))
 

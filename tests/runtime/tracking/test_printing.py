@@ -57,6 +57,7 @@ def test_commands_print_what_others_wrote_as_text(mlx: Mlx, tmp_path: Path) -> N
         ["xp", "ls", "--sort", "a\x1b[2J"],
         ["xp", "best", name],
         ["xp", "diff", name, "1", "2"],
+        ["xp", "compare", name, "1", "2"],
         ["xp", "stop", name, "1"],
         ["xp", "logs", name, "1"],
         ["data", "show", "--depth", "9"],

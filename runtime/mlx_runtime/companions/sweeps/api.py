@@ -38,6 +38,7 @@ def sweep(
     metric: str | None = None,
     mode: Literal["max", "min"] | None = None,
     folds: int | None = None,
+    seeds: int | None = None,
     parallel: int | None = None,
     gpus_per_trial: float | None = None,
     name: str = "",
@@ -65,6 +66,7 @@ def sweep(
         metric: Metric by which trials are compared; the default is `cfg.monitor`.
         mode: `max` or `min`, whether larger or smaller values are better; the default is `cfg.mode`.
         folds: Cross-validate each trial with this many folds.
+        seeds: Train each trial with this many seeds: `cfg.seed`, and those after it.
         parallel: Number of runs at the same time; the default is as many as fit.
         gpus_per_trial: GPUs of each run; below 1, runs share one.
         name: Name of the sweep; the default is the next number.
@@ -78,10 +80,11 @@ def sweep(
         UsageError, ConfigError: The sweep cannot start; nothing was written.
         MlxError: All trials failed, or none records the metric.
     """
-    if trials is not None and trials < 1:
-        raise UsageError(f"trials is {trials}; the minimum is 1")
+    for argument, value in (("trials", trials), ("seeds", seeds)):
+        if value is not None and value < 1:
+            raise UsageError(f"{argument} is {value}; the minimum is 1")
     asked: dict[str, Any] = {"search": search, "scheduler": scheduler, "metric": metric, "mode": mode, "trials": trials}
-    asked |= {"folds": folds, "parallel": parallel, "gpus_per_trial": gpus_per_trial}
+    asked |= {"folds": folds, "seeds": seeds, "parallel": parallel, "gpus_per_trial": gpus_per_trial}
     given = {key: value for key, value in asked.items() if value is not None}
     cls: type[BaseModule]
     if inspect.isfunction(experiment):

@@ -24,6 +24,7 @@ from mlx_runtime.settings import prepare_fork
 @click.option("--metric", metavar="M", help="Metric to compare trials by. Default: cfg.monitor.")
 @click.option("--mode", type=click.Choice(["max", "min"]), help="Which values are better. Default: cfg.mode.")
 @click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
+@click.option("--seeds", metavar="N", type=click.IntRange(min=1), help="Train each trial with N seeds, from cfg.seed.")
 @click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
 @click.option("--gpus-per-trial", metavar="X", type=click.FloatRange(min=0), help="Below 1, runs share a GPU.")
 @click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")

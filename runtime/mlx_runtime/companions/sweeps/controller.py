@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_runtime.companions.sweeps.definition import SweepPlan
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.scores import Trial, TrialRun, best_epoch, ranked
-from mlx_runtime.companions.sweeps.space import fold_overrides
+from mlx_runtime.companions.sweeps.space import WHOLE, Part
 from mlx_runtime.companions.sweeps.study import Study
 from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.errors import MlxError, UsageError
@@ -43,13 +42,14 @@ def best_trial(trials: Sequence[Trial], mode: str) -> Trial | None:
     return None if first is None or first.status == "FAILED" or first.score is None else first
 
 
-def read_record(run: RunFolder, sweep: str, trial: int, fold: int | None) -> dict[str, Any] | None:
+def read_record(run: RunFolder, sweep: str, trial: int, part: Part) -> dict[str, Any] | None:
     """Return the record of a run of a trial; empty if it has none yet, None if the folder belongs to another run."""
     if storage_at(run.location).size_bytes(run.record.name) is None:
         return {}
     record = records.load_record(run)
     facts = record.get("sweep") or {}
-    return record if (facts.get("name"), facts.get("trial"), facts.get("fold")) == (sweep, trial, fold) else None
+    found = facts.get("name"), facts.get("trial"), (facts.get("seed"), facts.get("fold"))
+    return record if found == (sweep, trial, part) else None
 
 
 class Sweep:
@@ -126,7 +126,7 @@ class Sweep:
         if values is None:
             return None
         definition = self.plan.definition
-        runs = [TrialRun() for _ in range(definition.folds or 1)]
+        runs = [TrialRun() for _ in definition.parts]
         self.trials.append(Trial(number, values, runs, definition.metric, definition.mode))
         return self._job(self.trials[-1], 0)
 
@@ -135,10 +135,10 @@ class Sweep:
         if isinstance(event, EpochEnded):
             trial, value = self.trials[job.trial - 1], event.values.get(self.plan.definition.metric)
             if value is not None:
-                trial.runs[job.fold or 0].epochs.setdefault(event.epoch + 1, {})[trial.metric] = value
+                trial.runs[job.index].epochs.setdefault(event.epoch + 1, {})[trial.metric] = value
                 self._first_epochs = None
                 self._report(trial)
-            self._emit(TrialProgress(job.trial, job.fold, event.epoch, event.epochs, value))
+            self._emit(TrialProgress(job.trial, job.part, event.epoch, event.epochs, value))
         if isinstance(event, EpochEnded | StepProgress):
             self._check_metric(job, event)
         return job.trial in self._pruned
@@ -146,14 +146,14 @@ class Sweep:
     def ended(self, job: TrialJob, status: str, error: str = "") -> None:
         """Handle the outcome of a run: SUCCEEDED, PRUNED, FAILED or STOPPED."""
         trial = self.trials[job.trial - 1]
-        run = trial.runs[job.fold or 0]
+        run = trial.runs[job.index]
         (run.row,), run.status = summarize([job.folder]), status
         if status == "SUCCEEDED" and self._first_epochs is not None:
             self._refuse_metric(job)
-        curve = trial.curve if job.fold is None else run.curve(trial.metric)
-        self._emit(TrialEnded(job.trial, job.fold, status, _best_of(curve, trial.mode), error))
-        if job.fold is not None and trial.done:
-            self._emit(TrialEnded(job.trial, None, trial.status, _best_of(trial.curve, trial.mode)))
+        curve = trial.curve if job.part == WHOLE else run.curve(trial.metric)
+        self._emit(TrialEnded(job.trial, job.part, status, _best_of(curve, trial.mode), error))
+        if job.part != WHOLE and trial.done:
+            self._emit(TrialEnded(job.trial, WHOLE, trial.status, _best_of(trial.curve, trial.mode)))
         if trial.done:
             self.record.note(best=self._best())
         self._tell(trial)
@@ -182,32 +182,28 @@ class Sweep:
             raise self.problem
 
     def _best(self) -> dict[str, Any] | None:
-        """Return the fields about the best trial for the record: the mean of its folds and their standard deviation."""
+        """Return the fields about the best trial for the record: the mean of its runs and their standard deviation."""
         if (trial := best_trial(self.trials, self.plan.definition.mode)) is None or (epoch := trial.epoch) is None:
             return None
-        values = [run.epochs[epoch][trial.metric] for run in trial.runs] if len(trial.runs) > 1 else []
-        std = statistics.stdev(values) if values else None
+        std = trial.spread.get(trial.metric)
         return {"trial": trial.number, "epoch": epoch - 1, "value": trial.score, "std": std}
 
     def _job(self, trial: Trial, index: int) -> TrialJob:
         """Claim the folder of a run, unless it was claimed before, and return the job for its process."""
-        folds = self.plan.definition.folds
-        fold = index if folds else None
-        folder = self._claim_folder(trial, index)
-        of_fold = fold_overrides(folds, index) if folds else ()
-        overrides = () if folder.has_begun() else (*self.plan.space.expand(trial.texts), *of_fold)
+        definition = self.plan.definition
+        part, folder = definition.parts[index], self._claim_folder(trial, index)
+        overrides = () if folder.has_begun() else self.plan.space.expand(trial.texts) + part.overrides(definition.folds)
         trial.runs[index].status = "RUNNING"
-        self._emit(TrialStarted(trial.number, fold, trial.texts, folder.name))
-        name, experiment = self.record.folder.name, self.plan.definition.experiment
-        return TrialJob(name, trial.number, fold, trial.texts, folder.location, overrides, experiment)
+        self._emit(TrialStarted(trial.number, part, trial.texts, folder.name))
+        name, experiment = self.record.folder.name, definition.experiment
+        return TrialJob(name, trial.number, index, part, trial.texts, folder.location, overrides, experiment)
 
     def _claim_folder(self, trial: Trial, index: int) -> RunFolder:
         """Return the recorded folder of a run, or a new one if it now belongs to another run."""
         sweep, name = self.record.folder, trial.runs[index].name
         if name is not None:
             folder = run_folder(sweep.root, sweep.experiment, name)
-            fold = index if self.plan.definition.folds else None
-            record = read_record(folder, sweep.name, trial.number, fold)
+            record = read_record(folder, sweep.name, trial.number, self.plan.definition.parts[index])
             if record == {}:  # the driver was killed while it claimed the folder
                 return claim_run(sweep.root, sweep.experiment, name=name.removeprefix(RUN), again=True)
             if record is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.companions.notebook.background import conf_of
-from mlx_runtime.companions.sweeps.space import Space, check, fold_overrides, parse, trial_count
+from mlx_runtime.companions.sweeps.space import Part, Space, check, parse, parts_of, trial_count
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.data.folds import Fold, fold_rows
 from mlx_runtime.driver.request import RunConfig, load_config
@@ -18,8 +18,8 @@ from mlx_runtime.storage.redaction import redact_override
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""
 
-FIXED = ("overrides", "folds")
-"""Fields that a resumed sweep cannot change."""
+FIXED = ("overrides", "folds", "seeds")
+"""Fields that a resumed sweep cannot change, except for more seeds."""
 
 OF_FOLDS = ("cfg.seed", "cfg.cross_validation.splitter")
 """Settings that determine the held-out rows of a fold."""
@@ -36,8 +36,9 @@ class Definition:
         metric: Metric by which trials are compared.
         mode: `max` or `min`, whether larger or smaller values are better.
         trials: Number of trials.
-        folds: Runs per trial; None without cross-validation.
-        seed: Seed of the search.
+        folds: Folds of a cross-validation, with a run per trial each; None without.
+        seeds: Seeds of each trial, with one run each or, with folds, one per fold; None for `cfg.seed` alone.
+        seed: Seed of the search, and the first of each trial.
         parallel: Number of runs at the same time; None for as many as fit.
         gpus_per_trial: GPUs of each run, or its share of one; None for the needs of its workers.
         experiment: Path of the class that is trained, like `src.notebook.Experiment`; empty for `src.experiment`.
@@ -50,10 +51,16 @@ class Definition:
     mode: str = ""
     trials: int = 0
     folds: int | None = None
+    seeds: int | None = None
     seed: int = 0
     parallel: int | None = None
     gpus_per_trial: float | None = None
     experiment: str = ""
+
+    @property
+    def parts(self) -> list[Part]:
+        """The runs of each trial; see `parts_of`."""
+        return parts_of(self.seed, self.seeds, self.folds)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields for the record of the sweep, without secrets."""
@@ -97,14 +104,15 @@ def plan(experiment: type, asked: Definition, *, large: bool = False, split: boo
     if asked.gpus_per_trial is not None and not 0 <= asked.gpus_per_trial < math.inf:
         raise UsageError(f"--gpus-per-trial is {asked.gpus_per_trial:g}; pass a number of GPUs, or a share of one")
     space = parse(asked.overrides)
-    if not space.dimensions and not asked.folds:
-        raise UsageError("no parameter has several values; give one some, like cfg.seed=1,2,3, or add --folds 5")
+    if not (space.dimensions or asked.folds or asked.seeds):
+        raise UsageError("no parameter has several values; give one some, or add --seeds 5 or --folds 5")
     search = asked.search or ("optuna" if space.size is None else "grid")
     trials = trial_count(space, search, asked.trials or None, large=large)
     if asked.folds and (key := space.find_varying_key(*OF_FOLDS)):
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
-    folds = fold_overrides(asked.folds, 0) if asked.folds else ()
-    overrides = [*space.expand(space.first), *folds]
+    if asked.seeds and space.find_varying_key("cfg.seed"):
+        raise UsageError("--seeds trains each trial with cfg.seed and those after it; give cfg.seed a single value")
+    overrides = [*space.expand(space.first), *parts_of(0, None, asked.folds)[0].overrides(asked.folds)]
     with conf_of(experiment) as conf:
         check(space, experiment, conf, title=asked.experiment)
         config = load_config(experiment, overrides, conf, title=asked.experiment or None)
@@ -141,10 +149,11 @@ def merge(stored: Definition, asked: Definition) -> Definition:
 def differences(stored: Definition, resumed: Definition) -> dict[str, str]:
     """Return the old and the new value of each field that a resumed sweep may change only with `--force`, or never."""
     before, after = stored.as_json(), resumed.as_json()
+    grown = 0 < (stored.seeds or 0) < (resumed.seeds or 0)
     return {
         name: _format_change(before[name], after[name])
         for name in before
-        if name not in CHANGEABLE and before[name] != after[name]
+        if name not in CHANGEABLE and before[name] != after[name] and not (name == "seeds" and grown)
     }
 
 

@@ -17,6 +17,7 @@ from mlx_runtime.companions.sweeps.definition import SweepPlan
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import Trial, short_names
+from mlx_runtime.companions.sweeps.space import WHOLE, Part
 from mlx_runtime.errors import printable
 from mlx_runtime.events import Event, StopRequested
 from mlx_runtime.runs.checkpoints.index import score
@@ -25,18 +26,19 @@ from mlx_runtime.runs.tables import COLORS, format_duration, format_number, plur
 RANKED = 10
 """Number of trials in the table at the end."""
 
-WHOLE = -1
-"""Index that means all folds of a trial."""
-
 
 @dataclass
 class _Row:
-    """A line of the live table: a run, or a trial after the end of all its folds."""
+    """A line of the live table: a run, or a trial after the end of all its runs."""
 
     values: Mapping[str, str]
     status: str = "RUNNING"
     epoch: str = ""
     value: float | None = None
+
+
+_Key = tuple[int, Part]
+"""A trial and one of its runs, or `WHOLE`."""
 
 
 class SweepDisplay:
@@ -51,7 +53,7 @@ class SweepDisplay:
 
     def __init__(self, plan: SweepPlan, stream: TextIO, copy: TextIO | None = None, *, quiet: bool = False) -> None:
         self._plan, self._stream, self._copy, self._quiet = plan, stream, copy, quiet
-        self._rows: dict[tuple[int, int], _Row] = {}  # by trial and fold
+        self._rows: dict[_Key, _Row] = {}
         self._started = time.monotonic()
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._live: Live | None = None
@@ -61,12 +63,12 @@ class SweepDisplay:
         match event:
             case SweepStarted():
                 self._start(event)
-            case TrialStarted(trial, fold, values, run):
-                self._rows[trial, fold or 0] = _Row(values)
+            case TrialStarted(trial, part, values, run):
+                self._rows[trial, part] = _Row(values)
                 shown = " ".join(f"{key}={text}" for key, text in values.items())
-                self._print(f"{_title(trial, fold)} {run}  {shown}".rstrip(), live=False)
-            case TrialProgress(trial, fold, epoch, epochs, value):
-                row = self._rows[trial, fold or 0]
+                self._print(f"{_title(trial, part)} {run}  {shown}".rstrip(), live=False)
+            case TrialProgress(trial, part, epoch, epochs, value):
+                row = self._rows[trial, part]
                 row.epoch = f"{epoch + 1}/{epochs}"
                 row.value = value if value is not None else row.value
             case TrialEnded():
@@ -88,34 +90,36 @@ class SweepDisplay:
         definition = self._plan.definition
         keys = [dimension.key for dimension in self._plan.space.dimensions]
         titles = short_names(keys)
-        fold = [Column("fold", no_wrap=True)] if definition.folds else []
+        several = len(definition.parts) > 1
+        run = [Column("run", no_wrap=True)] if several else []
         values = [Column(titles[key], no_wrap=True, overflow="ellipsis") for key in keys]
         fixed = [Column(title, no_wrap=True, justify="right") for title in ("epoch", definition.metric)]
-        columns = [Column("trial", no_wrap=True), *fold, *values, *fixed, Column("status", no_wrap=True)]
+        columns = [Column("trial", no_wrap=True), *run, *values, *fixed, Column("status", no_wrap=True)]
         table = Table(*columns, box=None, pad_edge=False, header_style="bold")
         best = self._best()
-        for (trial, index), row in self._visible(best, max(3, self._console.height - 3)):
-            is_best = best is not None and (trial, index) == best
-            of_fold = [f"{index + 1}/{definition.folds}" if index != WHOLE else "mean"] if fold else []
-            texts = [str(trial), *of_fold, *(row.values.get(key, "") for key in keys), row.epoch]
+        for (trial, part), row in self._visible(best, max(3, self._console.height - 3)):
+            is_best = best is not None and (trial, part) == best
+            of_folds = f"/{definition.folds}" if definition.folds else ""  # as in `seed 3 fold 1/5`
+            of_run = ["mean" if part == WHOLE else part.title + of_folds] if several else []
+            texts = [str(trial), *of_run, *(row.values.get(key, "") for key in keys), row.epoch]
             texts += [format_number(row.value), row.status + (" best" if is_best else "")]
             style = "bold" if is_best else COLORS.get(row.status, "")
             table.add_row(*(Text(text, style=style) for text in texts))
         return table
 
-    def _visible(self, best: tuple[int, int] | None, limit: int) -> list[tuple[tuple[int, int], _Row]]:
-        rows = sorted(self._rows.items())
+    def _visible(self, best: _Key | None, limit: int) -> list[tuple[_Key, _Row]]:
+        rows = sorted(self._rows.items(), key=lambda item: item[0][0])  # of each, in the order of their start
         urgent = [item for item in rows if item[1].status == "RUNNING" or item[0] == best][:limit]
         others = [item for item in rows if item not in urgent]
-        return sorted(urgent + others[max(0, len(others) - limit + len(urgent)) :], key=lambda item: item[0])
+        shown = urgent + others[max(0, len(others) - limit + len(urgent)) :]
+        return [item for item in rows if item in shown]
 
-    def _best(self) -> tuple[int, int] | None:
+    def _best(self) -> _Key | None:
         """Return the trial with the best value so far."""
-        whole = WHOLE if self._plan.definition.folds else 0
         scores = {
             key: found
             for key, row in self._rows.items()
-            if key[1] == whole
+            if key[1] == WHOLE
             and row.status != "FAILED"
             and (found := score(row.value, self._plan.definition.mode)) > -math.inf
         }
@@ -124,30 +128,30 @@ class SweepDisplay:
     def _start(self, event: SweepStarted) -> None:
         definition, folder = self._plan.definition, event.folder
         self._folder = folder
-        runs = f" of {definition.folds} folds" if definition.folds else ""
+        counts = (definition.seeds, "seed"), (definition.folds, "fold")
+        runs = " and ".join(plural(count, noun) for count, noun in counts if count)
         keys = ", ".join(dimension.key for dimension in self._plan.space.dimensions)
         search = f"{definition.search} over {keys}, " if keys else ""
         self._print(f"sweep     {folder.experiment} {folder.name}")
         self._print(f"folder    {folder.location}", always=True)
-        self._print(f"trials    {search}{plural(definition.trials, 'trial')}{runs}")
+        self._print(f"trials    {search}{plural(definition.trials, 'trial')}{f' of {runs}' if runs else ''}")
         scheduler = f", pruned by {definition.scheduler}" if definition.scheduler != "none" else ""
         self._print(f"metric    {definition.metric} ({definition.mode}){scheduler}")
         if event.done:
             self._print(f"resumed   {plural(len(event.done), 'trial')} {'is' if len(event.done) == 1 else 'are'} done")
         for trial in event.done:
             row = _Row(trial.texts, trial.status, str(trial.epoch or ""), trial.score)
-            self._rows[trial.number, WHOLE if definition.folds else 0] = row
+            self._rows[trial.number, WHOLE] = row
         if self._console.is_terminal and not self._quiet:
             self._live = Live(console=self._console, get_renderable=self.table, transient=True)
             self._live.start()
 
     def _end(self, event: TrialEnded) -> None:
         definition, trial = self._plan.definition, event.trial
-        whole = event.fold is None and definition.folds is not None
         values = next((row.values for key, row in self._rows.items() if key[0] == trial), {})
-        if whole:
+        if event.part == WHOLE:
             self._rows = {key: row for key, row in self._rows.items() if key[0] != trial}
-        key = trial, WHOLE if whole else event.fold or 0
+        key = trial, event.part
         row = self._rows[key] = _Row(values, event.status)
         found = ""
         if event.best is not None:
@@ -156,7 +160,7 @@ class SweepDisplay:
         best = ", best so far" if self._best() == key else ""
         why = f": {event.error.partition(chr(10))[0]}" if event.error else ""
         failed = event.status == "FAILED"
-        self._print(f"{_title(trial, event.fold)} {event.status}{found}{best}{why}", always=failed, live=failed)
+        self._print(f"{_title(trial, event.part)} {event.status}{found}{best}{why}", always=failed, live=failed)
 
     def _results(self, event: SweepEnded) -> None:
         """Print the best trials, and the command that trains the best configuration."""
@@ -191,9 +195,9 @@ class SweepDisplay:
             self._console.print(Text(printable(text)))
 
 
-def _title(trial: int, fold: int | None) -> str:
-    """Return `trial 3`, or `trial 3 fold 2`, padded to the width of the names of facts."""
-    return f"trial {trial}" + (f" fold {fold + 1}" if fold is not None else "")
+def _title(trial: int, part: Part) -> str:
+    """Return `trial 3`, or `trial 3 seed 0 fold 2`."""
+    return f"trial {trial} {part.title}".rstrip()
 
 
 def _cells(trial: Trial, result: SweepResult) -> dict[str, str]:

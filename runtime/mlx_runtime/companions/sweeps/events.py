@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mlx_runtime.companions.sweeps.definition import Definition
 from mlx_runtime.companions.sweeps.scores import Trial
+from mlx_runtime.companions.sweeps.space import Part
 from mlx_runtime.events import Event
 from mlx_runtime.runs.folder import RunFolder
 
@@ -23,7 +24,7 @@ class TrialStarted(Event):
     """A run of a trial is about to start or resume."""
 
     trial: int  # from 1
-    fold: int | None  # from 0; None without folds
+    part: Part  # `WHOLE` without seeds and folds
     values: Mapping[str, str]
     run: str  # like `run_007`
 
@@ -33,7 +34,7 @@ class TrialProgress(Event):
     """A run of a trial has ended an epoch, or recorded something after its checkpoint."""
 
     trial: int
-    fold: int | None
+    part: Part
     epoch: int  # from 0
     epochs: int  # in total
     value: float | None  # of the sweep's metric, if it was recorded
@@ -41,10 +42,10 @@ class TrialProgress(Event):
 
 @dataclass(frozen=True)
 class TrialEnded(Event):
-    """A run of a trial has ended; with folds, sent again for the whole trial, without the number of a fold."""
+    """A run of a trial has ended; with several, sent again for the `WHOLE` trial."""
 
     trial: int
-    fold: int | None
+    part: Part
     status: str
     best: tuple[int, float] | None = None  # best epoch, from 0, and its value of the metric
     error: str = ""

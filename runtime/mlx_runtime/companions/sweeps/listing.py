@@ -8,14 +8,14 @@ from mlx_runtime.runs.tables import format_number, plural
 
 
 def table(rows: Sequence[Row], metric: str | None = None) -> list[dict[str, str]]:
-    """Return the runs of one sweep as rows of a table, with their trials, folds and values."""
+    """Return the runs of one sweep as rows of a table, with their trials, seeds, folds and values."""
     names = dict.fromkeys(name for row in rows for name in row.sweep.get("values", {}))
-    folds = any(row.sweep.get("fold") is not None for row in rows)
+    shown = [name for name in ("seed", "fold") if any(row.sweep.get(name) is not None for row in rows)]
     lines = []
     for row in rows:
         cells, sweep = row.cells(metric), row.sweep
         line = {"experiment": cells.pop("experiment"), "run": cells.pop("run"), "trial": str(sweep["trial"])}
-        line |= {"fold": "-" if sweep.get("fold") is None else str(sweep["fold"] + 1)} if folds else {}
+        line |= {name: "-" if sweep.get(name) is None else str(sweep[name] + (name == "fold")) for name in shown}
         line |= {name: sweep.get("values", {}).get(name, "-") for name in names}
         lines.append(line | {name: cells[name] for name in cells if name not in ("workers", "age")})
     return lines
@@ -39,7 +39,7 @@ def grouped(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
-    """Return the line of a sweep: the number of trials, and the value of the best one, with folds its mean."""
+    """Return the line of a sweep: the number of trials, and the value of the best one, of several runs their mean."""
     trials = {run.sweep["trial"] for run in runs}
     cells = sweep.cells() | {"epoch": plural(len(trials), "trial")}
     if spread := format_number((sweep.record.get("best") or {}).get("std")):

@@ -60,6 +60,7 @@ def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
         "trials": ", ".join(f"{count} {status}" for status, count in statuses.items()),
         "search": f"{result.definition['search']}, scheduler {result.definition['scheduler']}",
         "metric": f"{result.metric} ({result.mode})",
+        "seeds": str(result.definition.get("seeds") or ""),
         "folds": str(result.folds or ""),
     }
     if shown:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.sweeps.scores import Trial, TrialRun, metrics_at, ranked, read_trials
+from mlx_runtime.companions.sweeps.space import parts_of
 from mlx_runtime.errors import UsageError, printable, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoints.index import list_checkpoints
@@ -52,7 +53,7 @@ class SweepResult:
         folder: Folder of the sweep.
 
     Attributes:
-        definition: Definition of the sweep: `overrides`, `search`, `scheduler`, `metric`, `mode`, `folds`, …
+        definition: Definition of the sweep: `overrides`, `search`, `scheduler`, `metric`, `mode`, `folds`, `seeds`, …
         trials: All trials, by number.
 
     Raises:
@@ -69,6 +70,7 @@ class SweepResult:
         self.metric: str = self.definition["metric"]
         self.mode: str = self.definition["mode"]
         self.folds: int | None = self.definition["folds"]
+        self.parts = parts_of(self.definition["seed"], self.definition.get("seeds"), self.folds)
         self.trials = read_trials(folder, record["trials"], self.metric, self.mode)
 
     @property
@@ -142,7 +144,7 @@ class SweepResult:
 
     @property
     def best_run(self) -> "Run":
-        """The run of the best trial, as `open_run` returns it; with folds, the run of its first fold.
+        """The run of the best trial, as `open_run` returns it; of several, that of the first seed and fold.
 
         Raises:
             UsageError: No trial has recorded the metric.
@@ -171,7 +173,8 @@ class SweepResult:
         """Return one row per trial: its values, status, best epoch, metrics, and its duration in seconds.
 
         Metrics are those of the best epoch, and those that a run has recorded only once, such as the values of a final
-        test. With folds, they are means over the folds, and columns like `val/loss_std` contain standard deviations.
+        test. With seeds or folds, they are means over the runs, and columns like `val/loss_std` contain standard
+        deviations.
         """
         import pandas
 
@@ -203,7 +206,7 @@ class SweepResult:
             "trial": best.number,
             "values": best.values,
             "runs": [row.folder.name for row, _ in best.started],
-            **({"checkpoints": kept} if self.folds else {"checkpoint": kept[0]}),
+            **({"checkpoints": kept} if len(self.parts) > 1 else {"checkpoint": kept[0]}),
             "command": self.command,
         }
 
@@ -211,22 +214,23 @@ class SweepResult:
         """Format the summary for the terminal."""
         found, epoch = self.summary(), self.best.epoch
         spread = f" ± {format_number(found['std'])}" if found["std"] is not None else ""
-        at = f", epoch {epoch}" if self.folds else ""
+        at = f", epoch {epoch}" if len(self.parts) > 1 else ""
         rows = {self.metric: f"{format_number(found['value'])}{spread} ({self.mode}{at})"}
         rows["trial"] = f"{found['trial']} of {self.folder.title}"
         if found["values"]:
             rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
         rows["run"] = f"{self.folder.experiment}/{', '.join(found['runs'])}"
         lost = f"none of epoch {epoch} is kept; {MORE}"
-        if self.folds:
-            rows |= {f"fold {number}": path or lost for number, path in enumerate(found["checkpoints"], 1)}
+        if len(self.parts) > 1:
+            titled = zip(self.parts, found["checkpoints"], strict=False)  # there is a result before the last run
+            rows |= {part.title: path or lost for part, path in titled}
         else:
             rows["checkpoint"] = f"{found['checkpoint']} (epoch {epoch})" if found["checkpoint"] else lost
         return aligned(rows | {"full run": found["command"]})
 
     def _find_checkpoint(self, row: Row, run: TrialRun, trial: Trial) -> str | None:
         """Return the path of the checkpoint of a run at the best epoch of its trial; None if it was removed."""
-        value = run.epochs[trial.epoch or 0][self.metric] if self.folds else trial.score
+        value = run.curve(self.metric).get(trial.epoch or 0) if len(self.parts) > 1 else trial.score
         saved = [item for item in list_checkpoints(row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
         kept = [item for item in saved if item.metrics.get(self.metric) == value]
         kept = kept or [item for item in saved if item.finished]
@@ -237,7 +241,7 @@ class SweepResult:
         metrics: dict[str, float] = {}
         for name in self.metric_names:
             metrics[name] = known.get(name, math.nan)
-            if self.folds:
+            if len(self.parts) > 1:
                 metrics[f"{name}_std"] = spread.get(name, math.nan)
         facts = {"status": trial.status, "epoch": trial.epoch}
         return {"trial": trial.number, **trial.values, **facts, **metrics, "duration_s": trial.duration_s}

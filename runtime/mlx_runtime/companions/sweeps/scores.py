@@ -1,8 +1,7 @@
-"""Trials and their scores: the metrics of their runs, epoch by epoch, and means over folds."""
+"""Trials and their scores: the metrics of their runs, epoch by epoch, and means over seeds and folds."""
 
 import contextlib
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,9 +50,10 @@ class Trial:
     Attributes:
         number: Number of the trial, from 1.
         texts: Text of each value by key, as in overrides.
-        runs: Its run or, with folds, one run per fold.
+        runs: Its run or, with seeds or folds, one run per seed and fold.
         metric: Metric by which trials are compared.
         mode: `max` or `min`.
+        trained: Number of its first runs that count until those of further seeds have ended, too; None for all.
     """
 
     number: int
@@ -61,6 +61,7 @@ class Trial:
     runs: list[TrialRun] = field(repr=False)
     metric: str = field(repr=False)
     mode: str = field(repr=False)
+    trained: int | None = field(default=None, repr=False)
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -74,7 +75,7 @@ class Trial:
 
     @property
     def status(self) -> str:
-        """Status of its run; with folds, the worst one."""
+        """Status of its run; of several, the worst one."""
         statuses = [run.status for run in self.runs]
         return min(statuses, key=lambda status: STATUSES.index(status) if status in STATUSES else 0)
 
@@ -98,17 +99,22 @@ class Trial:
         return [(run.row, run) for run in self.runs if run.row is not None]
 
     @property
+    def counted(self) -> list[TrialRun]:
+        """The runs whose mean is the result."""
+        return self.runs if {run.status for run in self.runs} == {"SUCCEEDED"} else self.runs[: self.trained]
+
+    @property
     def means(self) -> dict[int, float]:
-        """Mean of the metric over all runs, at the ends of epochs that all of them have finished."""
-        curves = [run.curve(self.metric) for run in self.runs]
+        """Mean of the metric over all runs that count, at the ends of epochs that all of them have finished."""
+        curves = [run.curve(self.metric) for run in self.counted]
         shared = [epoch for epoch in curves[0] if all(epoch in curve for curve in curves)]
-        return {epoch: statistics.fmean(curve[epoch] for curve in curves) for epoch in shared}
+        return {epoch: sum(curve[epoch] for curve in curves) / len(curves) for epoch in shared}
 
     @property
     def curve(self) -> dict[int, float]:
-        """The metric by epoch, from 1; with folds, the mean; otherwise, of a better checkpoint within the epoch."""
+        """The metric by epoch, from 1: the mean of several runs; of one, a better checkpoint within the epoch."""
         curve, row = self.means, self.runs[0].row
-        if len(self.runs) > 1 or row is None or (row.monitor, row.record.get("mode")) != (self.metric, self.mode):
+        if len(self.counted) > 1 or row is None or (row.monitor, row.record.get("mode")) != (self.metric, self.mode):
             return curve
         if row.best is not None:
             epoch = row.record["best"]["epoch"] + 1
@@ -129,14 +135,16 @@ class Trial:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics at the best epoch, and of a final test; with folds, means; NaN if no value is finite."""
-        return {name: statistics.fmean(values) for name, values in self._metrics_of_runs().items()}
+        return {name: sum(values) / len(values) for name, values in self._metrics_of_runs().items()}
 
     @property
     def spread(self) -> dict[str, float]:
-        """Standard deviations of these metrics over the folds."""
-        found = self._metrics_of_runs() if len(self.runs) > 1 else {}
+        """Standard deviations of these metrics over the runs."""
+        found, means = self._metrics_of_runs() if len(self.counted) > 1 else {}, self.metrics
         return {
-            name: statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+            name: math.dist(values, [means[name]] * len(values)) / math.sqrt(len(values) - 1)
+            if all(map(math.isfinite, values))
+            else math.nan
             for name, values in found.items()
         }
 
@@ -163,14 +171,15 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of the trial for the record of the sweep."""
-        return {"trial": self.number, "values": self.texts, "runs": [run.name for run in self.runs]}
+        trained = {} if self.trained is None else {"trained": self.trained}
+        return {"trial": self.number, "values": self.texts, "runs": [run.name for run in self.runs], **trained}
 
     def _metrics_of_runs(self) -> dict[str, list[float]]:
         """Return the metrics that all runs have recorded at the best epoch."""
         curve = self.curve
         if (epoch := best_epoch(curve, self.mode)) is None:
             return {self.metric: [math.nan]} if curve else {}
-        found = [metrics_at(run.epochs, epoch) for run in self.runs]
+        found = [metrics_at(run.epochs, epoch) for run in self.counted]
         if len(found) == 1:
             found[0][self.metric] = curve[epoch]
         return {name: [one[name] for one in found] for name in found[0] if all(name in one for one in found)}
@@ -197,7 +206,7 @@ def read_trials(sweep: RunFolder, entries: Sequence[Mapping[str, Any]], metric: 
     Trials are numbered in their order, as they begin.
     """
     trials = [
-        Trial(number, entry["values"], [TrialRun(name) for name in entry["runs"]] or [TrialRun()], metric, mode)
+        Trial(number, entry["values"], [*map(TrialRun, entry["runs"] or [None])], metric, mode, entry.get("trained"))
         for number, entry in enumerate(entries, start=1)
     ]
     runs = [run for trial in trials for run in trial.runs if run.name is not None]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_runtime.config.composition import parse_overrides, raise_if
 from mlx_runtime.config.projects import CONF
@@ -35,9 +35,33 @@ COMMON = (
 """Settings that must be the same in all runs of a sweep."""
 
 
-def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
-    """Return the overrides of a run that holds out one of several folds."""
-    return f"++cfg.cross_validation.folds={folds}", f"++cfg.cross_validation.fold={fold}"
+class Part(NamedTuple):
+    """One of several runs of a trial, which differ in their seed, in the fold that they hold out, or in both."""
+
+    seed: int | None = None  # None if all runs have the same
+    fold: int | None = None  # from 0; None without folds
+
+    @property
+    def title(self) -> str:
+        """Text like `seed 3 fold 1`, with folds counted from 1; empty for a trial as a whole."""
+        return " ".join(
+            f"{name} {value + (name == 'fold')}" for name, value in self._asdict().items() if value is not None
+        )
+
+    def overrides(self, folds: int | None) -> tuple[str, ...]:
+        """Return the overrides of this run."""
+        values = {"seed": self.seed, "cross_validation.folds": folds, "cross_validation.fold": self.fold}
+        return tuple(f"++cfg.{key}={value}" for key, value in values.items() if value is not None)
+
+
+WHOLE = Part()
+"""A trial as a whole, which is also its only run without seeds and folds."""
+
+
+def parts_of(seed: int, seeds: int | None, folds: int | None) -> list[Part]:
+    """Return the runs of each trial, with all folds of the first seed first."""
+    numbers = range(seed, seed + seeds) if seeds else [None]
+    return list(itertools.starmap(Part, itertools.product(numbers, range(folds) if folds else [None])))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome, r
 from mlx_runtime.companions.sweeps.definition import FIXED, Definition, SweepPlan, differences, merge, plan
 from mlx_runtime.companions.sweeps.engine import Engine
 from mlx_runtime.companions.sweeps.events import SweepStarted
-from mlx_runtime.companions.sweeps.scores import Trial, read_trials
+from mlx_runtime.companions.sweeps.scores import Trial, TrialRun, read_trials
 from mlx_runtime.companions.sweeps.study import uses_optuna
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.data.folds import rows_digest
@@ -83,6 +83,8 @@ def checked_plan(
     if definition.experiment:
         experiment = object_at(definition.experiment)
     found = plan(experiment, definition, **how)
+    if stored.seeds and found.definition.seed != stored.seed:
+        raise UsageError(f"{folder.title} was started with cfg.seed={stored.seed}, which cannot change; set it again")
     load_function(found.config.cfg)  # the files that it imports are compared
     changes = [f"{name}: {text}" for name, text in differences(stored, found.definition).items()]
     changes += [f"{file} differs" for file in sources.changed_files(Path.cwd(), folder)]
@@ -140,16 +142,19 @@ def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: boo
     Raises:
         UsageError: one of its runs is training.
     """
-    sweep, folds = plan.folder, plan.definition.folds
+    sweep, parts = plan.folder, plan.definition.parts
     assert sweep is not None, "it resumes a sweep"
     final = {"SUCCEEDED", "PRUNED"} if retry_failed else {"SUCCEEDED", "PRUNED", "FAILED"}
     trials = read_trials(sweep, record["trials"], plan.definition.metric, plan.definition.mode)
+    for trial in trials:
+        trial.trained = len(trial.runs) if trial.done else trial.trained
+        trial.runs += [TrialRun() for _ in parts[len(trial.runs) :]]  # of further seeds
 
     def check(place: tuple[Trial, int]) -> None:
         trial, index = place
         run = trial.runs[index]
         folder = run_folder(sweep.root, sweep.experiment, run.name or "")
-        found = read_record(folder, sweep.name, trial.number, index if folds else None)
+        found = read_record(folder, sweep.name, trial.number, parts[index])
         if found and records.status_of(found) in records.LIVING:
             drivers.refuse_living(folder)
         if not found:  # it has not begun, or the folder belongs to another run

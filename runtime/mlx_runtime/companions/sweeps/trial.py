@@ -12,6 +12,7 @@ from typing import Any
 from mlx_runtime.companions.notebook.background import conf_of
 from mlx_runtime.companions.notebook.functions import load_function
 from mlx_runtime.companions.sweeps.scores import plain_keys
+from mlx_runtime.companions.sweeps.space import Part
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
 from mlx_runtime.driver.arguments import Request
@@ -39,7 +40,8 @@ class TrialJob:
 
     sweep: str  # like `sweep_001`
     trial: int  # from 1
-    fold: int | None  # from 0; None without folds
+    index: int  # of the run in its trial
+    part: Part  # seed and fold of the run
     values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
     run: str  # path or URI of its claimed folder
     overrides: tuple[str, ...]  # all overrides of its config
@@ -55,7 +57,7 @@ class TrialJob:
     @property
     def facts(self) -> dict[str, Any]:
         """The facts about the sweep for the record of the run."""
-        return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": plain_keys(self.values)}
+        return {"name": self.sweep, "trial": self.trial, **self.part._asdict(), "values": plain_keys(self.values)}
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:

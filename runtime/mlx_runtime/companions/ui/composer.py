@@ -85,9 +85,6 @@ class Composer:
 
     # Called by events: of the draft at that time. They return another draft, or a message.
 
-    def select(self, key: str) -> None:
-        self.key = key
-
     def edit(self, action: str, key: str, *arguments: Any) -> Any:
         return self.draft.edit(action, key, *arguments)
 
@@ -100,16 +97,10 @@ class Composer:
     def add(self, key: str, chosen: dict[str, Any]) -> Any:
         return self.edit("add", key, int(chosen["number"]), chosen["path"])
 
-    def save(self) -> Any:
-        return composing.save(self.draft)
-
     def save_variant(self, name: str) -> str:
         path = composing.save_variant(self.draft, name)
         self.open()
         return f"saved {path}"
-
-    def start(self) -> str:
-        return f"started; output in {composing.start(self.draft, self.storage)}"
 
 
 def composer(project: Path, storage: str | None = None) -> Any:
@@ -144,7 +135,7 @@ def _form(state: Composer, draft: composing.Draft, key: str) -> list[Any]:
     titles = {f"{item}: {target.rpartition('.')[2]}": item for item, target in state.targets()}
     title = next(name for name, item in titles.items() if item == key)
     shown = [
-        state.dropdown("Node", titles, title, state.select),
+        state.dropdown("Node", titles, title, partial(setattr, state, "key")),
         state.dropdown("Class", classes, node["target"], state.edit, "replace", key),
     ]
     values = {name: item["value"] for name, item in node["fields"].items()}
@@ -169,7 +160,7 @@ def _blocks(state: Composer, draft: composing.Draft, key: str, blocks: list[str]
     shown = []
     for index, block in enumerate(blocks):
         name = mo.plain_text(f"{index}  {draft.nodes[block]['target'] if block in draft.nodes else '?'}")
-        edit = state.button("edit", state.select, block)
+        edit = state.button("edit", partial(setattr, state, "key"), block)
         shown.append(mo.hstack([name, edit, state.button("remove", state.edit, "remove", key, index)], justify="start"))
     place = mo.ui.number(0, len(blocks), value=len(blocks), label="Number")
     fields = mo.Html("{number}{path}").batch(number=place, path=mo.ui.dropdown(offers, label="Block", searchable=True))
@@ -179,12 +170,12 @@ def _blocks(state: Composer, draft: composing.Draft, key: str, blocks: list[str]
 def _findings(state: Composer, draft: composing.Draft, report: dict[str, Any]) -> list[Any]:
     """Return the problems, models and changes of the draft, and what saves it and starts a run."""
     problems, changes = "\n".join(report["problems"]), composing.diff(draft)
-    save = state.button("Save conf.yaml", state.save, disabled=not changes, kind="success")
+    save = state.button("Save conf.yaml", lambda: composing.save(state.draft), disabled=not changes, kind="success")
     return [
         mo.callout(mo.plain_text(problems or "no problems"), kind="danger" if problems else "success"),
         mo.hstack([save, state.button("Drop changes", state.open)], justify="start"),
         state.form("Save as variant", mo.ui.text(label="Name"), state.turn, state.save_variant),
-        state.button("Start run", state.start),
+        state.button("Start run", lambda: f"started; output in {composing.start(state.draft, state.storage)}"),
         mo.plain_text("With variants or other values: mlx train run --variant NAME KEY=VALUE"),
         mo.plain_text(changes or "conf.yaml: no changes"),
         mo.Html(to_tables(report)),

@@ -20,7 +20,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from torch import nn
 
 from mlx_runtime.companions.ui.structure import describe
-from mlx_runtime.config.binding.conf_file import SCHEMA, bind
+from mlx_runtime.config.binding.conf_file import SCHEMA, bind, check_written
 from mlx_runtime.config.binding.merging import commented_map, comments_behind, quote_strings, remove_key, yaml_text
 from mlx_runtime.config.binding.nodes import BASES, RESERVED
 from mlx_runtime.config.constructors.signatures import (
@@ -113,10 +113,11 @@ def edit(text: str, schema: str, action: str, key: str, arguments: Sequence[Any]
             edited = _splice(text, tree, node, index, index + 1, [])
         case _:
             raise UsageError(f"{key} cannot {action} {', '.join(map(repr, arguments))}")
-    with contextlib.suppress(BindError):
-        if _json(commented_map(edited, CONF)) == _json(tree):
-            return view(edited, schema)
-    raise UsageError(f"{key} cannot be changed here, as {CONF} is written; edit the file")
+    try:
+        check_written(edited, tree, CONF)
+    except BindError:
+        raise UsageError(f"{key} cannot be changed here, as {CONF} is written; edit the file") from None
+    return view(edited, schema)
 
 
 def _splice(text: str, tree: Any, node: Any, start: int, stop: int, added: Sequence[Any]) -> str:

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -56,7 +58,8 @@ def test_a_sweep_trains_every_trial(swept: tuple[Path, str]) -> None:
     assert statuses(folder) == ["SUCCEEDED"] * 4
     for number, trial in enumerate(record(folder)["trials"], 1):
         run = record(folder, f"run_{number:03d}")
-        assert run["sweep"] == {"name": "sweep_001", "trial": number, "fold": None, "values": trial["values"]}
+        facts = {"name": "sweep_001", "trial": number, "seed": None, "fold": None, "values": trial["values"]}
+        assert run["sweep"] == facts
         assert run["epoch"] == 1
     assert record(folder)["trials"][1]["values"] == {"optimizers.adam.lr": "0.1", "models.net.width": "16"}
 
@@ -227,6 +230,52 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
     page = mlx(folder, "xp", "report", sweep).stdout.strip()
     assert page == join_path(sweep, "report.html")
     assert "optimizers.adam.lr" in storage_at(sweep).read("report.html").decode()
+
+
+@pytest.mark.kills
+def test_a_killed_sweep_over_seeds_resumes_and_ranks_by_the_mean(experiment: Make, mlx: Mlx, start: Start) -> None:
+    """Killed within the second seed; then seeds are added, and more by the commands of a comparison."""
+    folder = experiment("faults")
+    conf = folder / "src" / "conf.yaml"
+    given = conf.read_text()
+    conf.write_text(re.sub(r"(?m)^cfg:$", "cfg:\n  seed: 5", re.sub(r"(?m)^  seed: .*\n", "", given)))
+    process = start(folder, "train", "sweep", LR, *COMMON, "--seeds=2", "cfg.pause_s=0.5", "--parallel=1")
+    wait_for(lambda: (folder / "runs" / "faults" / "run_002" / "run.json").exists())
+    process.kill()
+    process.wait()
+    (folder / "diary" / "hurry").touch()
+    done = mlx(folder, "train", "sweep", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = mlx(folder, "train", "sweep", "--resume", "--seeds=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [record(folder, name) for trial in record(folder)["trials"] for name in trial["runs"]]
+    assert [(run["sweep"]["trial"], run["seed"], run["status"]) for run in runs] == [
+        (trial, seed, "SUCCEEDED") for trial in (1, 2) for seed in (5, 6, 7)
+    ]
+    assert runs[0]["attempt"] == 1
+    result = SweepResult(RunFolder(folder / "runs" / "faults" / "sweep_001"))
+    best, other = result.ranked()
+    values = [run.epochs[best.epoch]["val/mse"] for run in best.runs]
+    assert best.score == pytest.approx(sum(values) / 3)
+    assert best.score <= other.score
+    lines = [line for line in done.stdout.splitlines() if " ± " in line and " … " in line]
+    assert [int(line.split()[0]) for line in lines] == [best.number, other.number]
+    refused = mlx(folder, "train", "sweep", "--resume", "--seeds=2")
+    assert (refused.returncode, "other seeds, which cannot change: 3 → 2" in refused.stderr) == (2, True)
+    conf.write_text(given)
+    refused = mlx(folder, "train", "sweep", "--resume", "--force")
+    assert (refused.returncode, "cfg.seed=5, which cannot change" in refused.stderr) == (2, True)
+    compare = ("xp", "compare", "--json", "run_001", runs[3]["run"], "--metric=val/mse", "--mode=min")
+    commands = json.loads(mlx(folder, *compare).stdout)["commands"]
+    assert [command.partition(" cfg.seed")[2] for command in commands] == [
+        "=8 --seeds 2 --metric val/mse --mode min"
+    ] * 2
+    for command in commands:
+        done = mlx(folder, *shlex.split(command)[1:])
+        assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(mlx(folder, *compare).stdout)
+    assert [len(found[side]["values"]) for side in "ab"] == [5, 5]
+    assert found["interval"][0] < found["interval"][1]
 
 
 @pytest.mark.kills

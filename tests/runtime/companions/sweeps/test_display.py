@@ -13,6 +13,7 @@ from stored_sweeps import store_run, store_sweep
 from mlx_runtime.companions.sweeps.display import SweepDisplay
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.companions.sweeps.space import WHOLE, Part
 from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
@@ -33,9 +34,9 @@ def display_of(root: Path, *overrides: str, **fields: Any) -> tuple[SweepDisplay
 def test_the_table_marks_the_best_trial(tmp_path: Path) -> None:
     display, stream = display_of(tmp_path, "a.lr=1,2", "b.width=8")
     for trial, value in ((1, 0.5), (2, 0.25)):
-        display.handle(TrialStarted(trial, None, {"a.lr": str(trial)}, f"run_{trial:03d}"))
-        display.handle(TrialProgress(trial, None, 0, 3, value))
-    display.handle(TrialEnded(1, None, "SUCCEEDED", (0, 0.5)))
+        display.handle(TrialStarted(trial, WHOLE, {"a.lr": str(trial)}, f"run_{trial:03d}"))
+        display.handle(TrialProgress(trial, WHOLE, 0, 3, value))
+    display.handle(TrialEnded(1, WHOLE, "SUCCEEDED", (0, 0.5)))
     assert [line.split() for line in shown(display, 80)] == [
         ["trial", "lr", "epoch", "val/loss", "status"],
         ["1", "1", "1", "0.5000", "SUCCEEDED"],
@@ -48,14 +49,27 @@ def test_the_table_marks_the_best_trial(tmp_path: Path) -> None:
     ]
 
 
+def test_the_table_names_the_seed_and_the_fold_of_each_run(tmp_path: Path) -> None:
+    display, _ = display_of(tmp_path, folds=5, seeds=2)
+    for part in (Part(9, 0), Part(10, 4)):
+        display.handle(TrialStarted(2, part, {}, "run_001"))
+    display.handle(TrialStarted(1, Part(9, 1), {}, "run_003"))
+    display.handle(TrialEnded(1, WHOLE, "SUCCEEDED", (0, 0.5)))
+    assert [line.split()[:5] for line in shown(display, 80)[1:]] == [
+        ["1", "mean", "1", "0.5000", "SUCCEEDED"],
+        ["2", "seed", "9", "fold", "1/5"],
+        ["2", "seed", "10", "fold", "5/5"],
+    ]
+
+
 def test_a_sweep_without_a_finite_value_says_so(tmp_path: Path) -> None:
     """Its trials stay in the tables."""
     runs = [store_run(str(tmp_path), {"val/loss": values}) for values in ([math.nan, math.nan], [math.inf])]
     entries = [{"values": {"lr": str(number)}, "runs": [run]} for number, run in enumerate(runs, 1)]
     folder = store_sweep(str(tmp_path), [*entries, {"values": {"lr": "3"}, "runs": [None]}])
     display, stream = display_of(tmp_path, "lr=1,2,3", mode="max")
-    display.handle(TrialStarted(2, None, {"lr": "2"}, "run_002"))
-    display.handle(TrialProgress(2, None, 0, 3, math.inf))
+    display.handle(TrialStarted(2, WHOLE, {"lr": "2"}, "run_002"))
+    display.handle(TrialProgress(2, WHOLE, 0, 3, math.inf))
     assert "best" not in shown(display, 80)[1]
     display.handle(SweepStarted(folder, plan_of(tmp_path, "lr=1,2,3").definition, ()))
     display.handle(SweepEnded("SUCCEEDED", None, 0, 0))

@@ -8,6 +8,7 @@ import torch
 
 from mlx_runtime.companions.sweeps import trial
 from mlx_runtime.companions.sweeps.engine import slots
+from mlx_runtime.companions.sweeps.space import WHOLE
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.loop.options import TrainConfig
 
@@ -59,7 +60,7 @@ def test_what_does_not_fit_is_refused(cfg: dict[str, Any], asked: tuple[Any, Any
 
 
 def test_a_trial_that_lacks_its_gpu_does_not_train_on_cores() -> None:
-    job = trial.TrialJob("sweep_001", 1, None, {}, "runs/digits/run_001", (), gpus=1)
+    job = trial.TrialJob("sweep_001", 1, 0, WHOLE, {}, "runs/digits/run_001", (), gpus=1)
     config: Any = SimpleNamespace(cfg=TrainConfig(start_workers=1))
     cluster: Any = SimpleNamespace(use_gpu=False, gpus=0)
     with pytest.raises(ConfigError, match="trial 1 should train on 1 GPUs, but its process finds 0 for 1 workers"):

@@ -16,6 +16,8 @@ from faults import wait_for
 from mlx_runtime.companions.sweeps import starting
 from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
+from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.companions.sweeps.space import WHOLE
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded
 from mlx_runtime.runs.folder import find_run
@@ -36,7 +38,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loss(job: Any, epoch: int) -> float:
     """The best value of each run is in its second epoch."""
-    return float(job.values.get("lr", 1)) + float(job.values.get("width", 0)) / 100 + (job.fold or 0) + abs(epoch - 1)
+    return float(job.values.get("lr", 1)) + float(job.values.get("width", 0)) / 100 + job.index + abs(epoch - 1)
 
 
 def carry_out(plan: Any, engine: FakeEngine, heard: list | None = None, **options: Any) -> Sweep:
@@ -72,12 +74,43 @@ def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> No
         ["run_001", "run_002", "run_003"],
         ["run_004", "run_005", "run_006"],
     ]
-    whole = [event for event in heard if isinstance(event, TrialEnded) and event.fold is None]
+    whole = [event for event in heard if isinstance(event, TrialEnded) and event.part == WHOLE]
     assert [(event.trial, event.status, event.best) for event in whole] == [
         (1, "SUCCEEDED", (1, 2.0)),
         (2, "SUCCEEDED", (1, 3.0)),
     ]
     assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 1, "value": 2.0, "std": 1.0}
+
+
+def test_a_lucky_seed_does_not_make_its_trial_the_best(tmp_path: Path) -> None:
+    """Trials are ranked by the mean over seeds and folds, and a resumed sweep trains the runs of further seeds only.
+
+    Until these have ended, the results of the others stay.
+    """
+    seen = []
+    losses = {"1": (2, 2, 2, 2, 2, 2), "2": (9, 9, 1, 1, 1, 1)}  # by run; the last two are those of the third seed
+
+    def score(job: Any, epoch: int) -> float:
+        if job.part.seed == 9:
+            seen.append([trial.score for trial in SweepResult(find_run(str(tmp_path), "digits", "sweep_001")).trials])
+        return float(losses[job.values["lr"]][job.index])
+
+    plan, engine = plan_of(tmp_path, "lr=1,2", folds=2, seeds=2, seed=7), FakeEngine(score)
+    carry_out(plan, engine)
+    assert [job.overrides for job in engine.seen[:3]] == [
+        ("lr=1", "++cfg.seed=7", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=0"),
+        ("lr=1", "++cfg.seed=7", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=1"),
+        ("lr=1", "++cfg.seed=8", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=0"),
+    ]
+    assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 2, "value": 2.0, "std": 0.0}
+    assert [trial.number for trial in SweepResult(find_run(str(tmp_path), "digits", "sweep_001")).ranked()] == [1, 2]
+    losses["2"] = (9, 9, 1, 1, -9, -9)
+    more, again = plan_of(tmp_path, "lr=1,2", folds=2, seeds=3, seed=7), FakeEngine(score)
+    carry_out(resumed(more, tmp_path), again)
+    parts = [(job.trial, job.part.seed, job.part.fold) for job in again.seen]
+    assert parts == [(1, 9, 0), (1, 9, 1), (2, 9, 0), (2, 9, 1)]
+    assert seen == [[2.0, 5.0]] * 12
+    assert record_of(tmp_path)["best"]["trial"] == 2
 
 
 def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
@@ -102,12 +135,12 @@ def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
     """Fold 1 of the second trial is better than that of the first one, but its mean is worse."""
 
     def score(job: Any, epoch: int) -> float:
-        return [1.0, 1.0][job.fold] if job.trial == 1 else [0.5, 9.0][job.fold]
+        return [1.0, 1.0][job.part.fold] if job.trial == 1 else [0.5, 9.0][job.part.fold]
 
     heard: list = []
     plan = plan_of(tmp_path, LR, folds=2, scheduler="asha", epochs=9)
     carry_out(plan, FakeEngine(score, parallel=2, epochs=9), heard)
-    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.fold is None}
+    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.part == WHOLE}
     assert statuses[1] == "SUCCEEDED"
     assert statuses[2] == "PRUNED"
     again = FakeEngine(score)

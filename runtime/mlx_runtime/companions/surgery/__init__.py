@@ -1,0 +1,1 @@
+"""Upgrades of a project to a newer version of its template."""
