@@ -50,12 +50,12 @@ class Composer:
             if not is_current:
                 raise MlxError("nothing is done: the page has changed since that click. Look, and click again")
             done = action(*given)
-        except (MlxError, OSError) as error:
-            self.message = short_message(error)
-        else:
             if isinstance(done, composing.Draft):
                 self.draft, self.report = done, None
-            self.message = done if isinstance(done, str) else ""
+            elif done:
+                self.message = done
+        except (MlxError, OSError) as error:
+            self.message = short_message(error)
         self.show(self)
 
     def button(self, label: str, action: Callable[..., Any], *given: Any, **options: Any) -> Any:

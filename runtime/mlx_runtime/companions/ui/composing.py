@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.companions.ui.workbench import Workbench
-from mlx_runtime.config.binding.conf_file import SCHEMA
-from mlx_runtime.config.projects import AN_EXPERIMENT, CONF
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, SCHEMA
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import name_problem

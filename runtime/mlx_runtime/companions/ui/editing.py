@@ -20,7 +20,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from torch import nn
 
 from mlx_runtime.companions.ui.structure import describe
-from mlx_runtime.config.binding.conf_file import SCHEMA, bind, check_written
+from mlx_runtime.config.binding.conf_file import bind, check_written
 from mlx_runtime.config.binding.merging import commented_map, comments_behind, quote_strings, remove_key, yaml_text
 from mlx_runtime.config.binding.nodes import BASES, RESERVED
 from mlx_runtime.config.constructors.signatures import (
@@ -37,7 +37,7 @@ from mlx_runtime.config.constructors.signatures import (
 )
 from mlx_runtime.config.constructors.targets import object_at
 from mlx_runtime.config.interpolation import parse_config
-from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, main_class
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, SCHEMA, main_class
 from mlx_runtime.errors import USER_ERRORS, BindError, ConfigError, MlxError, UsageError, short_message, suggest
 from mlx_runtime.storage.documents import AMBIGUOUS
 

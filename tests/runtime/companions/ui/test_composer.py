@@ -127,7 +127,12 @@ def test_a_network_is_composed_by_clicks_and_trained(digits: Path, environment: 
         page.open(url)
         person = Person(page)
         person.sees("no problems")
+        ids = "all('marimo-ui-element').map(item => item.getAttribute('object-id'))"
+        earlier = {*page.evaluate(ids)}
         person.choose("Class", "torch.nn.Sequential", then="+    _target_: torch.nn.Sequential")
+        later = page.evaluate(ids)
+        assert later
+        assert earlier.isdisjoint(later)  # otherwise late clicks would press other buttons
         for number, path in enumerate(("src.models.ConvBlock", "src.models.ConvBlock", "torch.nn.Flatten")):
             person.choose("Block", path)
             person.click("Add block", then=f"{number}  {path}")
